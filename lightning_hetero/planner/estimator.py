@@ -61,8 +61,11 @@ class Estimator(PipelineEstimator):
         *,
         equal_microbatches: bool,
         idle_may_own: bool = True,
+        tp_degrees: Sequence[int] = (1,),
     ) -> None:
         super().__init__(cost, workload)
+        self.tp_degrees = tuple(tp_degrees)
+        """TP degrees that moves may give to stages."""
         self.equal_microbatches = equal_microbatches
         self.idle_may_own = idle_may_own
         self._exchanges: dict[tuple[Arrangement, tuple[tuple[int, ...], ...]], ExchangeTable] = {}

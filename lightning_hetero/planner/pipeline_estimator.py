@@ -30,6 +30,8 @@ __all__ = ["PipelineEstimate", "PipelineEstimator", "StageRoom"]
 
 _LINKS_SET_THE_PACE = 1.02
 """A circle of stages that takes so much longer than its slowest stage has slow links."""
+_MANY_ROUNDS = 5
+"""Micro-batches per stage with which filling a pipeline matters little."""
 _MOST_STAGES_MOVED = 8
 """Longer pipelines have as many moves as stages squared, and little on each stage."""
 _WORTH_MOVING = 1e-6
@@ -149,11 +151,14 @@ class PipelineEstimator(StageTimes):
             return None
         found = self._timed_stages(pipeline, tables, balanced)
         slowest_s = max(map(add, found.times.forward_s, found.times.backward_s))
-        if found.slope_s < slowest_s * _LINKS_SET_THE_PACE or len(balanced) > _MOST_STAGES_MOVED:
+        usual = self.usual_share(num_pipelines)
+        are_many = usual >= len(balanced) * _MANY_ROUNDS
+        is_even = are_many and found.slope_s < slowest_s * _LINKS_SET_THE_PACE
+        if is_even or not 1 < len(balanced) <= _MOST_STAGES_MOVED:
             return found
-        key = found, self.usual_share(num_pipelines)
+        key = found, usual
         if key not in self._moved:
-            self._moved[key] = self._moved_with_links(*key)
+            self._moved[key] = self._moved_layers(*key)
         return self._timed_stages(pipeline, tables, self._moved[key])
 
     def balance(self, pipeline: PipelineNodes, num_pipelines: int) -> tuple[int, ...] | None:
@@ -189,12 +194,13 @@ class PipelineEstimator(StageTimes):
             )
         return self._timed[key]
 
-    def _moved_with_links(self, part: PipelineEstimate, num_microbatches: int) -> tuple[int, ...]:
-        """Return the layers of each stage, moved because a link sets the pace and not a stage.
+    def _moved_layers(self, part: PipelineEstimate, num_microbatches: int) -> tuple[int, ...]:
+        """Return the layers of each stage, moved because stages alone don't set the pace.
 
-        Eq. 4 knows stages alone; two stages with a slow link between them are faster with less on
-        each. Moved is one layer at a time, as long as K micro-batches take less:
-        `circle·(K - 1)` after the first has passed all stages and links.
+        Eq. 4 knows only the slowest stage. Two stages with a slow link between them are faster with
+        less on each, and a few micro-batches with more on the fastest. Moved is one layer at a
+        time, as long as K micro-batches take less: `circle·(K - 1)` after the first has passed all
+        stages and links.
         """
         blocking = self.cost.layout.blocking_messages
         hops_s = np.add(part.times.forward_message_s, part.times.backward_message_s)

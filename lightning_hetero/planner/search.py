@@ -120,12 +120,14 @@ class PlanSearch:
                 "Planning for cost needs the price of every node. Give each node a price_per_hour "
                 "in the cluster file, or plan for throughput."
             )
+        self.tp_degrees = valid_tp_degrees(cost, workload, options)
         # Nodes that only own would have to be paid for as well.
         equal = Estimator(
             cost,
             workload,
             equal_microbatches=True,
             idle_may_own=options.objective is Objective.THROUGHPUT,
+            tp_degrees=self.tp_degrees,
         )
         self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
         self.estimator = self.estimators[-1]
@@ -135,7 +137,6 @@ class PlanSearch:
         self.judge = Judge(self.estimator, self._weigh)
         self.num_estimated = 0
         self._rough_scores: dict[Arrangement, float] = {}
-        self.tp_degrees = valid_tp_degrees(cost, workload, options)
 
     def run(self) -> PlanningResult:
         """Search, for plans whose states are on hosts if there is no room on devices.

@@ -63,6 +63,23 @@ def test_estimates_count_links_that_set_the_pace_and_states_that_others_own():
     assert judge.score(Candidate.of(estimate)) < 0.9 * judge.score(by_stages_alone)
 
 
+def test_few_micro_batches_leave_more_layers_to_fast_stages():
+    cluster = Cluster(
+        nodes=(Node(device="A100-80GB", count=1), Node(device="T4", count=1)),
+        inter_node_bytes_per_s=12.5e9,
+    )
+    workload = Workload(sequence_length=512, global_batch_size=2)
+    cost = RooflineCost(cluster, ModelSpec.load("bert-large"))
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    judge = Judge(estimator, lambda seconds, _arrangement: seconds)
+    pipeline = PipelineNodes((1, 1), (0, 1))
+    estimate = estimator.estimate((pipeline,))
+    by_slowest_stage = Candidate(
+        arrangement=(pipeline,), layers=(estimator.balance(pipeline, 1),), num_microbatches=(2,)
+    )
+    assert judge.score(Candidate.of(estimate)) < 0.95 * judge.score(by_slowest_stage)
+
+
 GROUPS = [Group((1,) * 2, ("A100-80GB", "H800-80GB"))] * 4 + [Group((1,), ("A100-80GB",))] * 4
 
 

@@ -200,6 +200,26 @@ def test_moving_far_from_where_the_likeliest_plan_begins_leads_to_what_a_part_fi
         assert slower <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("nodes", "sequence_length", "bytes_per_s"),
+    [
+        # The best plan gives few micro-batches to fast stages; and cuts a stage in two.
+        ([*[("V100-16GB", 1)] * 5, ("RTX-4090", 8), ("A100-80GB", 8)], 512, 50e9),
+        ([("A10-24GB", 4), *[("A100-80GB", 2)] * 3], 2048, 12.5e9),
+    ],
+)
+def test_more_degrees_never_make_the_best_plan_slower(nodes, sequence_length, bytes_per_s):
+    task = Task(
+        nodes=tuple(nodes),
+        model="llama-7b",
+        workload=Workload(sequence_length=sequence_length, global_batch_size=8),
+        bytes_per_s=bytes_per_s,
+    )
+    slower = slower_by(task, "TP degrees")
+    assert slower is not None
+    assert slower <= TOLERANCE
+
+
 def test_whatever_is_proposed_with_one_degree_is_proposed_with_several():
     # So many devices that groupings aren't enumerated.
     nodes = [Node(device=name, count=8) for name in DEVICES for _ in range(2)]

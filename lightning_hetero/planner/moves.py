@@ -1,0 +1,347 @@
+"""Moves of the local search: what differs from a candidate a little.
+
+A layer or micro-batch goes elsewhere, stages swap devices, and devices are given, taken and cut
+otherwise: idle ones become stages or pipelines, stages and pipelines idle; one of degree d becomes
+two of degree d/2, and two on the same node one.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_hetero.planner.arrangement import (
+    Arrangement,
+    Group,
+    MappingOrder,
+    PipelineNodes,
+    map_groups,
+)
+from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.judge import Candidate
+
+__all__ = ["MOVES", "ORDERS", "RESIZES", "Family"]
+
+Family = Callable[[Candidate, Estimator], Iterator[Candidate | Arrangement]]
+"""Moves of a candidate; where stages move, layers and micro-batches are to be found anew."""
+
+_LONGEST_ADDED = 8
+"""Stages of pipelines that idle devices get."""
+
+
+def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Give a layer of one stage to another, in all pipelines that are alike."""
+    for members in _alike(candidate, estimator):
+        layers = candidate.layers[members[0]]
+        for source, target in itertools.permutations(range(len(layers)), 2):
+            if layers[source] > 1:
+                moved = list(layers)
+                moved[source] -= 1
+                moved[target] += 1
+                rows = list(candidate.layers)
+                for member in members:
+                    rows[member] = tuple(moved)
+                yield replace(candidate, layers=tuple(rows), estimate_s=0.0)
+
+
+def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterator[Candidate]:
+    """Give a layer of one stage to another in all pipelines of equal depth.
+
+    Where cuts agree, gradients of a layer stay between the same nodes; moving one pipeline's cut
+    alone would make them cross.
+    """
+    for length in sorted({len(layers) for layers in candidate.layers} - {1}):
+        for source, target in itertools.permutations(range(length), 2):
+            rows = []
+            for layers in candidate.layers:
+                moved = list(layers)
+                if len(layers) == length and layers[source] > 1:
+                    moved[source] -= 1
+                    moved[target] += 1
+                rows.append(tuple(moved))
+            if tuple(rows) != candidate.layers:
+                yield replace(candidate, layers=tuple(rows), estimate_s=0.0)
+
+
+def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Give a micro-batch of one pipeline to another."""
+    if estimator.equal_microbatches:
+        return
+    firsts = [members[0] for members in _alike(candidate, estimator)]
+    lasts = [members[-1] for members in _alike(candidate, estimator)]
+    for source, target in itertools.product(firsts, lasts):
+        if source != target and candidate.num_microbatches[source] > 1:
+            counts = list(candidate.num_microbatches)
+            counts[source] -= 1
+            counts[target] += 1
+            yield replace(candidate, num_microbatches=tuple(counts), estimate_s=0.0)
+
+
+def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Let two stages swap their devices, then balance and share anew."""
+    places = [
+        (p, s)
+        for p, pipeline in enumerate(candidate.arrangement)
+        for s in range(len(pipeline.nodes))
+    ]
+    classes = estimator.classes
+    seen: set[tuple[object, ...]] = set()
+    for (p, s), (q, t) in itertools.combinations(places, 2):
+        one, other = candidate.arrangement[p], candidate.arrangement[q]
+        if one.stages[s] == other.stages[t]:
+            continue
+        kind = (
+            (estimator.key(one), s, candidate.num_microbatches[p]),
+            (estimator.key(other), t, candidate.num_microbatches[q]),
+        )
+        if classes[one.nodes[s]] == classes[other.nodes[t]] and kind in seen:
+            continue
+        seen.add(kind)
+        rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+        rows[p][s], rows[q][t] = rows[q][t], rows[p][s]
+        yield _arranged(rows)
+
+
+def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Give a device group of one pipeline to another that has such degrees, then balance anew.
+
+    It takes a place beside one of its kind, or any end where there is none.
+    """
+    classes = estimator.classes
+    firsts = {
+        estimator.key(pipeline): index for index, pipeline in enumerate(candidate.arrangement)
+    }
+    for p, q in itertools.permutations(firsts.values(), 2):
+        one, other = candidate.arrangement[p], candidate.arrangement[q]
+        if len(one.nodes) == 1:
+            continue
+        kinds = [[(classes[node], degree) for node, degree in i.stages] for i in (one, other)]
+        for (kind, degree), s in {key: s for s, key in enumerate(kinds[0])}.items():
+            if degree not in other.tp_degrees:
+                continue
+            alike = [t for t, key in enumerate(kinds[1]) if key == (kind, degree)]
+            for place in [alike[-1] + 1] if alike else [0, len(other.nodes)]:
+                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                rows[q].insert(place, rows[p].pop(s))
+                yield _arranged(rows)
+
+
+def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Let two stages swap devices in all pipelines that are alike, then balance and share anew.
+
+    In one of them alone the gradients of layers would cross nodes.
+    """
+    classes = estimator.classes
+    for key in dict.fromkeys(map(estimator.key, candidate.arrangement)):
+        members = [p for p in candidate.arrangement if estimator.key(p) == key]
+        if len(members) == 1:
+            continue
+        for s, t in itertools.combinations(range(len(members[0].nodes)), 2):
+            one, other = members[0].stages[s], members[0].stages[t]
+            if classes[one[0]] == classes[other[0]] and one[1] == other[1]:
+                continue
+            rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+            for pipeline, row in zip(candidate.arrangement, rows, strict=True):
+                if estimator.key(pipeline) == key:
+                    row[s], row[t] = row[t], row[s]
+            yield _arranged(rows)
+
+
+def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Leave the devices of a pipeline idle, or of all that are alike."""
+    keys = estimator.keys(candidate.arrangement)
+    rows = [pipeline.stages for pipeline in candidate.arrangement]
+    for key in dict.fromkeys(keys):
+        left = [row for row, other in zip(rows, keys, strict=True) if other != key]
+        last = len(keys) - 1 - keys[::-1].index(key)
+        for kept in dict.fromkeys([tuple(left), tuple(rows[:last] + rows[last + 1 :])]):
+            if kept:
+                yield _arranged(kept)
+
+
+def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Give idle devices of a kind pipelines of their own."""
+    rows = [pipeline.stages for pipeline in candidate.arrangement]
+    idle = _idle(candidate, estimator)
+    classes = dict.fromkeys(estimator.classes)
+    for kind, degree in itertools.product(classes, estimator.tp_degrees):
+        units = _units(idle, kind, degree, estimator)
+        for length in range(1, min(len(units), _LONGEST_ADDED) + 1):
+            starts = range(0, len(units) - length + 1, length)
+            yield _arranged([*rows, *(units[start : start + length] for start in starts)])
+
+
+def _add_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Give idle devices of a kind to the pipelines that are alike, or one: a stage at an end."""
+    idle = _idle(candidate, estimator)
+    for members in _members(candidate, estimator):
+        for kind, degree in itertools.product(
+            dict.fromkeys(estimator.classes), estimator.tp_degrees
+        ):
+            units = _units(idle, kind, degree, estimator)
+            for number in dict.fromkeys([len(members), 1]):
+                for is_first in (True, False) if number <= len(units) else ():
+                    rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                    for member, unit in zip(members[:number], units, strict=False):
+                        rows[member].insert(0 if is_first else len(rows[member]), unit)
+                    yield _arranged(rows)
+
+
+def _drop_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Leave the devices of a stage idle in all pipelines that are alike, or one."""
+    for members in _members(candidate, estimator):
+        first = candidate.arrangement[members[0]]
+        stages = [(estimator.classes[node], degree) for node, degree in first.stages]
+        if len(stages) == 1:
+            continue
+        for s in {kind: s for s, kind in enumerate(stages)}.values():
+            for number in dict.fromkeys([len(members), 1]):
+                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                for member in members[:number]:
+                    rows[member].pop(s)
+                yield _arranged(rows)
+
+
+def _split_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Make two stages of the devices of one, in all pipelines that are alike, or one."""
+    for members in _members(candidate, estimator):
+        for s, degree in enumerate(candidate.arrangement[members[0]].tp_degrees):
+            if not _can_halve(degree, estimator):
+                continue
+            for number in dict.fromkeys([len(members), 1]):
+                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                for member in members[:number]:
+                    rows[member][s : s + 1] = [(rows[member][s][0], degree // 2)] * 2
+                yield _arranged(rows)
+
+
+def _merge_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Make one stage of two neighbours on a node, in all pipelines that are alike, or one."""
+    for members in _members(candidate, estimator):
+        stages = {member: candidate.arrangement[member].stages for member in members}
+        for s, degree in enumerate(candidate.arrangement[members[0]].tp_degrees[:-1]):
+            alike = [member for member, row in stages.items() if row[s] == row[s + 1]]
+            if not alike or 2 * degree not in estimator.tp_degrees:
+                continue
+            for number in dict.fromkeys([len(alike), 1]):
+                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                for member in alike[:number]:
+                    rows[member][s : s + 2] = [(rows[member][s][0], 2 * degree)]
+                yield _arranged(rows)
+
+
+def _split_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Make two pipelines of half the degrees of one, or of all that are alike."""
+    for members in _members(candidate, estimator):
+        first = candidate.arrangement[members[0]]
+        if not all(_can_halve(degree, estimator) for degree in first.tp_degrees):
+            continue
+        for number in dict.fromkeys([len(members), 1]):
+            rows = [pipeline.stages for pipeline in candidate.arrangement]
+            for member in members[:number]:
+                rows[member] = tuple([(node, degree // 2) for node, degree in rows[member]])
+            yield _arranged([*rows, *(rows[member] for member in members[:number])])
+
+
+def _merge_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Make one pipeline of twice the degrees of two on the same nodes, or of all such pairs."""
+    for members in _members(candidate, estimator):
+        first = candidate.arrangement[members[0]]
+        if any(2 * degree not in estimator.tp_degrees for degree in first.tp_degrees):
+            continue
+        places = _grouped(candidate.arrangement[member].nodes for member in members)
+        pairs = [pair for same in places for pair in zip(same[::2], same[1::2], strict=False)]
+        for number in dict.fromkeys([len(pairs), 1]) if pairs else ():
+            rows = {p: pipeline.stages for p, pipeline in enumerate(candidate.arrangement)}
+            for kept, other in pairs[:number]:
+                del rows[members[other]]
+                kept_stages = rows[members[kept]]
+                rows[members[kept]] = tuple([(node, 2 * degree) for node, degree in kept_stages])
+            yield _arranged([*rows.values()])
+
+
+def _can_halve(degree: int, estimator: Estimator) -> bool:
+    return degree % 2 == 0 and degree // 2 in estimator.tp_degrees
+
+
+def _map_anew(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Deal the stages to nodes so that either gradients or activations stay in them."""
+    cluster = estimator.cost.cluster
+    nodes, counts = cluster.nodes, [node.count for node in cluster.nodes]
+    groups = [
+        Group(degrees, tuple([nodes[index].device for index in indices]))
+        for degrees, indices in candidate.arrangement
+    ]
+    for order in MappingOrder:
+        mapped = map_groups(groups, cluster, counts, order)
+        if mapped is not None:
+            yield mapped
+
+
+def _idle(candidate: Candidate, estimator: Estimator) -> list[int]:
+    """Return the idle devices of each node."""
+    idle = [node.count for node in estimator.cost.cluster.nodes]
+    for node, degree in itertools.chain.from_iterable(p.stages for p in candidate.arrangement):
+        idle[node] -= degree
+    return idle
+
+
+def _units(
+    idle: Sequence[int], kind: int, degree: int, estimator: Estimator
+) -> list[tuple[int, int]]:
+    """Return the (node, devices) that idle devices of a kind make."""
+    return [
+        (node, degree)
+        for node, count in enumerate(idle)
+        if estimator.classes[node] == kind
+        for _ in range(count // degree)
+    ]
+
+
+def _members(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
+    """Return indices of pipelines of one class, grouped."""
+    return _grouped(estimator.keys(candidate.arrangement))
+
+
+def _arranged(rows: Sequence[Sequence[tuple[int, int]]]) -> Arrangement:
+    """Return an arrangement of (node, devices) of every stage."""
+    return tuple(map(PipelineNodes.of_stages, rows))
+
+
+def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
+    """Return indices of pipelines of one class, layers and micro-batches, grouped."""
+    keys = estimator.keys(candidate.arrangement)
+    return _grouped(zip(keys, candidate.layers, candidate.num_microbatches, strict=True))
+
+
+def _grouped(kinds: Iterable[Hashable]) -> list[list[int]]:
+    """Return the indices of each kind."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())
+
+
+RESIZES: tuple[Family, ...] = (
+    _add_pipelines,
+    _drop_pipelines,
+    _add_stages,
+    _drop_stages,
+    _split_stages,
+    _merge_stages,
+    _split_pipelines,
+    _merge_pipelines,
+)
+"""Moves that give and take devices, or cut them otherwise."""
+MOVES: tuple[Family, ...] = (
+    _move_layers,
+    _move_layers_together,
+    _move_microbatches,
+    _map_anew,
+    _move_units,
+    _swap_stages_together,
+    _move_stages,
+)
+"""Moves that keep the number of pipelines and all degrees."""
+# The other way: layers are balanced anew where stages have swapped.
+ORDERS = (MOVES, (_swap_stages_together, *MOVES))
+"""Orders of moves that are tried from every beginning."""
