@@ -192,7 +192,8 @@ class Reductions:
         else:
             if id(result) in self._known:  # A constant that was changed in place.
                 del self._known[id(result)]
-            self._note_place(name, source, result)
+            if name in TURNS or self._turned or self._parts:
+                self._note_place(name, source, result)
         if self._shuffles or name in _BY_CHANCE:
             self._note_random(name, args, result)
 
