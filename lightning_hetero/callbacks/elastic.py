@@ -200,11 +200,10 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         strategy = run_of(trainer).strategy
-        has_guests = strategy is not None and strategy.engine.has_guests
-        if strategy is not None:
-            leaving = strategy.engine.leaving
+        if strategy is None:
+            leaving, has_guests = frozenset({0} if self.is_leaving else ()), False
         else:
-            leaving = frozenset({0} if self.is_leaving else ())
+            leaving, has_guests = strategy.engine.leaving, strategy.engine.has_guests
         if leaving or has_guests:
             assert self._checkpoint is not None
             node_of_rank = self._checkpoint.node_of_rank
@@ -261,8 +260,7 @@ class ElasticRestart(Callback):
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
-        why = self._why_all_leave(trainer, leaving)
-        if why is not None:
+        if (why := self._why_all_leave(trainer, leaving)) is not None:
             rank_zero_info("Not going on in place, because %s.", why)
             self._leave(trainer, leaving, save)
             return
