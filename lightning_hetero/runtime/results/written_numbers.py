@@ -90,13 +90,13 @@ def rows_counted(argument: int | str, key: str | None = None) -> Rows:
         argument: Its place or name.
         key: Of its item, where the call may give a dict.
     """
-    rows = _read_in_code(lambda node: [_argument_of(node, argument, key)])
+    rows = _read_in_code(lambda node: [_argument_of(node, argument, key)], _frame_of_user())
     return None if rows == _SOMEHOW else rows
 
 
 def rows_in_argument(place: int) -> Rows:
     """Return what is counted in an argument, in proportion or not; see `rows_counted`."""
-    return _read_in_code(lambda node: [_argument_of(node, place, None)])
+    return _read_in_code(lambda node: [_argument_of(node, place, None)], _frame_of_user())
 
 
 def rows_of_operand(*, is_left: bool) -> Rows:
@@ -107,14 +107,32 @@ def rows_of_operand(*, is_left: bool) -> Rows:
     Args:
         is_left: Whether it stands before the tensor.
     """
-    return _read_in_code(lambda node: _operands_of(node, is_left=is_left))
+    frame = _frame_of_user()
+    if frame is not None and _has_number(frame.f_code, frame.f_lasti):
+        return _CONSTANT
+    return _read_in_code(lambda node: _operands_of(node, is_left=is_left), frame)
 
 
-def _read_in_code(find: Callable[[ast.AST], Sequence[ast.expr | None]]) -> Rows:
-    """Return what the first of some expressions counts that counts anything."""
+def _frame_of_user() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame):
         frame = frame.f_back
+    return frame
+
+
+@lru_cache(maxsize=256)
+def _has_number(code: CodeType, instruction: int) -> bool:
+    """Whether an operation has a number that is written there: most have."""
+    found = _node_at(code, instruction)
+    node = None if found is None else found[1]
+    sides = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
+    return any(isinstance(side, ast.Constant) for side in sides)
+
+
+def _read_in_code(
+    find: Callable[[ast.AST], Sequence[ast.expr | None]], frame: FrameType | None
+) -> Rows:
+    """Return what the first of some expressions counts that counts anything."""
     found = None if frame is None else _node_at(frame.f_code, frame.f_lasti)
     if frame is None or found is None:
         return None
