@@ -35,6 +35,8 @@ for step in range({NUM_STEPS}):
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+# With torch 2.13 a DDP model that is freed after its group may hang, without `record`, too.
+del model, optimizer
 dist.destroy_process_group()
 """
 
