@@ -49,6 +49,7 @@ _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
 """How often it looks into the store."""
 _HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
 _FROM_TERMINAL = 0x80
 """`si_code` of what the system itself sends: to the whole process group, so to workers as well."""
 _AT_ONCE = {0, 14}
@@ -179,9 +180,12 @@ class Keeper:
     def run(self) -> int:
         """Keep the workers; returns the exit code."""
         threading.Thread(target=self._watch_store, daemon=True).start()
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
-            received = signal.sigtimedwait(_HANDED_ON | {signal.SIGCHLD}, _LOOK_S)
-            if received is not None and received.si_signo in _HANDED_ON:
+            # Not `sigtimedwait`, which tells of a signal that never was, in memory that nobody has
+            # written to, if this process is stopped and goes on after the timeout.
+            received = signal.sigwaitinfo(_BLOCKED)
+            if received.si_signo in _HANDED_ON:
                 if received.si_code != _FROM_TERMINAL:
                     self._hand_on(received.si_signo)
                 continue
@@ -290,7 +294,7 @@ _LIBC = ctypes.CDLL(None)
 
 def block_signals() -> None:
     """Leave a keeper's signals to its loop; before any thread exists, so that none takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON | {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
 
 def be_kept() -> None:

@@ -41,7 +41,8 @@ def keep(folder: Path, port: int, codes: list[int | None]) -> None:
             (folder / f"signal-{rank}").write_text(str(number))
             os._exit(0)
 
-        signal.signal(signal.SIGTERM, note)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, note)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         members = dist.PrefixStore("members", store)
         tell_keeper("members", rank)
@@ -123,3 +124,17 @@ def test_signals_reach_the_workers_which_never_outlive_their_keeper(tmp_path: Pa
         assert (tmp_path / "a" / f"signal-{rank}").read_text() == str(int(signal.SIGTERM))
         wait_until(lambda rank=rank: not is_running(tmp_path / "b", rank))
     killed.join()
+
+
+def test_a_keeper_that_was_stopped_for_a_while_has_heard_of_no_signal(tmp_path: Path) -> None:
+    """Its look into the store was due meanwhile, for which `sigtimedwait` makes up a signal."""
+    keeper = start(tmp_path, [None])
+    for _ in range(3):
+        os.kill(keeper.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        os.kill(keeper.pid, signal.SIGCONT)
+        time.sleep(0.3)
+    (tmp_path / "ends").touch()
+    keeper.join(120.0)
+    assert keeper.exitcode == 0
+    assert not (tmp_path / "signal-0").exists()
