@@ -219,7 +219,7 @@ def run() -> list[Row]:
     pool = ProcessPool()
     equal, ddp, stages = zip(*pool.run(count_calls, 2, timeout_s=500), strict=True)
     rows = [
-        _count_row("two equal pipelines", max(equal), max(ddp), 4_550),
+        _count_row("two equal pipelines", max(equal), max(ddp), 4_600),
         _count_row("the first of two stages", stages[0], None, 7_400),
         _count_row("the last of two stages", stages[1], None, 11_050),
     ]

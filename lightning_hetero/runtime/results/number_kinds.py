@@ -32,6 +32,7 @@ __all__ = [
     "ends_of",
     "fold",
     "join_values",
+    "operation_called",
     "ratio_of",
 ]
 
@@ -161,6 +162,18 @@ OPERATIONS: dict[str, Callable[[Reduction, Reduction], Reduction]] = {
     **dict.fromkeys(("div", "truediv", "true_divide", "divide"), _divide),
 }
 """By the names of torch's functions: what is known of the result of two numbers."""
+
+
+def operation_called(
+    name: str,
+) -> tuple[Callable[[Reduction, Reduction], Reduction] | None, bool]:
+    """Return the operation of a function such as `add`, `iadd` or `radd`; whether it is reflected.
+
+    A reflected one has its numbers the other way round.
+    """
+    is_reflected = name.startswith("r") and name[1:] in OPERATIONS
+    found = OPERATIONS.get(name[1:] if is_reflected or name[:1] == "i" else name)
+    return found or OPERATIONS.get(name), is_reflected
 
 
 def join_values(kind: str, values: Tensor, weights: Tensor) -> Tensor:

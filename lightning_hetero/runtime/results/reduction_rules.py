@@ -13,22 +13,33 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
 )
 from lightning_hetero.runtime.results.torch_calls import (
+    PRODUCTS,
     TorchCall,
     is_of_each_with_each,
     is_outer,
     is_product,
 )
-from lightning_hetero.runtime.results.written_numbers import rows_in_argument
+from lightning_hetero.runtime.results.written_numbers import (
+    rows_in_argument,
+    rows_of_operand,
+)
 
 __all__ = [
     "FACTORIES",
+    "FLOORS",
+    "JOINING",
     "KEEPING",
+    "NONLINEAR",
+    "NOT_BY_ELEMENT",
     "REDUCTIONS",
+    "REORDERING",
     "WITH_DIMS",
     "ZERO",
+    "constant_of",
     "made_anew",
     "of_one",
     "reduced",
+    "some_dims",
 ]
 
 REDUCTIONS = {
@@ -68,6 +79,19 @@ _FILLED = {
 """Those of them that are given numbers: the place in the user's call."""
 WITH_DIMS = REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 """Functions that run along dims."""
+FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
+JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
+NONLINEAR = {"sqrt", "rsqrt", "square"}
+REORDERING = {"flip", "flipud", "roll", "getitem", "index_select"}
+NOT_BY_ELEMENT = (
+    WITH_DIMS
+    | FACTORIES
+    | PRODUCTS
+    | REORDERING
+    | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
+    | {"select", "narrow", "batch_norm"}
+)
+"""Functions that may make more of samples than other samples."""
 _MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
 """Functions over samples that may be means or sums, or run over something else where dim 0 is time.
 """
@@ -125,3 +149,19 @@ def of_one(call: TorchCall, known: Reduction) -> Reduction | None:
         kind = REDUCTIONS[name]
         return known if known.kind is kind or {known.kind, kind} <= set(LINEAR) else UNKNOWN
     return None
+
+
+def some_dims(call: TorchCall, tensors: Sequence[Tensor]) -> Sequence[int]:
+    """Return the dims along which a function runs of one tensor; none if it runs along all."""
+    if call.name not in WITH_DIMS or len(tensors) != 1 or tensors[0].ndim < 2:
+        return ()
+    dims = call.dims(tensors[0].ndim) or ()
+    return dims if len(dims) < tensors[0].ndim else ()
+
+
+def constant_of(value: float, *, is_left: bool) -> Reduction:
+    """Judge a number that the user's code gives to an operation, on its left or its right."""
+    # Whole numbers may count what is in this micro-batch; others do if that is written.
+    rows = rows_of_operand(is_left=is_left)
+    counts = bool(rows) or (rows is None and type(value) is int)
+    return Reduction(Kind.CONSTANT, count=counts, value=value)

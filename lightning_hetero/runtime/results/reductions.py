@@ -22,18 +22,26 @@ from lightning_hetero.runtime.results.number_kinds import (
     Kind,
     Reduction,
     fold,
+    operation_called,
 )
 from lightning_hetero.runtime.results.reduction_rules import (
     FACTORIES,
+    FLOORS,
+    JOINING,
     KEEPING,
+    NONLINEAR,
+    NOT_BY_ELEMENT,
     REDUCTIONS,
-    WITH_DIMS,
+    REORDERING,
     ZERO,
+    constant_of,
     made_anew,
     of_one,
     reduced,
+    some_dims,
 )
 from lightning_hetero.runtime.results.sample_places import (
+    CHOOSING,
     TURNING,
     TURNS,
     chooses_samples,
@@ -51,27 +59,8 @@ from lightning_hetero.runtime.results.torch_calls import (
     name_of,
     tensors_among,
 )
-from lightning_hetero.runtime.results.written_numbers import rows_of_operand
 
 __all__ = ["Reductions"]
-
-_FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
-_JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
-_NONLINEAR = {"sqrt", "rsqrt", "square"}
-_REORDERING = {"flip", "flipud", "roll", "getitem", "index_select"}
-_CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
-"""Functions that return values and their indices along one dim, the last one unless told."""
-
-
-_NOT_BY_ELEMENT = (
-    WITH_DIMS
-    | FACTORIES
-    | PRODUCTS
-    | _REORDERING
-    | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
-    | {"select", "narrow", "batch_norm"}
-)
-"""Functions that may make more of samples than other samples."""
 
 _NO_TENSORS = NO_TENSORS | {slice}
 _LISTS = frozenset((list, tuple))
@@ -229,7 +218,7 @@ class Reductions:
         if TOGETHER in known or (known and set(map(id, known)) <= _CONSTANTS):
             for item in tensors_among(results):
                 self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
-        elif call.name in _CHOOSING:
+        elif call.name in CHOOSING:
             self._see_chosen(call, results)
         elif known == [None] and takes_part(call, self.num_samples):
             for item in tensors_among(results):
@@ -258,7 +247,7 @@ class Reductions:
         That is most of what steps call, so it is found out by less than `_judge` takes.
         """
         known, is_product = self._known, name in PRODUCTS
-        may_be_samples = is_product or name not in _NOT_BY_ELEMENT
+        may_be_samples = is_product or name not in NOT_BY_ELEMENT
         samples: list[Tensor] = []
         has_constants = False
         for item in (*args, *kwargs.values()) if kwargs else args:
@@ -318,7 +307,8 @@ class Reductions:
         """Judge a function of tensors none of which is a reduction."""
         if call.name == "stack" and call.argument(1, "dim", 0) == 0:
             self._turned[id(result)] = result
-        if dims := self._dims_of_turned(call, tensors):
+        dims = some_dims(call, tensors)
+        if dims and (id(tensors[0]) in self._turned or not self._has_samples(tensors[0])):
             if 0 not in dims:
                 self._turned[id(result)] = result
             is_second = self._has_samples(tensors[0].transpose(0, 1))
@@ -343,9 +333,9 @@ class Reductions:
             kept = of_one(call, first)
             if kept is not None:
                 return kept
-        if call.name in _FLOORS and first is not None and first.kind is Kind.SUM:
+        if call.name in FLOORS and first is not None and first.kind is Kind.SUM:
             return first if set(map(id, known[1:])) <= _CONSTANTS else UNKNOWN
-        if call.name in _JOINING:
+        if call.name in JOINING:
             # One number of one sample: a list of samples' numbers, which count alike, or of losses?
             is_open = len(known) == self.num_samples == 1
             return UNKNOWN if is_open else fold([item or UNKNOWN for item in known])
@@ -358,7 +348,7 @@ class Reductions:
             return True
         if name == "batch_norm":
             return bool(call.argument(5, "training"))
-        if name in _NONLINEAR and len(known) == 1:
+        if name in NONLINEAR and len(known) == 1:
             return known[0] not in (None, UNKNOWN)
         if name in OPERATIONS and len(known) == 2 and None in known:
             # Samples less their mean, and the like.
@@ -366,7 +356,7 @@ class Reductions:
             rows = next(item for item in tensors_among(call.args) if self.of(item) is None)
             is_scaled = ("mul" in name or "div" in name) and {Kind.MAX, Kind.MIN} & {*kinds}
             return bool(Kind.MEAN in kinds or is_scaled) and self._has_samples(rows)
-        return name in _REORDERING and self._reorders(call)
+        return name in REORDERING and self._reorders(call)
 
     def _reorders(self, call: TorchCall) -> bool:
         """Whether a function gives samples, of which nothing else is known, others' places."""
@@ -385,26 +375,14 @@ class Reductions:
         """Whether any of these are some of the batch's samples."""
         return any(id(value) in self._parts for value in values)
 
-    def _dims_of_turned(self, call: TorchCall, tensors: Sequence[Tensor]) -> Sequence[int]:
-        """Return the dims along which a function runs of samples whose first dim is another one."""
-        if call.name not in WITH_DIMS or len(tensors) != 1 or tensors[0].ndim < 2:
-            return ()
-        source = tensors[0]
-        if id(source) not in self._turned and self._has_samples(source):
-            return ()
-        dims = call.dims(source.ndim) or ()
-        return dims if len(dims) < source.ndim else ()
-
     def _combine(self, call: TorchCall) -> Reduction:
         name, pair = call.name, (*call.args, *call.kwargs.values())[:2]
         if len(pair) < 2:
             return UNKNOWN
-        reflected = name.startswith("r") and name[1:] in OPERATIONS
-        operation = OPERATIONS.get(name[1:] if reflected or name[:1] == "i" else name)
-        operation = operation or OPERATIONS.get(name)
+        operation, is_reflected = operation_called(name)
         if operation is None:
             return UNKNOWN
-        pair = pair[::-1] if reflected else pair
+        pair = pair[::-1] if is_reflected else pair
         left, right = (self._operand(item, is_left=not place) for place, item in enumerate(pair))
         if left.kind is right.kind is Kind.CONSTANT:
             return next((item for item in (left, right) if item.count), CONSTANT)
@@ -416,10 +394,4 @@ class Reductions:
     def _operand(self, value: Any, *, is_left: bool) -> Reduction:
         if isinstance(value, Tensor):
             return self.of(value) or UNKNOWN
-        found = self.of(value)
-        if found is None:
-            # Whole numbers may count what is in this micro-batch; others do if that is written.
-            rows = rows_of_operand(is_left=is_left)
-            counts = bool(rows) or (rows is None and type(value) is int)
-            found = Reduction(Kind.CONSTANT, count=counts, value=value)
-        return found
+        return self.of(value) or constant_of(value, is_left=is_left)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_hetero.runtime.results.torch_calls import TorchCall, integers_among
 
 __all__ = [
+    "CHOOSING",
     "TURNING",
     "TURNS",
     "chooses_samples",
@@ -24,6 +25,8 @@ TURNING: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
 )
 """Questions for a tensor that is turned."""
+CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
+"""Functions that return values and their indices along one dim, the last one unless told."""
 TURNS = {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"}
 """Names of functions that give dims other places."""
 _CUTTING = {
