@@ -80,9 +80,13 @@ _FILLED = {
 WITH_DIMS = REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 """Functions that run along dims."""
 FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
+"""Functions that keep a number from being too small, such as a divisor."""
 JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
+"""Functions that make one tensor of several."""
 NONLINEAR = {"sqrt", "rsqrt", "square"}
+"""Functions of one number whose mean is not that of its mean."""
 REORDERING = {"flip", "flipud", "roll", "getitem", "index_select"}
+"""Functions that may give samples other places."""
 NOT_BY_ELEMENT = (
     WITH_DIMS
     | FACTORIES
