@@ -15,7 +15,6 @@ from dataclasses import replace
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.allowances import Scores, smaller_allowances
 from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
@@ -94,14 +93,7 @@ def plan(
 
 
 class PlanSearch:
-    """One search, with what it has learnt.
-
-    Args:
-        cost: What computing costs.
-        workload: What an iteration has to do.
-        options: How to search.
-        progress: Told what is being done.
-    """
+    """One search, with what it has learnt; arguments as for `plan`."""
 
     def __init__(
         self,
@@ -175,7 +167,8 @@ class PlanSearch:
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
             found, simulation = self.judge.plan(candidate)
-            price = self._price(found)
+            used = {self.cost.node_of_rank[rank] for rank in found.ranks}
+            price = self.cost.cluster.price_of(sorted(used))
             chosen.append(PlannedCandidate(plan=found, simulation=simulation, price_per_hour=price))
         fastest = min(entry.simulation.iteration_time_s for entry in chosen)
         bound_s, bound_price = self.lower_bounds(fastest)
@@ -401,7 +394,3 @@ class PlanSearch:
         if self.options.objective is Objective.THROUGHPUT:
             return time_s
         return self.scores.weigh(time_s, used_nodes(arrangement))
-
-    def _price(self, found: ParallelPlan) -> float | None:
-        used = {self.cost.node_of_rank[rank] for rank in found.ranks}
-        return self.cost.cluster.price_of(sorted(used))

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.processes import ProcessPool
-from tests.runtime.exchange.test_collectives import TP_PLAN, ways_of
+from tests.runtime.exchange.test_collectives import TP_PLAN, assert_same_bits, ways_of
 from tests.runtime.exchange_runs import run_by
 from tests.runtime.runs import Case, pipeline, plan_of, stage
 
@@ -37,11 +36,7 @@ CASES = {
 def test_by_proxies_a_run_is_what_it_is_by_messages(pool: ProcessPool, name: str) -> None:
     case = CASES[name]
     found = pool.run(run_by, case.world_size, case, ("messages", "collectives"))
-    for item in found:
-        one, other = item["messages"].outcome, item["collectives"].outcome
-        assert one.losses == other.losses
-        for key, weights in one.weights.items():
-            assert np.array_equal(weights, other.weights[key]), key
+    assert_same_bits(found)
     assert not [way for way in ways_of(found, "messages") if "Prox" in way]
     ways = ways_of(found, "collectives")
     assert ways["ScatteredToProxies collective"] > 0
