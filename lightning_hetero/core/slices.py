@@ -135,6 +135,14 @@ class Slice:
         """Its owner, then its standby if it has one."""
         return (self.owner,) if self.standby is None else (self.owner, self.standby)
 
+    def server_of(self, holder: int) -> int:
+        """Return the keeper from which a holder pulls: itself, else the next one after it.
+
+        So of ranks that stand by for each other each serves half of the others, with all that both
+        keep: half as many messages as if each served what it owns.
+        """
+        return min(self.keepers, key=lambda keeper: (keeper < holder, keeper))
+
 
 def kept_rows(slices: Sequence[Slice], global_rank: int) -> tuple[Interval, ...]:
     """Return the rows that a rank keeps as owner or standby, ascending; neighbours are one."""
@@ -281,26 +289,24 @@ class Lot:
         return None if kept else found
 
     def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (owner, holder, first row, last row + 1) of what `rank` sends, gets or keeps.
+        """Yield (keeper, holder, first row, last row + 1) of what `rank` sends, gets or keeps.
 
-        The owner is in a push whoever keeps the rows, in a pull the holder itself if it does.
+        In a push whoever keeps the rows, in a pull the keeper that serves the holder.
         """
         slices = self.kept if push else self.slices
-        owned = [item for item in slices if item.owner == rank]
+        kept = [item for item in slices if rank in item.keepers]
         for holding in self.holders.holdings:
             holder = holding.global_rank
-            for item in slices if holder == rank else owned:
-                owner = item.owner
-                if item.standby == holder and not push:
-                    if holder != rank:
-                        continue
-                    owner = holder
+            for item in slices if holder == rank else kept:
+                keeper = item.owner if item.standby is None else item.server_of(holder)
+                if rank not in (keeper, holder):
+                    continue
                 # The innermost loop runs once for every piece there is: keep it flat.
                 for start, stop in holding.pushes if push else holding.intervals:
                     first = start if start > item.start else item.start
                     last = stop if stop < item.stop else item.stop
                     if first < last:
-                        yield owner, holder, first, last
+                        yield keeper, holder, first, last
 
 
 def _stages_that_use(spec: ParameterSpec, pipeline: PipelinePlan) -> list[int]:

@@ -7,8 +7,8 @@ together: in one message for each peer, so with owners among the holders, D pipe
 in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
 collective of a `Circle`, k in all. Small neighbours with the same holders are one unit, as DDP has
 its buckets: a message costs as much as many kilobytes. With redundancy a push goes to owner and
-standby of each slice, twice the bytes; a pull takes from the owner what the holder doesn't keep
-itself.
+standby of each slice, twice the bytes; a pull takes what the holder doesn't keep itself from the
+one of both that serves it, so that few ranks serve each.
 
 Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
 all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one. Where owners
@@ -196,7 +196,10 @@ class UnitKind:
         by_lot = {lot: [*lot.overlaps(global_rank, push=push)] for lot in set(self.lots)}
         for index, lot in enumerate(self.lots):
             for owner, holder, start, stop in by_lot[lot]:
-                found[owner, holder].append((index, start, stop))
+                pieces = found[owner, holder]
+                if pieces and pieces[-1][0] == index and pieces[-1][2] == start:
+                    start = pieces.pop()[1]
+                pieces.append((index, start, stop))
         return [
             Move(holder, owner, tuple(pieces)) if push else Move(owner, holder, tuple(pieces))
             for (owner, holder), pieces in sorted(found.items())

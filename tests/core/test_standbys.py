@@ -112,7 +112,8 @@ def test_a_push_brings_each_gradient_to_both_and_a_pull_takes_own_rows_first(rng
     for spec in specs:
         for item, holding in product(slices[spec.name], holdings_of(spec, plan)):
             holder = holding.global_rank
-            source = holder if holder in item.keepers else item.owner
+            # The next of the keepers, around the circle of ranks.
+            source = min(item.keepers, key=lambda keeper: (keeper - holder) % world_size)
             for row in rows_within(item, holding.intervals):
                 wanted_pulls[spec.name, row, source, holder] += 1
             for row in rows_within(item, holding.pushes if spec.requires_grad else ()):
@@ -163,3 +164,10 @@ def test_among_equal_pipelines_a_push_doubles_and_a_pull_leaves_out_one_owner(nu
     assert sent[True, True] == 2 * sent[False, True]
     share = (num_ranks - 2) / (num_ranks - 1)
     assert sent[True, False] == share * sent[False, False]
+    for rank in range(num_ranks):
+        messages = [m for m in table.pull(rank) if m.unit == 0 and m.source != m.destination]
+        # One of each pair serves this rank, with all that both keep, and this one as many.
+        assert Counter(m.destination == rank for m in messages) == Counter(
+            {came: num_ranks // 2 - 1 for came in (True, False) if num_ranks > 2}
+        )
+        assert all(len(message.pieces) == 1 for message in messages)
