@@ -11,7 +11,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, is_dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -102,6 +102,8 @@ def tensors_of(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch."""
     if _is_flat(batch):
         return [*batch]
+    if type(batch) is list and all(map(_is_flat, batch)):
+        return [*chain.from_iterable(batch)]
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 

@@ -269,9 +269,11 @@ class SlicedState:
     def deposit_gradients(self, scale: float) -> None:
         """Add the iteration's gradients to the slices, as a backward would."""
         engine = self._running
+        masters = engine.store.masters
         for name, gradient in engine.gradients.items():
-            master = engine.store.masters[name]
-            gradient = gradient.mul_(scale) if scale != 1.0 else gradient
+            master = masters[name]
+            if scale != 1.0:
+                gradient.mul_(scale)
             if master.grad is None:
                 master.grad = gradient
             else:

@@ -15,6 +15,7 @@ generators of random numbers, and 0.3 µs for each tensor more. A module or a ca
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 __all__ = ["Found", "LiveSteps", "find_saved"]
+
+_version_of = attrgetter("_version")
 
 _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
 _IN_EVALUATION = NothingLive(
@@ -350,8 +353,11 @@ class LiveSteps:
         """Return a number that is another one after any change of what has to stay."""
         tensors = [registered[name] for registered, name in self._watched]
         # Another tensor has another id, one that evaluation has made no version.
-        versions: list[int] = [item._version for item in tensors if not item.is_inference()]
-        return sum(map(id, tensors)) + sum(versions)
+        try:
+            versions: int = sum(map(_version_of, tensors))
+        except RuntimeError:
+            versions = sum(item._version for item in tensors if not item.is_inference())
+        return sum(map(id, tensors)) + versions
 
 
 def find_saved(

@@ -15,6 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class Places:
 
             # It is for a line in the log: a place that is full or hangs mustn't hold training up.
             with contextlib.suppress(OSError):
-                if self.memory_dir is None:
+                if self._noted_in_memory is None:
                     self._noting.run(write)
                 else:
                     write(Progress())  # Memory never hangs, so it takes no thread of its own.
@@ -193,9 +194,14 @@ class Places:
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
 
+    @cached_property
+    def _noted_in_memory(self) -> Path | None:
+        """`memory_dir` when steps were first noted: to find it takes longer than a note."""
+        return self.memory_dir
+
     @property
     def _progress_path(self) -> Path | None:
-        folder = self.memory_dir or (None if self.local_dir is None else Path(self.local_dir))
+        folder = self._noted_in_memory or (None if self.local_dir is None else Path(self.local_dir))
         return None if folder is None else folder / "progress.json"
 
 

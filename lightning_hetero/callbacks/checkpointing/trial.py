@@ -107,10 +107,12 @@ class Trial:
 
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Take the size of this rank's gradients, before they are clipped."""
-        found = (
-            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
-        )
-        gradients = [item for item in found if item is not None and not item.is_sparse]
+        gradients = [
+            gradient
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (gradient := parameter.grad) is not None and not gradient.is_sparse
+        ]
         if gradients:
             square = _square_of(gradients)
             self._square = square if self._square is None else self._square + square

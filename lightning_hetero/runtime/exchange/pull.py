@@ -124,9 +124,10 @@ class Pull:
             needed = self._stale or ()
         self.wait_units(needed)
         self._is_marked = bool(self._posted)
-        for index, unit in (self._stale or {}).items() if self._posted else ():
-            if unit in self._posted:
-                _mark(unit.arriving_weights.values(), partial(self.wait_unit, index))
+        # A unit that several indices name is marked once.
+        under_way = {unit: index for index, unit in (self._stale or {}).items()}
+        for unit in self._posted:
+            _mark(unit.arriving_weights.values(), partial(self.wait_unit, under_way[unit]))
         if is_looked_at(self._num_started):
             self._arrived_bits = digests_of(self._weights.shards)
 

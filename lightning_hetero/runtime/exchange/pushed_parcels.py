@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.exchange.parcel_table import Parcel, Part
@@ -25,7 +26,7 @@ class _Slices(NamedTuple):
     """Slices that are summed as wholes."""
 
     names: list[str]
-    shapes: list[torch.Size]
+    masters: list[nn.Parameter]
     dtype: torch.dtype
     """Of their sums."""
 
@@ -118,9 +119,12 @@ class PushedParcels(ParcelUnit):
             totals = list(torch._foreach_add(totals, 0.0))
         for parcel in others:
             torch._foreach_add_(totals, [*self._lines(parcel)])
-        pieces = totals if self._line is None else first.split(totals[0])
-        items = zip(slices.names, pieces, slices.shapes, strict=True)
-        return Sums({name: piece.view(shape) for name, piece, shape in items}, totals)
+        if self._line is None:
+            items = zip(totals, slices.masters, strict=True)
+            pieces: Sequence[Tensor] = [total.view(master.shape) for total, master in items]
+        else:
+            pieces = _unflatten_dense_tensors(totals[0], slices.masters)  # type: ignore[no-untyped-call]
+        return Sums(dict(zip(slices.names, pieces, strict=True)), totals)
 
     @cached_property
     def _slices(self) -> _Slices | None:
@@ -130,8 +134,7 @@ class PushedParcels(ParcelUnit):
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]
         masters = [self.store.masters[name] for name in names]
         dtypes = set(map(_sum_dtype, masters))
-        shapes = [master.shape for master in masters]
-        return _Slices(names, shapes, dtypes.pop()) if len(dtypes) == 1 else None
+        return _Slices(names, masters, dtypes.pop()) if len(dtypes) == 1 else None
 
     def _lines(self, parcel: Parcel) -> Sequence[Tensor]:
         """Return a parcel's gradients: in one tensor if they go through a line, else in pieces."""

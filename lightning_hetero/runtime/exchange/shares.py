@@ -105,7 +105,7 @@ class GradientLine:
     @staticmethod
     def fits(weights: Collection[Tensor]) -> bool:
         """Whether weights, or gradients, are several of one kind, and so small that it pays."""
-        numel = sum(weight.numel() for weight in weights)
+        numel = sum(map(Tensor.numel, weights))
         are_alike = len({weight.dtype for weight in weights}) == 1
         return are_alike and len(weights) > 1 and numel <= _LINE_NUMEL
 

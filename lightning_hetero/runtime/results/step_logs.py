@@ -122,8 +122,9 @@ class StepLogs:
         """Record instead of log inside this context; for the arguments see `StepMetrics`."""
         self._pending.clear()
         self._values.clear()
-        self._module.log = self._record  # type: ignore[assignment]
-        self._module.all_gather = _refuse_gathering  # type: ignore[assignment]
+        # Not by `setattr`, which looks among parameters, buffers and modules first.
+        own = vars(self._module)
+        own.update(log=self._record, all_gather=_refuse_gathering)
         try:
             if self._metrics is None or not self._metrics.are_any:
                 yield
@@ -131,8 +132,8 @@ class StepLogs:
                 with self._metrics.recording(is_cut=is_cut, is_last=is_last):
                     yield
         finally:
-            del self._module.all_gather
-            self._module.log = self._log_in_hook  # type: ignore[assignment]
+            del own["all_gather"]
+            own["log"] = self._log_in_hook
 
     def remove(self) -> None:
         """Give the module and its metrics their own methods back."""

@@ -121,21 +121,23 @@ class SliceUses(TorchFunctionMode):
 
     def stop(self) -> bool:
         """Watch no longer; returns whether it did."""
-        was_active = self._is_active
+        if not self._is_active:
+            return False
         # What was entered over it, and not left, keeps its place: then it looks at nothing.
-        if was_active and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
             self.__exit__(None, None, None)
         self._is_active = False
         # What somebody keeps is what it was.
         kept = self._names.items()
         self._names = {key: item for key, item in kept if item[1].is_cut and item[0]() is not None}
         self._whole.clear()
-        return was_active
+        return True
 
     def leave_hooks(self) -> None:
         """Let the optimizer, which steps now, do what it likes with whole parameters."""
         self._are_hooks = False
-        self._names = {key: item for key, item in self._names.items() if item[1].is_cut}
+        if self._is_active:
+            self._names = {key: item for key, item in self._names.items() if item[1].is_cut}
 
     def return_to_hooks(self) -> None:
         """Look at whole parameters again."""
