@@ -126,11 +126,12 @@ class Trial:
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         known_loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-        self._pending.append((trainer.global_step, known_loss, self._square))
+        step = trainer.global_step
+        self._pending.append((step, known_loss, self._square))
         self._square = None
         if len(self._pending) >= _NUM_REMEMBERED:
             self._settle(trainer)
-        if self._covers(trainer.global_step) and not _left_out(trainer):
+        if self._covers(step) and not _left_out(trainer):
             self._settle(trainer)
             try:
                 self._judge(trainer, self._facts[-1])

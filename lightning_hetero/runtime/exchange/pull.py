@@ -20,7 +20,7 @@ from lightning_hetero.runtime.exchange.messages import TwoLegged, has_streams
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
 from lightning_hetero.runtime.leaves import tree_leaves
 from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at
-from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
+from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
 __all__ = ["Pull"]
@@ -52,11 +52,12 @@ def _mark(weights: Iterable[Any], wait: Callable[[], None]) -> None:
 
 
 def _unmark(weights: Iterable[Any]) -> None:
-    marked = [weight for weight in weights if "_wait" in weight.__dict__]
-    for weight in marked:
-        # Or weight and pull would hold each other until Python looks for such cycles.
-        del weight.__dict__["_wait"]
-    show_values([weight for weight in marked if type(weight) is _Arriving])
+    for weight in weights:
+        if "_wait" in weight.__dict__:
+            # Or weight and pull would hold each other until Python looks for such cycles.
+            del weight.__dict__["_wait"]
+            if type(weight) is _Arriving:
+                weight.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class Pull:
