@@ -120,6 +120,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "buffers from the rank that computes": (
         "runtime/iteration/test_buffers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
         "runtime/iteration/test_buffers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_or_accepted_on_every_rank",
+        "runtime/stage/test_layer_trial.py::test_runs_refuse_such_layers_on_every_rank_unless_that_is_wanted",
     ),
     "fit, validate, test, predict": (
         "test_lightning_features.py::test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank",

@@ -129,8 +129,8 @@ class HeteroStrategy(HookedStrategy):
         share_outputs: Whether every rank gets what steps return and append to the module's lists.
         nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
             "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
-        local_buffers: Whether buffers may follow what each micro-batch holds, as BatchNorm's do in
-            DDP, with the first pipeline's kept. If not, they are refused unless one device agrees.
+        local_buffers: Whether buffers, and samples in layers, may follow what a micro-batch holds,
+            as in DDP, with the first pipeline's buffers kept; else that's refused where it differs.
         whole_after_run: Whether every rank's module has whole parameters after a run. If not, it
             keeps its slices: see `whole_state_dict`.
         timeout: How long a rank waits for another before it gives up, in set-up and in steps.

@@ -88,7 +88,7 @@ class EngineConfig:
     share_outputs: bool = True
     """Whether every rank gets what steps return and append."""
     local_buffers: bool = False
-    """Whether buffers may change with what a micro-batch holds."""
+    """Whether buffers and what layers return may change with what a micro-batch holds."""
 
     def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
         """Return the dtype in which a rank keeps gradients; one micro-batch's are no sum."""

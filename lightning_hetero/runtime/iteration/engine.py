@@ -167,6 +167,7 @@ class Engine:
         # Cut.
         microbatches, first_index = self._cut(batch)
         is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
+        is_shared_out = len(microbatches) > 1 or len(self.plan.pipelines) > 1
         is_tried = is_training and is_cut and self.loss_trials.begin(key.batch_idx)
         results = StepResults(
             self.module,
@@ -186,6 +187,7 @@ class Engine:
             self._recomputation.of(running.stage, microbatches, schedule),
             first_index=first_index,
             seed=(self.config.seed, key.phase, key.epoch, key.batch_idx),
+            tries_layers=is_tried and is_shared_out and not self.config.local_buffers,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))

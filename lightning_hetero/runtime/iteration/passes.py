@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.backward_trial import trying_functions, trying_hooks
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
@@ -45,6 +47,7 @@ class StagePasses:
         recomputations: What each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
+        tries_layers: Whether layers are tried for samples that meet.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -57,6 +60,7 @@ class StagePasses:
         *,
         first_index: int,
         seed: tuple[int, ...],
+        tries_layers: bool = False,
     ) -> None:
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
@@ -68,6 +72,9 @@ class StagePasses:
         self._recomputations = recomputations
         self._first_index = first_index
         self._seed = seed
+        counts = [sizes_of(item)[0] for item in microbatches] if tries_layers else []
+        self._tried_index = counts.index(max(counts)) if counts else None
+        """The micro-batch whose layers are tried: the first one with the most samples."""
         self._in_flight: dict[int, _InFlight] = {}
         self._has_run_backward = False
 
@@ -142,6 +149,7 @@ class StagePasses:
             recomputation=self._recomputations[index],
             reads=running.read_watch(),
             lists=self._results.lists,
+            layer_trial=LayerTrial(microbatch) if index == self._tried_index else None,
         )
         try:
             output = self._run_step(forward, step, microbatch)

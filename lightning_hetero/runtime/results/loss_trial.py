@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_hetero.models.batches import tensors_of
 from lightning_hetero.runtime.results.recording import Call, Recording, Value
+from lightning_hetero.runtime.results.sample_places import sample_groupings
 from lightning_hetero.runtime.slices.digests import is_looked_at
 
 __all__ = ["LossTrial", "LossTrials"]
@@ -116,7 +117,7 @@ class LossTrial:
                 num_samples = 2
                 if not recording.double(numbers):
                     return False
-            groupings = _groupings(recording.source.shape, num_samples, self._starts)
+            groupings = sample_groupings(recording.source.shape, num_samples, self._starts)
             trial = _Trial(recording, numbers, groupings, is_doubled=self._num_samples == 1)
             return trial.finds_meeting(by_places=self._num_samples > 1 or self._is_cut)
         except Exception:
@@ -135,26 +136,6 @@ def _takes_none(recording: Recording, numbers: Sequence[int]) -> bool:
 
 def _rows_of_one(call: Call) -> int:
     return torch.arange(1)[_place_of(call)].numel()
-
-
-def _groupings(
-    shape: Sequence[int], num_samples: int, starts: Tensor | None
-) -> list[tuple[int, Tensor]]:
-    """Return the dims along which samples may lie, with the sample at each place.
-
-    If shapes leave open which it is there are several.
-    """
-    found: list[tuple[int, Tensor]] = []
-    for dim in range(min(len(shape) - 1, 2)):
-        places = torch.arange(shape[dim])
-        if starts is not None:
-            if shape[dim] == int(starts[-1]):
-                return [(dim, torch.searchsorted(starts[1:-1].cpu(), places, right=True))]
-        elif shape[dim] == num_samples:
-            found.append((dim, places))
-        elif dim == 0 and shape[0] % num_samples == 0:
-            found += [(0, places % num_samples), (0, places // (shape[0] // num_samples))]
-    return found
 
 
 class _Trial:

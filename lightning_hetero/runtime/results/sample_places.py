@@ -4,9 +4,10 @@ A mean over one sample out of a batch, or over the steps of sequences that have 
 dim, has the form of a mean over samples and is none.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_hetero.runtime.results.torch_calls import TorchCall, integers_among
@@ -17,6 +18,7 @@ __all__ = [
     "TURNS",
     "chooses_samples",
     "gives_other_places",
+    "sample_groupings",
     "takes_part",
     "turns_samples",
 ]
@@ -92,3 +94,28 @@ def gives_other_places(call: TorchCall, source: Tensor, shuffles: Container[int]
     dims = call.kwargs.get("dims", args[1:] if name == "flip" else args[2:])
     dims = (dims,) if isinstance(dims, int) else integers_among(dims)
     return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
+
+
+def sample_groupings(
+    shape: Sequence[int], num_samples: int, starts: Tensor | None
+) -> list[tuple[int, Tensor]]:
+    """Return the dims along which samples may lie, with the sample at each place.
+
+    If shapes leave open which it is there are several.
+
+    Args:
+        shape: Of a tensor of the samples.
+        num_samples: How many there are.
+        starts: Where each begins, and the last one ends, if they are packed.
+    """
+    found: list[tuple[int, Tensor]] = []
+    for dim in range(min(len(shape) - 1, 2)):
+        places = torch.arange(shape[dim])
+        if starts is not None:
+            if shape[dim] == int(starts[-1]):
+                return [(dim, torch.searchsorted(starts[1:-1].cpu(), places, right=True))]
+        elif shape[dim] == num_samples:
+            found.append((dim, places))
+        elif dim == 0 and shape[0] % num_samples == 0:
+            found += [(0, places % num_samples), (0, places // (shape[0] // num_samples))]
+    return found

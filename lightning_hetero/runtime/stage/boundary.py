@@ -261,8 +261,15 @@ class StageBoundary:
         """Run a layer for the first time."""
         if self.first_call is None and current.with_gradients:
             self.first_call = describe_call(call)
-        hidden = current.hidden_arguments.get(call.index)
-        return current.recomputation.run(call, self._layers[call.index], hidden)
+        hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
+        if current.layer_trial is None:
+            return current.recomputation.run(call, layer, hidden)
+        is_shared = self._group is not None and self._group.peers is not None
+        trial = current.layer_trial.begin(call, hidden, is_shared=is_shared)
+        output = current.recomputation.run(call, layer, hidden)
+        if trial is not None:
+            trial.check(layer, self._leavings)
+        return output
 
     def _note_change(self, current: MicrobatchPass, call: LayerCall, changed: Tensor) -> None:
         """Note that a layer has changed an argument in place: other stages have it as it was."""

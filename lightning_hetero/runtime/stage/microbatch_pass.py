@@ -18,6 +18,7 @@ from lightning_hetero.runtime.random_state import seed_of, seed_torch
 from lightning_hetero.runtime.results.appended_lists import AppendedLists
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.activations import Handover
+from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
@@ -63,6 +64,8 @@ class MicrobatchPass:
     """The layers whose activations it computes again in backward."""
     reads: ReadWatch | None = None
     """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
+    layer_trial: LayerTrial | None = None
+    """Of the layers, in iterations that try them."""
     lists: AppendedLists | None = None
     """The module's lists, to which layers of a stage may append nothing."""
     called: list[int] = field(default_factory=list)
