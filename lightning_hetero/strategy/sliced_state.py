@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.runtime.generation.entering import is_newcomer
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
 from lightning_hetero.runtime.slices.slice_uses import SliceUses
@@ -94,7 +95,7 @@ class SlicedState:
         """Whether the values of the slices aren't there yet."""
         self.knows_uses = False
         """Whether uses of slices were watched after an iteration, in any generation."""
-        self._knows_loss = False
+        self._knows_loss = is_newcomer()
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
 
     @property

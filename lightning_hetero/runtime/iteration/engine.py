@@ -59,8 +59,10 @@ from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
+from lightning_hetero.runtime.slices.digests import is_looked_at
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
@@ -187,7 +189,9 @@ class Engine:
             self._recomputation.of(running.stage, microbatches, schedule),
             first_index=first_index,
             seed=(self.config.seed, key.phase, key.epoch, key.batch_idx),
-            tries_layers=is_tried and is_shared_out and not self.config.local_buffers,
+            layer_trial=partial(LayerTrial, tries_shared=is_looked_at(key.batch_idx + 1))
+            if is_tried and is_shared_out and not self.config.local_buffers
+            else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))

@@ -47,7 +47,7 @@ class StagePasses:
         recomputations: What each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
-        tries_layers: Whether layers are tried for samples that meet.
+        layer_trial: Makes the trial of layers in which samples may meet, if there is one.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -60,7 +60,7 @@ class StagePasses:
         *,
         first_index: int,
         seed: tuple[int, ...],
-        tries_layers: bool = False,
+        layer_trial: Callable[[Any], LayerTrial] | None = None,
     ) -> None:
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
@@ -72,9 +72,12 @@ class StagePasses:
         self._recomputations = recomputations
         self._first_index = first_index
         self._seed = seed
-        counts = [sizes_of(item)[0] for item in microbatches] if tries_layers else []
-        self._tried_index = counts.index(max(counts)) if counts else None
-        """The micro-batch whose layers are tried: the first one with the most samples."""
+        self._trials: dict[int, LayerTrial] = {}
+        """Of the layers of one micro-batch, the first of those with the most samples."""
+        if layer_trial is not None and microbatches:
+            counts = [sizes_of(item)[0] for item in microbatches]
+            index = counts.index(max(counts))
+            self._trials[index] = layer_trial(microbatches[index])
         self._in_flight: dict[int, _InFlight] = {}
         self._has_run_backward = False
 
@@ -149,7 +152,7 @@ class StagePasses:
             recomputation=self._recomputations[index],
             reads=running.read_watch(),
             lists=self._results.lists,
-            layer_trial=LayerTrial(microbatch) if index == self._tried_index else None,
+            layer_trial=self._trials.get(index),
         )
         try:
             output = self._run_step(forward, step, microbatch)

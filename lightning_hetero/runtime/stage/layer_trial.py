@@ -59,9 +59,12 @@ class LayerTrial:
     Args:
         microbatch: What the step gets. If samples are packed end to end it says where each begins,
             and where the last one ends, in `cu_seqlens`.
+        tries_shared: Whether all ranks try theirs in this iteration; if not, layers that several
+            compute together are left alone, for they would wait for each other.
     """
 
-    def __init__(self, microbatch: Any) -> None:
+    def __init__(self, microbatch: Any, *, tries_shared: bool = True) -> None:
+        self._tries_shared = tries_shared
         self._num_samples = sizes_of(microbatch)[0]
         self._starts: Tensor | None = getattr(microbatch, "cu_seqlens", None)
         self._tried: set[int] = set()
@@ -75,7 +78,7 @@ class LayerTrial:
             key: Which argument is the hidden state, if that is known.
             is_shared: Whether other ranks compute the layer together with this one.
         """
-        is_first = call.index not in self._tried
+        is_due = call.index not in self._tried and (self._tries_shared or not is_shared)
         self._tried.add(call.index)
         try:
             key = call.hidden_argument() if key is None else key
@@ -83,7 +86,7 @@ class LayerTrial:
             return None
         call = call.without_caches()
         hidden: Tensor = call.argument(key)
-        if not is_first or not self._num_samples or not hidden.is_floating_point():
+        if not is_due or not self._num_samples or not hidden.is_floating_point():
             return None
         if self._num_samples > 1:
             call = call.with_argument(key, hidden.clone())
