@@ -88,18 +88,21 @@ class LayerTrial:
         hidden: Tensor = call.argument(key)
         if not is_due or not self._num_samples or not hidden.is_floating_point():
             return None
-        if self._num_samples > 1:
-            call = call.with_argument(key, hidden.clone())
-            groupings = sample_groupings(hidden.shape, self._num_samples, self._starts)
-        elif is_shared or self._starts is not None or 1 not in hidden.shape[:2]:
-            return None
-        else:
+        is_packed, is_doubled = self._starts is not None, self._num_samples == 1
+        if is_doubled:
+            if is_shared or is_packed or 1 not in hidden.shape[:2]:
+                return None
             call, dim = _doubled(call, [*hidden.shape].index(1))
             groupings = [(dim, torch.arange(2))]
-        if is_shared:
-            # Other ranks must call it as often, and may have other tokens of each sample.
-            groupings = [item for item in groupings if item[0] == 0 and len(groupings) == 1]
-        is_doubled = self._num_samples == 1
+        elif is_shared and not is_packed:
+            # All ranks must call it as often, and their numbers of tokens may be others.
+            is_first = len(hidden) == self._num_samples
+            groupings = [(0, torch.arange(self._num_samples))] if is_first else []
+        else:
+            groupings = sample_groupings(hidden.shape, self._num_samples, self._starts)
+        if not groupings:
+            return None
+        call = call.with_argument(key, call.argument(key).detach().clone())
         return _Trial(call, key, groupings, is_doubled=is_doubled, is_shared=is_shared)
 
 
@@ -215,7 +218,7 @@ class _Outcome(NamedTuple):
         places = places.to(self.output.device)
         if self.output.shape != base.output.shape:
             return False
-        after, before = (item.output.index_select(dim, places).double() for item in (self, base))
+        after, before = (item.output.index_select(dim, places) for item in (self, base))
         allowed = max(_NEGLIGIBLE, _ROUNDINGS * _rounding(self.output)) * before.abs().amax()
         return bool(before.isfinite().all() and not (after - before).abs().amax() <= allowed)
 

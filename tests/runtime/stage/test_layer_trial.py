@@ -154,6 +154,10 @@ def test_a_layer_that_others_compute_too_is_called_as_often_whatever_its_values_
     assert len(calls) == 7
     _try(Layer(compute), _rows(1, TOKENS, WIDTH), is_shared=True)
     assert len(calls) == 8, "one sample is not doubled there"
+    with pytest.raises(ModelError, match="lets samples meet"):
+        # Here it has as many tokens as there are samples, elsewhere it may have one less.
+        _try(Layer(compute), _rows(ROWS, ROWS, WIDTH), is_shared=True)
+    assert len(calls) == 15
     call = LayerCall(0, Layer(compute).forward, (_rows(ROWS, TOKENS, WIDTH),), {})
     trial = LayerTrial(torch.zeros(ROWS), tries_shared=False)
     assert trial.begin(call, None, is_shared=True) is None, "not all of them try it"
