@@ -113,7 +113,8 @@ def test_live_activations_never_exceed_the_budget_in_a_real_run(pool: ProcessPoo
     kept, again, half = pool.run(train_watched, 2, cases)[0]
     # Four micro-batches' worth of layers in 6 × 4 forward passes.
     assert [run.num_forwards[-1] for run in (kept, again, half)] == [24, 48, 36]
-    num_trials = again.num_forwards[0] - 48  # Of layers whose samples may meet.
+    num_trials = 4 * 6  # Calls of each layer in the first iteration: do its samples meet?
+    assert [run.num_forwards[0] for run in (kept, again)] == [24 + num_trials, 48 + num_trials]
     most, least = max(kept.peaks), max(again.peaks)
     assert least < max(half.peaks) < most
     for share in (0.02, 0.4):
