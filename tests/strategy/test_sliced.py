@@ -14,6 +14,7 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.generation.entering import JOIN
 from lightning_hetero.runtime.results.loss_trial import LossTrials
 from lightning_hetero.strategy.sliced_state import SlicedState
 from tests.processes import ProcessPool
@@ -177,3 +178,16 @@ def test_what_first_steps_are_watched_for_is_known_to_later_generations(
     slices.end(None, failed=True)
     assert begin().loss_trials.begin(5)
     assert not slices.knows_uses
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_newcomer_does_not_try_what_its_run_has_tried(
+    monkeypatch: pytest.MonkeyPatch, *, joins: bool
+) -> None:
+    if joins:
+        monkeypatch.setenv(JOIN, "127.0.0.1:1")
+    slices = SlicedState(whole_after_run=False)
+    monkeypatch.delenv(JOIN, raising=False)  # It has joined when its engine is made.
+    engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
+    slices.begin(engine, trains=False)
+    assert engine.loss_trials.begin(7) is not joins
