@@ -1,6 +1,7 @@
 import gc
 import logging
 import os
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -57,6 +58,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what all modules hold out of each collection of garbage: a tenth of the tests' time."""
     gc.freeze()
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Let what modules draw while they are imported be the same in each run."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Let a test draw the same numbers in each run, alone or after others."""
+    _seed()
+
+
+def _seed() -> None:
+    random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,8 @@ _ROUNDINGS = 64
 """The same in roundings of the loss itself."""
 _STRONG, _WEAK = 8.0, 0.5
 """Factors of other values."""
+_ALL_LARGER, _ALL_SMALLER = (8.0, 4.0), (0.5, 0.25)
+"""The same where they are the samples' own values: no sample is like it was then."""
 _PARTS: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda samples, count: samples < count // 2,
     lambda samples, count: samples % 2 == 0,
@@ -165,14 +167,7 @@ class _Trial:
 
     def _meets(self, base: Tensor, dim: int, samples: Tensor) -> bool:
         """Whether the loss isn't a sum over parts of the micro-batch."""
-        count = int(samples.max()) + 1
-        for seed in range(_NUM_TRIALS):
-            part = _PARTS[seed % len(_PARTS)](samples, count)
-            if part.all():
-                continue
-            # Much in one part and little in the other: then others are the largest losses.
-            strong = part if seed < len(_PARTS) else ~part
-            other = self._other(seed, torch.where(strong, _STRONG, _WEAK), dim)
+        for part, other in self._others(dim, samples):
             changed = [self._value(self._put(other, dim, rows)) for rows in (part, ~part)]
             changed.append(self._value(other))
             first, second, both = (value - base for value in changed)
@@ -180,6 +175,23 @@ class _Trial:
             if (both - first - second).abs() > allowed:  # Never, if one of them is no number.
                 return True
         return False
+
+    def _others(self, dim: int, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of the micro-batch, and other values for all of it."""
+        count = int(samples.max()) + 1
+        for seed in range(_NUM_TRIALS):
+            part = _PARTS[seed % len(_PARTS)](samples, count)
+            if part.all():
+                continue
+            # Much in one part and little in the other: then others are the largest losses.
+            strong = part if seed < len(_PARTS) else ~part
+            yield part, self._other(seed, torch.where(strong, _STRONG, _WEAK), dim)
+        # The largest and the smallest of few samples may stay the same one in all of these.
+        own, part = self._source, samples % 2 == 0
+        for of_part, of_others in (_ALL_LARGER, _ALL_SMALLER):
+            factors = _along(torch.where(part, of_part, of_others), dim, own).to(own)
+            for values in (own, own.flip(dim), own.roll(1, dim), -own):
+                yield part, values * factors
 
     def _chooses_places(self, base: Tensor, dim: int, samples: Tensor) -> bool:
         """Whether the loss leaves samples out because of where they are in the micro-batch."""

@@ -167,6 +167,26 @@ def test_one_sample_is_tried_as_two() -> None:
         assert finds_meeting(make, (1, 5, 4), 1) is meets
 
 
+def test_the_largest_and_the_smallest_of_few_samples_are_found_whichever_they_are() -> None:
+    chosen: list[Callable[[Tensor], Any]] = [
+        lambda x: x.square().mean((1, 2)).max(),
+        lambda x: x.square().mean((1, 2)).min(),
+        lambda x: x.mean((1, 2)).max(),
+        lambda x: x.mean((1, 2)).min(),
+        lambda x: (y := x.mean((1, 2)))[y.argsort()[: max(len(y) // 2, 1)]].mean(),
+        lambda x: F.relu(x.mean((1, 2)).sum()),
+    ]
+    for num_samples in (1, 2):
+        for choose in chosen:
+            for seed in range(8):
+                weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+
+                def make(x: Tensor, choose: Any = choose, weight: Tensor = weight) -> Any:
+                    return choose(x @ weight)
+
+                assert finds_meeting(make, (num_samples, 5, 4), num_samples)
+
+
 def test_the_first_of_several_samples_is_found_where_each_is_alone() -> None:
     losses: dict[Callable[[Tensor], Any], bool] = {
         lambda x: F.cross_entropy(x[0], torch.arange(4)[:, None].expand(4, 5)[0] * 0): True,
