@@ -82,8 +82,9 @@ def check_room_for_states(
     shares = plans.first.owner_shares
     if not config.standbys and shares is None:
         return
-    # Ranks whose plan says no shares compare more than this now, and see that these say some.
-    check_alike(facts.comms, owner_shares=shares)
+    if not config.standbys:
+        # Ranks whose plan says no shares compare more than this now, and see that these say some.
+        check_alike(facts.comms, owner_shares=shares)
     slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
     room = [usable_bytes(seat.device.memory_bytes) for seat in facts.detect_seats()]
     for plan in dict.fromkeys((plans.first, *plans.candidates)):
@@ -107,12 +108,17 @@ def check_room_for_states(
                 )
 
 
-def find_standbys_of_run(facts: RunFacts) -> tuple[int, ...]:
-    """Return for each rank the one that stands by for it, none without redundancy; collective."""
+def find_standbys_of_run(facts: RunFacts, plans: RunPlans) -> tuple[int, ...]:
+    """Return for each rank the one that stands by for it, none without redundancy; collective.
+
+    Raises:
+        ConfigurationError: Ranks have other redundancy or shares of ownership; on every rank.
+    """
     if not facts.redundancy:
         return ()
     # Other ranks compare more than this now, and see that these have something else to compare.
-    check_alike(facts.comms, redundancy=facts.redundancy)
+    shares = plans.first.owner_shares
+    check_alike(facts.comms, redundancy=facts.redundancy, owner_shares=shares)
     if facts.comms.world_size == 1:
         rank_zero_warn(
             "redundancy=1 does nothing on one rank: nobody is there to stand by for it. Start "

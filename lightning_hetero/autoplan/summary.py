@@ -17,7 +17,7 @@ from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import ParameterSpec, Slice, holdings_of
+from lightning_hetero.core.slices import ParameterSpec, PlanHolders, Slice
 from lightning_hetero.core.table import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.detect import cluster_of
@@ -280,8 +280,9 @@ def state_memory(
     frozen parameters have neither gradients nor moments.
     """
     used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
+    holders = PlanHolders(plan)
     for spec in specs:
-        for holding in holdings_of(spec, plan):
+        for holding in holders.of(spec).holdings:
             rows = sum(stop - start for start, stop in holding.intervals)
             held = used[holding.global_rank]
             held[0] += rows * spec.row_numel * facts.compute_bytes

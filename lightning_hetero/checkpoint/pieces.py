@@ -5,8 +5,9 @@ of, and serves whoever needs just those; a count serves everybody.
 """
 
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Piece", "cut_piece", "is_followed", "joined", "pack", "unpack"]
 
+_TENSORS = "rows", "whole"
+"""The fields of a piece that hold tensors."""
 _MESSAGE_BYTES = 64 << 20
 """About the most that one message holds, unless a piece alone is larger."""
 
@@ -105,8 +108,11 @@ def _by_rows(need: SliceNeed, key: str, parts: Sequence[tuple[Piece, int, int]])
         tensor = piece.rows.get(key)
         if tensor is None or tensor.dtype != parts[0][0].rows[key].dtype:
             raise CheckpointError(f"Some rows of {need.parameter} have another {key} than others.")
-        tensors.append(tensor.narrow(piece.dim, first, count) if tensor.ndim else tensor)
-    return torch.cat(tensors, parts[0][0].dim) if tensors[0].ndim else tensors[0].clone()
+        is_all = not tensor.ndim or count == tensor.shape[piece.dim]
+        tensors.append(tensor if is_all else tensor.narrow(piece.dim, first, count))
+    if len(tensors) > 1 and tensors[0].ndim:
+        return torch.cat(tensors, parts[0][0].dim)
+    return tensors[0].clone(memory_format=torch.contiguous_format)
 
 
 def _whole(need: SliceNeed, key: str, pieces: Sequence[Piece]) -> Tensor:
@@ -127,7 +133,7 @@ def pack(cut: Callable[[], Sequence[Piece]]) -> Iterator[bytes]:
     """Yield the messages that hold some pieces, one or more.
 
     A message is a byte that says whether another one follows, the size of a head and the head,
-    and the bytes of tensors.
+    and the bytes of tensors, those of one dtype after those of another.
 
     Args:
         cut: Returns the pieces; whatever it raises, `unpack` raises.
@@ -147,22 +153,22 @@ def pack(cut: Callable[[], Sequence[Piece]]) -> Iterator[bytes]:
 
 
 def _message(pieces: Sequence[Piece], *, has_more: bool) -> bytes:
-    tensors = [item for piece in pieces for item in (*piece.rows.values(), *piece.whole.values())]
-    nothing = torch.empty(0)
-    empty = [
-        replace(
-            piece,
-            rows=dict.fromkeys(piece.rows, nothing),
-            whole=dict.fromkeys(piece.whole, nothing),
-        )
-        for piece in pieces
-    ]
-    head = pickle.dumps((empty, [(item.dtype, tuple(item.shape)) for item in tensors]))
-    return _framed(head, *map(_bytes_of, tensors), has_more=has_more)
+    facts, by_dtype = [], defaultdict[torch.dtype, list[Tensor]](list)
+    for piece in pieces:
+        fields = dict(vars(piece))
+        for name in _TENSORS:
+            fields[name] = {key: (t.dtype, tuple(t.shape)) for key, t in fields[name].items()}
+            for tensor in getattr(piece, name).values():
+                by_dtype[tensor.dtype].append(tensor)
+        facts.append(fields)
+    sizes = {dtype: [tensor.numel() for tensor in found] for dtype, found in by_dtype.items()}
+    flat = [t.reshape(-1).view(torch.uint8) for found in by_dtype.values() for t in found]
+    data = torch.cat(flat).numpy().tobytes() if flat else b""
+    return _framed(pickle.dumps((facts, sizes)), data, has_more=has_more)
 
 
-def _framed(head: bytes, *data: bytes, has_more: bool) -> bytes:
-    return b"".join([bytes([has_more]), len(head).to_bytes(8, "little"), head, *data])
+def _framed(head: bytes, data: bytes = b"", *, has_more: bool) -> bytes:
+    return b"".join([bytes([has_more]), len(head).to_bytes(8, "little"), head, data])
 
 
 def is_followed(message: bytes) -> bool:
@@ -180,22 +186,16 @@ def unpack(message: bytes) -> list[Piece]:
     head = pickle.loads(message[9:stop])
     if isinstance(head, str):
         raise CheckpointError(f"The sender couldn't give all: {head}")
-    pieces, kinds = head
-    data, tensors = torch.frombuffer(bytearray(message), dtype=torch.uint8), []
-    for dtype, shape in kinds:
-        start, stop = stop, stop + torch.Size(shape).numel() * dtype.itemsize
+    facts, sizes = head
+    data, tensors = torch.frombuffer(bytearray(message), dtype=torch.uint8), {}
+    for dtype, numels in sizes.items():
+        start, stop = stop, stop + sum(numels) * dtype.itemsize
         # Copied, so that each begins where its dtype must.
-        tensors.append(data[start:stop].clone().view(dtype).reshape(shape))
-    each = iter(tensors)
-    return [
-        replace(
-            piece,
-            rows={key: next(each) for key in piece.rows},
-            whole={key: next(each) for key in piece.whole},
-        )
-        for piece in pieces
-    ]
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        tensors[dtype] = iter(torch.split(data[start:stop].clone().view(dtype), numels))
+    pieces = []
+    for fields in facts:
+        for name in _TENSORS:
+            kinds = fields[name].items()
+            fields[name] = {key: next(tensors[dtype]).view(shape) for key, (dtype, shape) in kinds}
+        pieces.append(Piece(**fields))
+    return pieces

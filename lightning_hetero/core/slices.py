@@ -91,17 +91,17 @@ class ParameterSpec:
         """Dim along which slices and shards are cut."""
         return 0 if self.tp_dim is None else self.tp_dim
 
-    @property
+    @cached_property
     def cut_length(self) -> int:
         """Size of the cut dim; a scalar counts as one row."""
         return self.shape[self.cut_dim] if self.shape else 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements in one row of the cut dim."""
         return self.numel // self.cut_length if self.cut_length else 0

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 
 __all__ = [
+    "GlobalSeed",
     "PreservedRandomState",
     "RandomState",
     "TorchState",
@@ -40,6 +42,25 @@ def seed_everything(seed: int) -> None:
     seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+class GlobalSeed:
+    """The state of generators that Lightning's `seed_everything` has asked for, if anybody did.
+
+    A member of a run that outlives ranks comes to its beginning again and again, and torch's
+    `manual_seed` takes milliseconds to look at the stack for each kind of device that isn't there.
+    """
+
+    def __init__(self) -> None:
+        self._seeded: RandomState | None = None
+
+    def put_back(self, *, again: bool) -> None:
+        """Seed as for a process's start; as it was the last time if this is `again` one."""
+        if again and self._seeded is not None:
+            self._seeded.put_back()
+            return
+        reset_seed()
+        self._seeded = RandomState.now()
 
 
 class TorchState(NamedTuple):

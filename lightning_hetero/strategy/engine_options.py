@@ -107,7 +107,7 @@ class EngineOptions:
             or max(item.usual_num_microbatches for item in plans.first.pipelines),
             compute_dtype=precision.compute_dtype,
             master_dtype=precision.master_dtype,
-            standbys=find_standbys_of_run(facts),
+            standbys=find_standbys_of_run(facts, plans),
             seed=seed,
         )
         tensor_parallel = None

@@ -34,7 +34,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hetero.strategy.hooks import HookedStrategy
-    from lightning_hetero.strategy.processes import Processes, StartMethod
+    from lightning_hetero.strategy.processes import StartMethod
 
 __all__ = ["HeteroLauncher", "launcher_of", "size_that_stays"]
 
@@ -192,17 +192,16 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         )
 
 
-def size_that_stays(processes: "Processes", num_batches: int) -> int:
-    """Return how many batches of a loader make an iteration, as before; collective.
+def size_that_stays(told: Iterable[int]) -> int:
+    """Return how many batches of a loader make an iteration, as before.
 
     Args:
-        processes: This process among the others.
-        num_batches: What this process knows; 0 where it has just come.
+        told: What each rank knows; 0 where it has just come.
 
     Raises:
         CheckpointError: All who knew are lost, and only newcomers are left.
     """
-    most = processes.most(num_batches)
+    most = max(told)
     if not most:
         raise CheckpointError(
             "All ranks that had trained were lost before newcomers had been told what they train. "

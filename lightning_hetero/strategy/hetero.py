@@ -349,9 +349,10 @@ class HeteroStrategy(HookedStrategy):
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
+        told = facts.comms.gather_objects((torch.initial_seed() % 2**31, self._num_batches))
         if self.awaits_recovery:
             # An iteration stays what it was, whoever is left or comes.
-            self._num_batches = size_that_stays(self._processes, self._num_batches)
+            self._num_batches = size_that_stays(number for _, number in told)
             members = self._processes.membership
             first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
@@ -360,9 +361,8 @@ class HeteroStrategy(HookedStrategy):
         if self._options.config.ownership is Ownership.MEMORY:
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
-        seed = self.broadcast(torch.initial_seed() % 2**31)
         with undone_if_it_fails(self._module):
-            engine = self._options.make_engine(facts, plans, precision, seed=seed)
+            engine = self._options.make_engine(facts, plans, precision, seed=told[0][0])
         self._slices.begin(engine, trains=trains)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:

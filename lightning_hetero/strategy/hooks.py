@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -28,6 +27,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.random_state import GlobalSeed
 from lightning_hetero.runtime.slices.digests import is_looked_at
 from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
@@ -67,7 +67,7 @@ class HookedStrategy(ParallelStrategy):
         self._processes = processes
         self._slices = slices
         self._start_method = start_method
-        self._num_nodes, self._failed = 1, False
+        self._num_nodes, self._failed, self._seeds = 1, False, GlobalSeed()
         self._dealer: Dealer | None = None
         """Knows which samples are whose; there from `setup` on."""
         self._steps: Steps | None = None
@@ -161,7 +161,7 @@ class HookedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        reset_seed()
+        self._seeds.put_back(again=self.awaits_recovery)
         assert self.cluster_environment is not None
         self.cluster_environment = self._processes.meet(
             self.cluster_environment, self.root_device, self._lightning_module

@@ -166,10 +166,10 @@ class Processes:
     def compare_hooks(self) -> None:
         """Compare from now on what hooks log; collective."""
         if self._is_several:
-            # A name of its own, since another Trainer of these processes may have used the store.
-            name = f"hook logs {self.broadcast(uuid.uuid4().hex)}"
-            store = PrefixStore(name, self._connect_store())
-            rank = self.comms.global_rank
+            # Of its own, since another Trainer of these processes may have used the store.
+            store, rank = self._connect_store(), self.comms.global_rank
+            own = store.add(f"hooks/{rank}", 1) if self.outlives_ranks else 0
+            store = PrefixStore(f"hook logs {own or self.broadcast(uuid.uuid4().hex)}", store)
             self._hook_logs = HookLogs(store, global_rank=rank, timeout=self._timeout)
 
     @property

@@ -42,7 +42,7 @@ from lightning_hetero.runtime.slices.state import (
     stand_for_awaited,
     whole_module_state,
 )
-from lightning_hetero.runtime.slices.step_trial import check_steps_alike
+from lightning_hetero.runtime.slices.step_trial import Verdict, check_steps_alike
 from lightning_hetero.runtime.slices.whole_tensors import NoNorms, check_optimizers
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
@@ -93,10 +93,11 @@ class SlicedState:
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the values of the slices aren't there yet."""
-        self.knows_uses = False
-        """Whether uses of slices were watched after an iteration, in any generation."""
+        self.knows_uses = is_newcomer()
+        """Whether uses of slices were watched after an iteration, in any generation of the run."""
         self._knows_loss = is_newcomer()
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
+        self._step_verdicts: dict[bytes, Verdict] = {}
 
     @property
     def _running(self) -> Engine:
@@ -265,7 +266,7 @@ class SlicedState:
         store = self._running.store
         check_optimizers(list(optimizers), store.slices)
         if store.has_standbys:
-            check_steps_alike(optimizers, store, self._running.comms)
+            check_steps_alike(optimizers, store, self._running.comms, self._step_verdicts)
 
     def deposit_gradients(self, scale: float) -> None:
         """Add the iteration's gradients to the slices, as a backward would."""

@@ -3,9 +3,15 @@ import random
 import numpy as np
 import pytest
 import torch
+from lightning import seed_everything
 
 from lightning_hetero.runtime import random_state
-from lightning_hetero.runtime.random_state import PreservedRandomState, RandomState, seed_of
+from lightning_hetero.runtime.random_state import (
+    GlobalSeed,
+    PreservedRandomState,
+    RandomState,
+    seed_of,
+)
 
 
 def test_seeds_depend_on_every_part_and_their_order() -> None:
@@ -27,6 +33,35 @@ def test_generators_are_left_as_they_were_found() -> None:
     with PreservedRandomState():
         draw()
     assert draw() == expected
+
+
+@pytest.mark.parametrize("has_seed", [True, False])
+def test_a_run_that_begins_again_is_seeded_as_a_new_process_without_looking_at_the_stack(
+    monkeypatch: pytest.MonkeyPatch, *, has_seed: bool
+) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    with PreservedRandomState():
+        seed_everything(11, verbose=False) if has_seed else torch.manual_seed(11)
+        seed, seeds = torch.initial_seed(), GlobalSeed()
+        draw_numbers()
+        seeds.put_back(again=False)
+        first = draw_numbers(), random.random(), float(torch.rand(()))
+        monkeypatch.setattr(torch, "manual_seed", None)
+        for _ in range(2):
+            seeds.put_back(again=True)
+            assert (draw_numbers(), random.random(), float(torch.rand(()))) == first
+        assert torch.initial_seed() == seed
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_process_that_begins_is_seeded_also_where_the_run_does_not(
+    monkeypatch: pytest.MonkeyPatch, *, again: bool
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "12")
+    with PreservedRandomState():
+        GlobalSeed().put_back(again=again)
+        assert torch.initial_seed() == 12
 
 
 def draw_numbers() -> list[float]:

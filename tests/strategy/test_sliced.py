@@ -191,3 +191,6 @@ def test_a_newcomer_does_not_try_what_its_run_has_tried(
     engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
     slices.begin(engine, trains=False)
     assert engine.loss_trials.begin(7) is not joins
+    slices._uses = mock.MagicMock()
+    slices.watch_uses()
+    assert slices._uses.start.called is not joins

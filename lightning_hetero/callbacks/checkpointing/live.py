@@ -283,8 +283,8 @@ class LiveSteps:
         if not noted.is_whole:
             metadata = complete(dump_metadata(trainer, owned), metadata, trainer)
         noted.random_state.put_back()
-        content = content_of(trainer, owned, replace(start, step=noted.step), metadata)
-        content = replace(content, slices=owned.kept_contents())
+        id_ = replace(start, step=noted.step)
+        content = content_of(trainer, owned, id_, metadata, with_standbys=True)
         noted.gathered.put_back()
         self._means = noted.gathered.results
         self._newest = dict(trainer.callback_metrics)

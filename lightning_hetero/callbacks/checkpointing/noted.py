@@ -23,7 +23,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_changing,
     has_finished_epoch,
 )
-from lightning_hetero.checkpoint import CheckpointContent
+from lightning_hetero.checkpoint import CheckpointContent, SliceContent
 from lightning_hetero.runtime.results.appended_lists import AppendedLists
 
 __all__ = [
@@ -104,16 +104,18 @@ def copied(value: Any) -> Any:
 
 def on_host(content: CheckpointContent) -> CheckpointContent:
     """Return a state whose tensors take no memory of the device."""
-    slices = tuple(
-        replace(
-            item,
-            weight=item.weight.cpu(),
-            state={key: tensor.cpu() for key, tensor in item.state.items()},
-            whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
-        )
-        for item in content.slices
+    return replace(content, slices=tuple(map(_slice_on_host, content.slices)))
+
+
+def _slice_on_host(item: SliceContent) -> SliceContent:
+    if all(t.is_cpu for t in (item.weight, *item.state.values(), *item.whole_state.values())):
+        return item
+    return replace(
+        item,
+        weight=item.weight.cpu(),
+        state={key: tensor.cpu() for key, tensor in item.state.items()},
+        whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
     )
-    return replace(content, slices=slices)
 
 
 _State = dict[str, Any]

@@ -171,7 +171,9 @@ class OwnedState:
             optimizer.load_state_dict(optimizer_state_dict(entry["param_groups"], by_name))
 
     def _content(self, item: OwnedSlice, start: int, stop: int) -> SliceContent:
-        tensors, scalars = self._optimizer_state(item)
+        optimizer = self._optimizer_of(item)
+        tensors, scalars = _optimizer_state(optimizer, item)
+        is_whole = self._is_whole(optimizer)
 
         def owned(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             like = item.parameter.shape
@@ -188,37 +190,23 @@ class OwnedState:
             start=start,
             stop=stop,
             weight=item.rows(item.parameter.detach(), start, stop),
-            state=owned(self._averages_of(item) | ({} if self._is_whole(item) else tensors)),
-            whole_state=tensors if self._is_whole(item) else {},
+            state=owned(self._averages_of(item) | ({} if is_whole else tensors)),
+            whole_state=tensors if is_whole else {},
             scalars=scalars,
         )
 
     def _optimizer_of(self, item: OwnedSlice) -> Optimizer | None:
         return next((o for o in self.optimizers if item.parameter in o.state), None)
 
-    def _is_whole(self, item: OwnedSlice) -> bool:
-        """Whether optimizer state must never be cut, even where it has the parameter's shape.
+    def _is_whole(self, optimizer: Optimizer | None) -> bool:
+        """Whether an optimizer's state must never be cut, even where it has the parameter's shape.
 
         The preconditioner of a square matrix looks like momentum. Optimizers of torch are known to
         keep such state element by element.
         """
-        optimizer = self._optimizer_of(item)
         bases = type(optimizer).__mro__ if optimizer is not None else ()
         known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
         return self._keeps_whole and not known
-
-    def _optimizer_state(self, item: OwnedSlice) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        optimizer = self._optimizer_of(item)
-        state = {} if optimizer is None else optimizer.state[item.parameter]
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        scalars = {key: value for key, value in state.items() if key not in tensors}
-        for key, value in scalars.items():
-            if not isinstance(value, float | int | bool | str | None):
-                raise ConfigurationError(
-                    f"The optimizer's {key} of {item.spec.name} is a {type(value).__name__}, which "
-                    "LayerwiseCheckpoint can't save: it takes tensors, numbers and texts."
-                )
-        return tensors, scalars
 
     def _averages_of(self, item: OwnedSlice) -> dict[str, Tensor]:
         """Return this slice in the copies that weight averaging keeps."""
@@ -229,6 +217,26 @@ class OwnedState:
 
     def _names(self) -> dict[int, str]:
         return {id(item.parameter): item.spec.name for item in self._all}
+
+
+def _optimizer_state(
+    optimizer: Optimizer | None, item: OwnedSlice
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors that an optimizer keeps of a slice, and its other values.
+
+    Raises:
+        ConfigurationError: One can't be saved.
+    """
+    state = {} if optimizer is None else optimizer.state[item.parameter]
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    scalars = {key: value for key, value in state.items() if key not in tensors}
+    for key, value in scalars.items():
+        if not isinstance(value, float | int | bool | str | None):
+            raise ConfigurationError(
+                f"The optimizer's {key} of {item.spec.name} is a {type(value).__name__}, which "
+                "LayerwiseCheckpoint can't save: it takes tensors, numbers and texts."
+            )
+    return tensors, scalars
 
 
 def average_models(trainer: pl.Trainer) -> Iterator["AveragedModel"]:

@@ -44,15 +44,23 @@ _STOPS = "lightning_hetero should stop"
 
 
 def content_of(
-    trainer: pl.Trainer, owned: OwnedState, id_: CheckpointId, metadata: Mapping[str, Any]
+    trainer: pl.Trainer,
+    owned: OwnedState,
+    id_: CheckpointId,
+    metadata: Mapping[str, Any],
+    *,
+    with_standbys: bool = False,
 ) -> CheckpointContent:
-    """Return what this rank saves at a step's end: all that it owns, and its random numbers."""
+    """Return what this rank saves at a step's end: all that it owns, and its random numbers.
+
+    With what it keeps as a standby, which others save, if that is asked for.
+    """
     return CheckpointContent(
         id=id_,
         global_rank=trainer.global_rank,
         world_size=trainer.world_size,
         num_layers=owned.num_layers,
-        slices=owned.contents(),
+        slices=owned.kept_contents() if with_standbys else owned.contents(),
         metadata=metadata,
         rank_metadata=RandomState.now().to_dict(),
         plan=owned.plan,

@@ -193,9 +193,11 @@ class PlanSwitch:
         what has no group goes by messages.
         """
         numels: Counter[tuple[int, ...]] = Counter()
-        for plan in plans:
-            if self._tensor_parallel is not None:
+        if self._tensor_parallel is not None:
+            for plan in plans:
                 self._comms.tensor_parallel_group(plan)
+        # Fewer ranks go by no collective where all of them do not.
+        for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
             # What is outside the layers is held at both ends, and at one end once that is known.
             routes = self._routes_of(plan)
@@ -220,7 +222,7 @@ class PlanSwitch:
         circles = kind.circles(push=True) or ()
         return {ranks for item in circles for ranks in groups_on_nodes(item.members, nodes)}
 
-    def _are_collective(self, members: tuple[int, ...]) -> bool:
+    def _are_collective(self, members: Sequence[int]) -> bool:
         if self._comms.exchange is None:
             return False
         backend = dist.get_backend(self._comms.exchange)

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from functools import cache
+from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -167,14 +169,21 @@ def package_versions() -> dict[str, str]:
 
 def _text_of(fact: object) -> str:
     """Return a text, the same on all ranks: each process has its own order of a set of strings."""
+    if isinstance(fact, (str, int, float)) or fact is None:
+        return str(fact)
     if isinstance(fact, Set):
         return f"{{{', '.join(sorted(map(_text_of, fact)))}}}"
     if isinstance(fact, list | tuple):
         return f"[{', '.join(map(_text_of, fact))}]"
     if is_dataclass(fact) and not isinstance(fact, type):
-        values = (f"{each.name}={_text_of(getattr(fact, each.name))}" for each in fields(fact))
+        values = (f"{name}={_text_of(getattr(fact, name))}" for name in _fields_of(type(fact)))
         return f"{type(fact).__name__}({', '.join(values)})"
     return str(fact)
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))
 
 
 def check_alike(comms: Communicators, **facts: object) -> None:

@@ -8,6 +8,7 @@ own options, makes a few steps on a few small tensors and on pieces of them, on 
 What differs is refused, and so is what can't be tried.
 """
 
+import pickle
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["check_steps_alike", "try_steps"]
+__all__ = ["Verdict", "check_steps_alike", "try_steps"]
 
 _NUM_STEPS = 4
 _SHAPES: dict[frozenset[int], tuple[tuple[int, ...], ...]] = {
@@ -42,7 +43,9 @@ _Parts = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Verdict:
+class Verdict:
+    """What a trial has shown of an optimizer on this rank."""
+
     refusal: str | None
     """Why an optimizer can't have standbys."""
     digest: int
@@ -50,15 +53,25 @@ class _Verdict:
 
 
 def check_steps_alike(
-    optimizers: Sequence[Optimizer], store: SliceStore, comms: Communicators
+    optimizers: Sequence[Optimizer],
+    store: SliceStore,
+    comms: Communicators,
+    known: dict[bytes, Verdict],
 ) -> None:
     """Refuse optimizers whose steps differ between a slice and its standby; collective.
+
+    Args:
+        optimizers: Those of the run.
+        store: Has the slices.
+        comms: The communicators.
+        known: What earlier generations have found of optimizers that were made alike; new verdicts
+            are added.
 
     Raises:
         ConfigurationError: On every rank.
     """
     is_cut = any(len(items) > 1 for items in store.slices.values())
-    own = [_try(optimizer, is_cut=is_cut) for optimizer in optimizers]
+    own = [_judge(optimizer, known, is_cut=is_cut) for optimizer in optimizers]
     everyone = comms.gather_objects(own)
     for rank, verdicts in enumerate(everyone):
         for verdict in verdicts:
@@ -79,7 +92,30 @@ def check_steps_alike(
             )
 
 
-def _try(optimizer: Optimizer, *, is_cut: bool) -> _Verdict:
+def _judge(optimizer: Optimizer, known: dict[bytes, Verdict], *, is_cut: bool) -> Verdict:
+    key = _all_that_counts(optimizer, is_cut=is_cut)
+    if key is None:
+        return _try(optimizer, is_cut=is_cut)
+    if key not in known:
+        known[key] = _try(optimizer, is_cut=is_cut)
+    return known[key]
+
+
+def _all_that_counts(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
+    """Return all that decides what a trial shows, None where that can't be told."""
+    if optimizer.state:
+        return None
+    groups = [
+        (_options_of(group), _dims_of(group), group["params"][0].dtype, group["params"][0].device)
+        for group in _groups_of(optimizer)
+    ]
+    try:
+        return pickle.dumps((type(optimizer), _kept_of(optimizer), groups, is_cut))
+    except Exception:  # Anything that a user's optimizer holds may be what can't be pickled.
+        return None
+
+
+def _try(optimizer: Optimizer, *, is_cut: bool) -> Verdict:
     name = type(optimizer).__name__
     remedy = (
         'Use an element-wise optimizer, such as AdamW, HeteroStrategy(ownership="parameter"), '
@@ -93,7 +129,7 @@ def _try(optimizer: Optimizer, *, is_cut: bool) -> _Verdict:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         text = f"{name} can't be tried on small tensors, so nobody knows whether a slice and its"
-        return _Verdict(refusal=f"{text} standby would stay equal ({reason}). {remedy}", digest=0)
+        return Verdict(refusal=f"{text} standby would stay equal ({reason}). {remedy}", digest=0)
     refusal = None
     if digest is None:
         refusal = (
@@ -101,7 +137,7 @@ def _try(optimizer: Optimizer, *, is_cut: bool) -> _Verdict:
             f"tensors), so a slice and its standby would differ. {remedy} Where it has "
             "fused=True, fused=False may do."
         )
-    return _Verdict(refusal=refusal, digest=digest or 0)
+    return Verdict(refusal=refusal, digest=digest or 0)
 
 
 def try_steps(optimizer: Optimizer, *, is_cut: bool) -> int | None:
@@ -150,8 +186,7 @@ def _draw_all(optimizer: Optimizer) -> list[list[list[Tensor]]]:
     """Return, for each group with parameters, tensors and a gradient of each for every step."""
     generator, drawn = torch.Generator().manual_seed(0), []
     for group in _groups_of(optimizer):
-        dims = frozenset(min(max(item.ndim, 1), 2) for item in group["params"])
-        like = group["params"][0], _SHAPES[dims]
+        like = group["params"][0], _SHAPES[_dims_of(group)]
         drawn.append([_draw(generator, *like) for _ in range(1 + _NUM_STEPS)])
     return drawn
 
@@ -160,13 +195,21 @@ def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group["params"]]
 
 
+def _dims_of(group: dict[str, Any]) -> frozenset[int]:
+    return frozenset(min(max(item.ndim, 1), 2) for item in group["params"])
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def _run(
     optimizer: Optimizer, drawn: Sequence[Sequence[list[Tensor]]], parts: _Parts
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each parameter before and after some steps of a copy of the optimizer."""
     copy, groups = _copy_of(optimizer), []
     for group, (values, *gradients) in zip(_groups_of(optimizer), drawn, strict=True):
-        options = {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        options = deepcopy(_options_of(group))
         if "lr" in options and not options["lr"]:
             options["lr"] = 1e-2  # At the start of a warm-up nothing would move.
         items = [nn.Parameter(tensor) for tensor in parts(_copies(values))]
@@ -210,12 +253,15 @@ def _begun(optimizer: Optimizer, item: Tensor) -> dict[str, Any]:
 def _copy_of(optimizer: Optimizer) -> Any:
     """Return an optimizer of the same kind without parameters, state, hooks and schedulers."""
     copy: Any = object.__new__(type(optimizer))
-    kept = {
+    hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
+    vars(copy).update(deepcopy(_kept_of(optimizer)), state=defaultdict(dict), param_groups=[])
+    vars(copy).update({name: OrderedDict() for name in hooks})
+    return copy
+
+
+def _kept_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {
         name: value
         for name, value in vars(optimizer).items()
         if name not in ("state", "param_groups", "step") and not name.endswith("_hooks")
     }
-    hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
-    vars(copy).update(deepcopy(kept), state=defaultdict(dict), param_groups=[])
-    vars(copy).update({name: OrderedDict() for name in hooks})
-    return copy

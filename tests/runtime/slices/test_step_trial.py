@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.runtime.slices.digests import digest_of
-from lightning_hetero.runtime.slices.step_trial import try_steps
+from lightning_hetero.runtime.slices.step_trial import Verdict, _judge, try_steps
 
 
 class Foreign(torch.optim.Optimizer):
@@ -88,6 +88,53 @@ def test_an_optimizer_that_moves_nothing_tells_nothing() -> None:
 
     with pytest.raises(ValueError, match="changes nothing"):
         try_steps(Idle(parameters((4, 3))), is_cut=True)
+
+
+class Watched(Foreign):
+    num_tried = 0
+
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        Watched.num_tried += 1
+        return super().direction(gradient)
+
+
+def test_an_optimizer_is_tried_again_where_anything_counts_that_is_new() -> None:
+    known: dict[bytes, Verdict] = {}
+
+    def is_tried(optimizer: torch.optim.Optimizer, *, is_cut: bool = True) -> bool:
+        before = Watched.num_tried
+        verdict = _judge(optimizer, known, is_cut=is_cut)
+        assert (verdict.refusal is None) is True
+        return Watched.num_tried > before
+
+    class Other(Watched): ...
+
+    assert is_tried(Watched(parameters((4, 3))))
+    assert not is_tried(Watched(parameters((4, 3)))), "as in the generation before"
+    assert not is_tried(Watched(parameters((9, 3), (2, 2)))), "other slices of the same kind"
+    assert is_tried(Watched(parameters((4, 3))), is_cut=False)
+    assert is_tried(Watched(parameters((4,)))), "other kernels"
+    assert is_tried(Watched([nn.Parameter(torch.ones(4, 3).double())]))
+    assert is_tried(Watched(parameters((4, 3)), lr=0.2))
+    assert is_tried(Other(parameters((4, 3)))), "a class that can't be named"
+    assert is_tried(Other(parameters((4, 3))))
+    two = [{"params": parameters((4, 3))}, {"params": parameters((4, 3)), "lr": 0.3}]
+    assert is_tried(Watched(two))
+    own = Watched(parameters((4, 3)))
+    own.tried.append(7)
+    assert is_tried(own), "what it keeps itself"
+    begun = Watched(parameters((4, 3)))
+    begun.state[begun.param_groups[0]["params"][0]]["sum"] = torch.ones(4, 3)
+    assert is_tried(begun)
+    assert is_tried(begun), "what it begins with isn't compared"
+    assert not is_tried(Watched(parameters((4, 3)))), "and all of it is still known"
+
+
+def test_an_optimizer_that_was_refused_is_refused_again() -> None:
+    known: dict[bytes, Verdict] = {}
+    verdicts = [_judge(ByTensor(parameters((4, 3))), known, is_cut=True) for _ in range(2)]
+    assert verdicts[0].refusal is not None
+    assert verdicts[0] == verdicts[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
