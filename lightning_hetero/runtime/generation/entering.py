@@ -21,7 +21,9 @@ from lightning_hetero.runtime.generation.newcomers import (
     Newcomer,
     begin_numbers,
     find_layer_call,
+    num_first,
 )
+from lightning_hetero.runtime.ranks.meeting import choose_connecting
 
 __all__ = [
     "JOIN",
@@ -110,6 +112,7 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
     """
     server, prefix = _connect(os.environ[JOIN], start_timeout)
     of_run = PrefixStore(prefix, server)
+    choose_connecting(num_first(of_run))
     newcomer = Newcomer(of_run, facts)
     _be_known(prefix, newcomer.number)
     node = find_node(of_run, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")

@@ -193,9 +193,8 @@ class PlanSwitch:
         what has no group goes by messages.
         """
         numels: Counter[tuple[int, ...]] = Counter()
-        if self._tensor_parallel is not None:
-            for plan in plans:
-                self._comms.tensor_parallel_group(plan)
+        for plan in plans:
+            self._connect(plan)
         # Fewer ranks go by no collective where all of them do not.
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
@@ -213,6 +212,13 @@ class PlanSwitch:
         # The heaviest first, in one order on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
+
+    def _connect(self, plan: ParallelPlan) -> None:
+        """Make what a plan's stages need; collective where it isn't there."""
+        if plan.max_stages > 1:
+            self._comms.connect_stages()
+        if self._tensor_parallel is not None:
+            self._comms.tensor_parallel_group(plan)
 
     def _groups_on_nodes(self, kind: UnitKind) -> set[tuple[int, ...]]:
         """Return the ranks that sum gradients of a kind of units together, node by node."""
@@ -331,6 +337,7 @@ class PlanSwitch:
             self.running = self._make_ready(plan, shares_memory=shares_memory)
 
     def _make_ready(self, plan: ParallelPlan, *, shares_memory: bool) -> RunningPlan:
+        self._connect(plan)
         if self._tensor_parallel is not None:
             self._tensor_parallel.enter_plan(plan, self._comms)
         store, routes, place = (

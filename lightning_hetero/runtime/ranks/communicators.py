@@ -92,16 +92,16 @@ def reduce_scatter_single(
     return scatter(into, given, group=group, async_op=async_op)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Communicators:
     """The communicators of a run; all None when there is only one rank."""
 
     global_rank: int
     world_size: int
     forward: dist.ProcessGroup | None = None
-    """Activations."""
+    """Activations; there once `connect_stages` was called."""
     backward: dist.ProcessGroup | None = None
-    """Gradients of activations."""
+    """Gradients of activations; likewise."""
     exchange: dist.ProcessGroup | None = None
     """Pull and push."""
     values: dist.ProcessGroup | None = None
@@ -129,24 +129,18 @@ class Communicators:
         timeout: timedelta,
         connections: Connections | None = None,
     ) -> "Communicators":
-        """Make all communicators; collective over all ranks."""
+        """Make the communicators that every run has; collective over all ranks."""
         connections = connections or Connections()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(global_rank=0, world_size=1)
 
-        def group(backend: str | None = None) -> dist.ProcessGroup:
-            connections.check()  # A thread that was left here mustn't count groups of the next run.
-            made = dist.new_group(backend=backend, timeout=timeout)
-            assert isinstance(made, dist.ProcessGroup)
-            return made
+        group = partial(_group_of_all, connections, timeout)
 
         def make() -> "Communicators":
             control = group("gloo")
             return cls(
                 global_rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
-                forward=group(),
-                backward=group(),
                 exchange=group(),
                 values=control if device.type == "cpu" else group(),
                 control=control,
@@ -157,6 +151,18 @@ class Communicators:
         made = connections.open(make)
         connections.share(made.gather_objects)
         return made
+
+    def connect_stages(self) -> None:
+        """Make the communicators between stages, unless they are there; collective over all ranks.
+
+        Plans without stages do without them: each costs a rank as many connections as there are
+        others.
+        """
+        if self.world_size == 1 or self.forward is not None:
+            return
+        group = partial(_group_of_all, self.connections, self.timeout)
+        self.forward, self.backward = self.connections.open(lambda: (group(), group()))
+        self.connections.share(self.gather_objects)
 
     def abort(self) -> None:
         """End what waits in the communicators, as far as their backends can: a peer is dead.
@@ -245,6 +251,15 @@ class Communicators:
                 new.append(ranks)
                 numbers.update(ranks)
         self._make(known, new)
+
+
+def _group_of_all(
+    connections: Connections, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    connections.check()  # A thread that was left here mustn't count groups of the next run.
+    made = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 class GroupTransport:

@@ -13,9 +13,11 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["Connections"]
+__all__ = ["LAZY", "Connections"]
 
 _T = TypeVar("_T")
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Read by torch: lets gloo connect pairs of ranks when they first talk."""
 _LOOK_S = 0.02
 _LAST_S = 0.5
 """How long a group that is nearly there may take once connections are hung up."""
@@ -89,9 +91,13 @@ class Connections:
     def share(self, gather: Callable[[list[_Address]], Iterable[Sequence[_Address]]]) -> None:
         """Hear where the others' groups listen; called by every rank once groups are made.
 
+        Communicates nothing where all connections were opened with the groups.
+
         Args:
             gather: Returns what each rank gave.
         """
+        if not _connects_lazily():
+            return
         listening: list[_Address] = []
         for descriptor, _ in self._opened & _sockets():
             with suppress(OSError), _end_of(descriptor) as end:
@@ -117,6 +123,11 @@ class Connections:
         if end.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return not self._others.isdisjoint({_address(end.getsockname()), _address(peer)})
+
+
+def _connects_lazily() -> bool:
+    """Whether pairs of ranks connect when they first talk; the same on all ranks of a run."""
+    return os.environ.get(LAZY, "").lower() in ("1", "t", "true", "y", "yes")
 
 
 def _end_of(descriptor: int) -> socket.socket:

@@ -26,12 +26,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.connections import LAZY
 from lightning_hetero.runtime.ranks.open_files import allow_clients_of_ancestor, allow_files
 
 __all__ = [
     "EXIT_CODE",
     "MAX_EAGER_RANKS",
     "check_alike",
+    "choose_connecting",
     "connect_store",
     "end_process",
     "ended_when_late",
@@ -53,6 +55,12 @@ MAX_EAGER_RANKS = 64
 """Ranks up to which gloo connects all pairs of each group when it is made."""
 
 
+def choose_connecting(world_size: int) -> None:
+    """Let gloo connect as in all processes of a run that was started with so many ranks."""
+    if world_size > MAX_EAGER_RANKS:
+        os.environ.setdefault(LAZY, "1")
+
+
 def connect_store(
     address: str, port: int, *, global_rank: int, world_size: int, start_timeout: timedelta
 ) -> Store:
@@ -71,8 +79,7 @@ def connect_store(
             beside it.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if world_size > MAX_EAGER_RANKS:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    choose_connecting(world_size)
     if agent_serves and os.environ.get("LOCAL_RANK") == "0":
         allow_clients_of_ancestor(port, world_size)
     elif global_rank == 0 and not agent_serves:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.communicators import GroupTransport
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
@@ -55,6 +57,7 @@ def count_sockets(rank: int, *, is_lazy: bool) -> int:
     with _connecting(is_lazy=is_lazy):
         processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
         comms = processes.comms
+        comms.connect_stages()
         transport = GroupTransport(_TIMEOUT)
         tree = RankTree(comms.control)
         tree.share(tree.begin_up(torch.zeros(8)))
@@ -72,6 +75,22 @@ def count_sockets(rank: int, *, is_lazy: bool) -> int:
     return found
 
 
+def connect_stages(rank: int, *, plans: list[ParallelPlan]) -> list[tuple[int, bool]]:
+    """Return, for plans that run one after another, new sockets and whether stages can talk."""
+    processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
+    with _connecting(is_lazy=False):
+        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
+        comms, found = processes.comms, []
+        for plan in plans:
+            before = _sockets()
+            runs = mock.Mock(_comms=comms, _tensor_parallel=None)
+            PlanSwitch._connect(runs, plan)
+            found.append((len(_sockets() - before), comms.forward is not comms.backward))
+            processes.barrier()
+    processes.stop_watching()
+    return found
+
+
 def wait_for_frozen(rank: int, *, frozen: int) -> str:
     """Wait for a message that never comes, over a connection made lazily, and hang up.
 
@@ -81,6 +100,7 @@ def wait_for_frozen(rank: int, *, frozen: int) -> str:
     with _connecting(is_lazy=True):
         processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
         comms, found = processes.comms, ""
+        comms.connect_stages()
         message, others = torch.zeros(1), [r for r in range(comms.world_size) if r != frozen]
         if rank == frozen:
             for other in others:

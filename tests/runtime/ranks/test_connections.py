@@ -1,14 +1,20 @@
 """How many connections a rank opens, and how many it may."""
 
+import os
 import socket
 import threading
+from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from lightning_hetero.runtime.ranks.connections import Connections
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.generation import entering, newcomers
+from lightning_hetero.runtime.ranks.connections import LAZY, Connections
 from tests.processes import ProcessPool
-from tests.runtime.ranks.control_traffic import count_sockets, wait_for_frozen
+from tests.runtime.ranks.control_traffic import connect_stages, count_sockets, wait_for_frozen
 
 
 @pytest.mark.dist
@@ -48,13 +54,51 @@ def test_who_waits_for_a_rank_that_never_comes_is_called_back() -> None:
     comes.set()
 
 
-def test_what_was_there_before_is_never_hung_up() -> None:
+@pytest.mark.dist
+def test_only_plans_with_stages_connect_them_and_do_it_once(pool: ProcessPool) -> None:
+    plans = [ParallelPlan.even(world_size=2, num_layers=2, num_stages=n) for n in (1, 2, 1, 2)]
+    for found in pool.run(partial(connect_stages, plans=plans), 2):
+        sockets, can_talk = zip(*found, strict=True)
+        assert can_talk == (False, True, True, True)
+        assert sockets[1] > 0
+        assert sockets[0] == sockets[2] == sockets[3] == 0
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_ranks_tell_where_they_listen_only_if_they_connect_later(
+    monkeypatch: pytest.MonkeyPatch, *, is_lazy: bool
+) -> None:
+    monkeypatch.setenv(LAZY, str(int(is_lazy)))
+    told: list[object] = []
+    Connections().share(lambda own: told.append(own) or [])  # type: ignore[func-returns-value]
+    assert bool(told) is is_lazy
+
+
+@pytest.mark.parametrize(("num_first", "lazy"), [(64, None), (65, "1")])
+def test_who_joins_a_run_of_many_connects_as_they_do(
+    monkeypatch: pytest.MonkeyPatch, num_first: int, lazy: str | None
+) -> None:
+    monkeypatch.delenv(LAZY, raising=False)
+    store = dist.HashStore()
+    newcomers.begin_numbers(store, num_first)
+    monkeypatch.setenv(entering.JOIN, "127.0.0.1:1")
+    monkeypatch.setattr(entering, "_connect", lambda *_: (store, "run"))
+    monkeypatch.setattr(entering, "PrefixStore", lambda _, store: store)
+    monkeypatch.setattr(entering, "Newcomer", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        entering.join_membership({}, start_timeout=timedelta(seconds=1))
+    assert os.environ.get(LAZY) == lazy
+    monkeypatch.delenv(LAZY, raising=False)
+
+
+def test_what_was_there_before_is_never_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a membership's own connection, though a group has listened where it comes from."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as kept,
         server.accept()[0] as other,
     ):
+        monkeypatch.setenv(LAZY, "1")
         connections = Connections(may_end=True)
         connections.share(lambda _: [[kept.getsockname()]])
         connections.hang_up()
