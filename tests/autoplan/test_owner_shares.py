@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
-from lightning_hetero.autoplan.owner_shares import check_room_for_states, with_owner_shares
+from lightning_hetero.autoplan.owner_shares import (
+    check_room_for_states,
+    find_standbys_of_run,
+    with_owner_shares,
+)
 from lightning_hetero.autoplan.request import RunPlans
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -51,7 +55,8 @@ class Facts(RunFacts):
     room: tuple[float, float, float]
 
     def detect_seats(self) -> Any:
-        return [SimpleNamespace(device=SimpleNamespace(memory_bytes=n / 0.9)) for n in self.room]
+        devices = [SimpleNamespace(name="one kind", memory_bytes=n / 0.9) for n in self.room]
+        return [SimpleNamespace(node="one", device=device) for device in devices]
 
 
 def facts_of(*shares: float, **changes: Any) -> Facts:
@@ -67,6 +72,23 @@ def facts_of(*shares: float, **changes: Any) -> Facts:
         room=(first, second, third),
     )
     return replace(facts, **changes)
+
+
+@pytest.mark.parametrize("redundancy", [0, 1])
+def test_ranks_compare_redundancy_and_shares_at_once(redundancy: int) -> None:
+    told: list[dict[str, str]] = []
+    facts = facts_of(9.0, 9.0, 9.0, redundancy=redundancy)
+    comms: Any = SimpleNamespace(
+        world_size=3, gather_objects=lambda own: told.append(own) or [own] * 3
+    )
+    facts = replace(facts, comms=comms)
+    plan = replace(FIRST, owner_shares=(1.0, 1.0, 1.0))
+    standbys = find_standbys_of_run(facts, RunPlans(first=plan, candidates=(plan,)))
+    check(plan, facts, ownership=Ownership.MEMORY, standbys=standbys)
+    assert [name for name in ("redundancy", "owner_shares") if name in told[0]] == (
+        ["redundancy", "owner_shares"] if redundancy else ["owner_shares"]
+    )
+    assert len(told) == 1
 
 
 def check(plan: ParallelPlan, facts: RunFacts, **config: Any) -> None:

@@ -1,14 +1,18 @@
 """Laws of an engine: determinism, and what a rank holds."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 
-from lightning_hetero import HeteroStrategy
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.runtime.iteration import running_plan
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -148,3 +152,19 @@ def test_data_that_a_user_replaces_reaches_the_stages(pool: ProcessPool, ownersh
     (alone,) = pool.run(train_and_replace, 1, 1, ownership)
     for losses in pool.run(train_and_replace, 2, 2, ownership):
         assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("are_collective", [True, False])
+def test_tables_are_made_for_groups_only_where_a_unit_may_go_by_one(
+    *, are_collective: bool
+) -> None:
+    plan = ParallelPlan.even(world_size=4, num_layers=2, num_stages=2)
+    switch: Any = mock.MagicMock(_specs=[], _comms=SimpleNamespace(world_size=4))
+    switch._are_collective = lambda members: are_collective and len(members) == 4
+    switch._comms.make_exchange_groups = mock.Mock()
+    switch._routes_of.return_value.table.units = []
+    with mock.patch.object(running_plan, "TransferTable"):
+        PlanSwitch.prepare(switch, [plan])
+    assert switch._routes_of.called is are_collective
+    switch._connect.assert_called_once_with(plan)
+    switch._comms.make_exchange_groups.assert_called_once_with([])

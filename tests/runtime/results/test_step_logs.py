@@ -3,11 +3,13 @@
 import math
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import SumMetric
 
@@ -18,6 +20,7 @@ from lightning_hetero.runtime.results.number_kinds import Kind, Reduction
 from lightning_hetero.runtime.results.reductions import Reductions
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.strategy.processes import Processes
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import PLANS, TinyModule, fit_each, same
 
@@ -342,3 +345,18 @@ def test_hooks_compare_with_rank_0_and_leave_little_in_the_store() -> None:
         second.compare("y", 2.0)
     with pytest.raises(StepError, match="Rank 1 logs 'z' in a hook, and rank 0 doesn't"):
         second.compare("z", 2.0)
+
+
+def test_ranks_of_a_generation_name_what_they_compare_without_a_word_and_never_alike() -> None:
+    store, ranks = dist.HashStore(), []
+    for rank in range(2):
+        processes: Any = Processes(timeout=timedelta(0), start_timeout=timedelta(0), backend=None)
+        processes._environment = SimpleNamespace(world_size=lambda: 2)
+        processes._comms, processes._store = SimpleNamespace(global_rank=rank), store
+        processes._membership = object()  # Nobody answers a broadcast.
+        ranks.append(processes)
+    for value in (1.0, 2.0):
+        for processes in ranks:
+            processes.compare_hooks()
+        for processes in ranks:
+            assert processes._hook_logs.compare("x", value) == value
