@@ -151,6 +151,8 @@ class PlanRequest:
                 return RunPlans(first=auto.plan, candidates=(auto.plan,), auto=auto)
             plans, costs = auto.candidates.plans, auto.candidates.costs
             return RunPlans(first=auto.plan, candidates=plans, costs=costs, auto=auto)
+        if self.plan is None and self.num_stages > 1:
+            facts.layout.require_layers()
         plan = self.plan or ParallelPlan.even(
             world_size=facts.comms.world_size,
             num_layers=facts.layout.num_layers,

@@ -46,6 +46,18 @@ def test_what_is_no_sample_goes_to_every_microbatch() -> None:
         assert part["temperature"] == 0.5
 
 
+def test_a_microbatch_changed_in_place_leaves_what_others_have_saved_usable() -> None:
+    batch = torch.arange(8.0).reshape(4, 2)
+    first, second = cut_batch(batch, 2)
+    weight = torch.ones(2, requires_grad=True)
+    loss = (first * weight).sum()
+    second.mul_(2.0)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 4.0]
+    assert batch[2:].tolist() == [[8.0, 10.0], [12.0, 14.0]], "it is the batch's memory"
+
+
 def test_a_list_of_tensors_is_cut_inside_even_if_it_is_as_long_as_the_batch() -> None:
     ids, labels = torch.arange(2), torch.arange(2) + 5
     first, second = cut_batch([ids, labels], 2)

@@ -1,14 +1,17 @@
 """Find in the user's module what a plan talks about: the layers, and the parameters around them.
 
 The layer list is the `ModuleList` (or `Sequential`) of like modules that holds the most parameters,
-or the one the user names. Everything outside it is *outer*: what was registered before the layers
-is taken to run before them, what was registered after them to run after them. That guess decides
-only who owns outer slices; who computes with them is observed in the first iteration.
+or the one the user names. Modules of one class are alike, and blocks of several classes that are
+called with the same first argument, as those of hybrid models are. Everything outside it is
+*outer*: what was registered before the layers is taken to run before them, what was registered
+after them to run after them. That guess decides only who owns outer slices; who computes with them
+is observed in the first iteration.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 
 import torch
 from torch import nn
@@ -145,12 +148,26 @@ def find_layers(module: nn.Module, name: str | None) -> tuple[str | None, tuple[
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module lists like modules; a Sequential of one is no list."""
+    """Whether a module lists like modules; a Sequential of one, or of embeddings, is no list."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    kinds = {type(child) for child in module.children()}
+    entries = list(module.children())
     least = 1 if isinstance(module, nn.ModuleList) else 2
-    return len(kinds) == 1 and len(module) >= least
+    if len(entries) < least or isinstance(entries[0], nn.Embedding):
+        return False
+    return len({type(entry) for entry in entries}) == 1 or _are_blocks(entries)
+
+
+def _are_blocks(entries: Sequence[nn.Module]) -> bool:
+    """Whether modules of several classes have parts with parameters, and begin with one argument.
+
+    Linear layers and norms in turn aren't blocks, though all are called with an `input`.
+    """
+    for entry in entries:
+        if not any(True for part in entry.children() for _ in part.parameters()):
+            return False
+    firsts = {next(iter(signature(entry.forward).parameters), None) for entry in entries}
+    return len(firsts) == 1
 
 
 def _spec(

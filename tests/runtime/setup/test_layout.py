@@ -64,6 +64,37 @@ def test_lists_without_parameters_or_modules_of_one_kind_are_no_layers() -> None
     assert find_layers(module, None) == (None, ())
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.mix(hidden)
+
+
+class Recurrence(Attention):
+    def forward(self, hidden: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+        return self.mix(hidden)
+
+
+class Pooling(Attention):
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.mix(pixels)
+
+
+def test_blocks_of_several_classes_are_layers_if_they_begin_with_the_same_argument() -> None:
+    hybrid = nn.ModuleList([Attention(8), Recurrence(8), Attention(8)])
+    assert find_layers(Wrapped(body=hybrid, heads=nn.ModuleList(linears(2, 4))), None)[0] == "body"
+    unlike = nn.ModuleList([Attention(8), Pooling(8)])
+    assert find_layers(Wrapped(body=unlike), None) == (None, ())
+
+
+def test_tables_are_no_layers_however_large_they_are() -> None:
+    tables = nn.ModuleList([nn.Embedding(50, 8), nn.Embedding(50, 8)])
+    assert find_layers(Wrapped(tables=tables, body=nn.ModuleList(linears(2, 4))), None)[0] == "body"
+
+
 def test_a_module_without_layers_is_one_layer() -> None:
     layout = ModelLayout.of(nn.Linear(4, 4))
     assert layout.num_layers == 1
