@@ -13,8 +13,9 @@ from typing import Self
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
+from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.equal_nodes import kind_of_arrangement
-from lightning_hetero.planner.estimator import Estimate, Estimator
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.memory_fit import settle_memory
 from lightning_hetero.planner.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
@@ -138,7 +139,7 @@ class Judge:
                 self._count(_BOUND_WORK, moved)
                 return None
         self._count(_ESTIMATE_WORK, moved)
-        estimate = estimator.estimate(moved)
+        estimate = estimator.estimate(moved, below / self._weigh(1.0, moved))
         self._filled[key] = Candidate.of(estimate) if estimate else None
         return self._filled[key]
 

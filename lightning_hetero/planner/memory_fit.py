@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.planner.recompute_tables import at_level
+from lightning_hetero.planner.recompute_tables import at_level, room_to_own
 from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape
 
 __all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory"]
@@ -95,18 +95,11 @@ def owned_capacity(
     What it owns needs room for states beside activations, and beside the buffers of a push, which
     grow with what it owns (`CostModel.buffer_bytes`).
     """
-    layout = cost.layout
     memory = cost.memory_of_tokens(shape, num_pipelines, held_tokens, longest, owned_params=0.0)
-    room = cost.usable_bytes(shape.device) - memory.weights - memory.gradients
-    passing = memory.total - memory.weights - memory.gradients - memory.exchange
-    held, own, gradient = cost.num_stage_params(shape), layout.kept_bytes, layout.pushed_bytes
-    beside_activations = (room - passing) / own
-    # Two linear pieces: up to the holder's own share, and what it doesn't hold beyond.
-    beside_buffers = (room - held * gradient) / (own + (num_pipelines - 2) * gradient)
-    if beside_buffers > held / num_pipelines:
-        fixed = (1 - 2 / num_pipelines) * held * gradient
-        beside_buffers = (room - fixed) / (own + num_pipelines * gradient)
-    return min(beside_activations, beside_buffers) * _NEARLY
+    states = memory.weights + memory.gradients
+    passing = memory.total - states - memory.exchange
+    room, held = cost.usable_bytes(shape.device) - states, float(cost.num_stage_params(shape))
+    return float(room_to_own(cost.layout, held, room, passing, num_pipelines)) * _NEARLY
 
 
 def idle_capacity(cost: CostModel, device: str, num_pipelines: int) -> float:

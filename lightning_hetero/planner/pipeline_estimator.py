@@ -15,7 +15,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.memory_fit import owned_capacity
-from lightning_hetero.planner.recompute_tables import StageTable
+from lightning_hetero.planner.recompute_tables import MemoryUse, StageTable
+from lightning_hetero.planner.solvers.balancing import split_layers
 from lightning_hetero.planner.stage_times import PipelineKey, StageTimes
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
@@ -57,6 +58,12 @@ class PipelineEstimate:
     """Whether more memory would make it faster."""
     is_recomputing: bool
     """Whether a stage recomputes a layer."""
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of a micro-batch on its slowest stage."""
+        slowest_s: float = max(map(add, self.times.forward_s, self.times.backward_s))
+        return slowest_s
 
     def least_s(self, num_microbatches: int) -> tuple[float, float]:
         """Return seconds besides, and of each micro-batch, that its work takes at least.
@@ -102,6 +109,8 @@ class PipelineEstimator(StageTimes):
             tuple[tuple[StageTable, ...], tuple[int, ...], PipelineKey], PipelineEstimate
         ] = {}
         self._moved: dict[tuple[PipelineEstimate, int], tuple[int, ...]] = {}
+        self._roomiest: dict[tuple[PipelineKey, int, float], PipelineEstimate | None] = {}
+        self._roomy: dict[tuple[StageTable, MemoryUse, float], tuple[StageTable, FloatArray]] = {}
         self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
         self._ends_of: dict[tuple[PipelineEstimate, int], list[float]] = {}
         self._rooms: dict[tuple[StageTable, int, int, int], StageRoom] = {}
@@ -150,16 +159,40 @@ class PipelineEstimator(StageTimes):
         if balanced is None:
             return None
         found = self._timed_stages(pipeline, tables, balanced)
-        slowest_s = max(map(add, found.times.forward_s, found.times.backward_s))
         usual = self.usual_share(num_pipelines)
         are_many = usual >= len(balanced) * _MANY_ROUNDS
-        is_even = are_many and found.slope_s < slowest_s * _LINKS_SET_THE_PACE
+        is_even = are_many and found.slope_s < found.slowest_s * _LINKS_SET_THE_PACE
         if is_even or not 1 < len(balanced) <= _MOST_STAGES_MOVED:
             return found
         key = found, usual
         if key not in self._moved:
             self._moved[key] = self._moved_layers(*key)
         return self._timed_stages(pipeline, tables, self._moved[key])
+
+    def roomiest(
+        self, pipeline: PipelineNodes, num_pipelines: int, limit_s: float
+    ) -> PipelineEstimate | None:
+        """Return a pipeline whose ranks have the most room to own, or None if it doesn't fit.
+
+        Its stages take `limit_s` for a micro-batch at most.
+        """
+        key = self.key(pipeline), num_pipelines, limit_s
+        if key not in self._roomiest:
+            found, rooms = [], []
+            for stage, table in enumerate(self.stage_tables(pipeline, num_pipelines, 0.0)):
+                held = min(len(pipeline.nodes) - stage, self.workload.num_microbatches)
+                kind = table, MemoryUse(num_pipelines, held), limit_s
+                if kind not in self._roomy:
+                    node, tp_degree = pipeline.stages[stage]
+                    inner_s = self.stage_times_s(node, tp_degree, first=False, last=False)[0]
+                    self._roomy[kind] = self._recompute.roomiest(*kind[:2], inner_s, limit_s)
+                found.append(self._roomy[kind][0])
+                rooms.append(-self._roomy[kind][1])
+            layers = split_layers(np.array(rooms), self.num_layers, np.add)
+            self._roomiest[key] = (
+                self._timed_stages(pipeline, tuple(found), layers) if layers else None
+            )
+        return self._roomiest[key]
 
     def balance(self, pipeline: PipelineNodes, num_pipelines: int) -> tuple[int, ...] | None:
         """Return the layers of each stage by Eq. 4, or None if they don't fit.

@@ -10,8 +10,8 @@ nothing is saved selectively, S counts as R, and levels 1 to n are whole layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,15 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.memory import push_buffer_bytes
+from lightning_hetero.simulator.state_layout import StateLayout
 
-__all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level"]
+__all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level", "room_to_own"]
+
+_Bytes = TypeVar("_Bytes", float, FloatArray)
 
 _FEW_IN_FLIGHT = 16
 """Micro-batches that stages of most pipelines hold at once, at most."""
+_TINY = 1e-30
 
 
 def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape:
@@ -31,6 +35,27 @@ def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape
     whole = max(0, level - shape.num_layers) if is_selective else level
     selective = min(level, shape.num_layers) - whole if is_selective else 0
     return shape._replace(recomputed_layers=whole, selective_layers=selective)
+
+
+def room_to_own(
+    layout: StateLayout, held: _Bytes, room: _Bytes, passing: _Bytes, num_pipelines: int
+) -> FloatArray:
+    """Return the parameters that ranks have room to own; below 0 where they have none.
+
+    Args:
+        layout: What is kept of a parameter.
+        held: Parameters that they compute with.
+        room: Bytes beside weights and gradients.
+        passing: Bytes of micro-batches in flight.
+        num_pipelines: Pipelines of the plan, each of which pushes gradients to owners.
+    """
+    own, gradient = layout.kept_bytes, layout.pushed_bytes
+    # Buffers of a push are two linear pieces: up to the holder's own share, and beyond.
+    within = (room - held * gradient) / (own + (num_pipelines - 2) * gradient)
+    fixed = (1 - 2 / num_pipelines) * held * gradient
+    beyond = (room - fixed) / (own + num_pipelines * gradient)
+    beside_buffers = np.where(within > held / num_pipelines, beyond, within)
+    return np.minimum((room - passing) / own, beside_buffers)
 
 
 class MemoryUse(NamedTuple):
@@ -118,15 +143,59 @@ class RecomputeTables:
         again = self._least(shape, use)
         key = shape, again.tobytes()
         if key not in self._tables:
-            sizes, is_selective = np.arange(len(again)), self._cost.saves_selectively(shape)
-            whole = np.maximum(again - is_selective * sizes, 0)
-            selective = is_selective * (np.clip(again, 0, sizes) - whole)
-            unlimited = times_s[0] + times_s[1]
-            cheap = self._cost.selective_share(shape, self._microbatch)
-            share = (whole + cheap * selective) / np.maximum(sizes, 1)
-            total = np.where(again < 0, np.inf, unlimited + inner_s * share)
-            self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again, is_selective)
+            total_s, is_selective = times_s[0] + times_s[1], self._cost.saves_selectively(shape)
+            kept = StageTable(shape, times_s[0], total_s, total_s, again, is_selective)
+            self._tables[key] = self._at_levels(kept, again, inner_s)
         return self._tables[key]
+
+    def _at_levels(self, table: StageTable, levels: IntArray, inner_s: FloatArray) -> StageTable:
+        """Return a stage at levels by layers; below 0 they don't fit."""
+        sizes = np.arange(len(levels))
+        whole = np.maximum(levels - table.is_selective * sizes, 0)
+        selective = table.is_selective * (np.clip(levels, 0, sizes) - whole)
+        cheap = self._cost.selective_share(table.shape, self._microbatch)
+        share = (whole + cheap * selective) / np.maximum(sizes, 1)
+        total_s = np.where(levels < 0, np.inf, table.unlimited_s + inner_s * share)
+        return replace(table, total_s=total_s, levels=levels)
+
+    def roomiest(
+        self, table: StageTable, use: MemoryUse, inner_s: FloatArray, limit_s: float
+    ) -> tuple[StageTable, FloatArray]:
+        """Return a stage that recomputes all it can in some seconds, and what it can own then.
+
+        Args:
+            table: The stage.
+            use: What its memory depends on; who owns what doesn't count.
+            inner_s: Forward seconds of its layers alone.
+            limit_s: Seconds of a micro-batch that it may take at most.
+
+        Returns:
+            The stage, and parameters that all its ranks have room to own, by layers; minus infinity
+            where the layers don't fit.
+        """
+        shape, cost, layout = table.shape, self._cost, self._cost.layout
+        sizes = np.arange(self._num_layers + 1)
+        first = sizes * table.is_selective
+        # How many layers could be computed again as a whole in the seconds that are left.
+        left = (limit_s - table.unlimited_s) * sizes / np.maximum(inner_s, _TINY)
+        cheap = first * cost.selective_share(shape, self._microbatch)
+        selective = first * np.clip(left / np.maximum(cheap, _TINY), 0, 1) // 1
+        whole = sizes * np.clip((left - cheap) / np.maximum(sizes - cheap, _TINY), 0, 1) // 1
+        levels = ((selective + whole) * self._may_recompute).astype(np.int64)
+        held, passing = self._by_layers(shape._replace(num_layers=1), np.array([use.num_in_flight]))
+        kept, of_input = cost.layer_bytes(shape)
+        spared, saved = (self._tokens * (kept - s) for s in (cost.selective_bytes(shape), of_input))
+        spared *= table.is_selective
+        selective = np.minimum(levels, first)
+        whole = levels - selective
+        # Where no layer is kept, the one that is computed again has no room that another left.
+        last = np.where(whole >= sizes, saved, np.where(levels >= first, spared, 0.0))
+        freed = use.num_in_flight * (selective * spared + whole * (saved - spared)) - last
+        room = cost.usable_bytes(shape.device) - held * (layout.weight_bytes + layout.summed_bytes)
+        capacity = room_to_own(layout, held, room, passing[0] - freed, use.num_pipelines)
+        fits = (capacity >= 0) & (sizes > 0) & (table.unlimited_s <= limit_s)
+        found = self._at_levels(table, np.where(fits, levels, -1), inner_s)
+        return found, np.where(fits, shape.tp_degree * capacity, -np.inf)
 
     def _least(self, shape: StageShape, use: MemoryUse) -> IntArray:
         """Return `least` of one use, of a stage of a pipeline."""

@@ -17,9 +17,10 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner.allowances import Scores, smaller_allowances
 from lightning_hetero.planner.arrangement import Arrangement, used_nodes
+from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
-from lightning_hetero.planner.estimator import Estimate, Estimator
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import WORTH_IMPROVING, improve_best
@@ -343,9 +344,11 @@ class PlanSearch:
             if kind in seen or (enough and score >= best and number in numbers):
                 continue
             seen.add(kind)
-            simulated = self.judge.score(Candidate.of(estimate))
+            both = [Candidate.of(one) for one in (estimate, estimate.otherwise) if one]
+            candidate = min(both, key=self.judge.score)
+            simulated = self.judge.score(candidate)
             if simulated < float("inf"):
-                fitting.append(Candidate.of(estimate))
+                fitting.append(candidate)
                 numbers.add(number)
                 best = min(best, simulated)
                 is_recomputing |= estimate.is_recomputing
@@ -369,17 +372,18 @@ class PlanSearch:
         heap = [(0.0, index, 0) for index in range(len(arrangements))]
         while heap:
             least, index, number = heapq.heappop(heap)
-            enough = len(estimates) >= most and least > max(
-                estimates[most - 1][0], estimates[0][0] * WORTH_IMPROVING
-            )
-            if enough or least > worst:
+            if len(estimates) >= most:
+                near = max(estimates[most - 1][0], estimates[0][0] * WORTH_IMPROVING)
+                worst = min(worst, near)
+            if least > worst:
                 break
             arrangement = arrangements[index]
             if number < len(bounds):
                 score = self._weigh(bounds[number](arrangement), arrangement)
                 heapq.heappush(heap, (max(score, least), index, number + 1))
                 continue
-            estimate = estimators[-1].estimate(arrangement)
+            below_s = worst / self._weigh(1.0, arrangement)
+            estimate = estimators[-1].estimate(arrangement, below_s)
             if estimate is not None:
                 score = self._rough_score(estimate)
                 bisect.insort(estimates, (score, index, estimate))

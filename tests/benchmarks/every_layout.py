@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.arrangement import Arrangement, Group, MappingOrder, map_groups
+from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.enumeration import PipelineUnits, every_grouping
-from lightning_hetero.planner.estimator import Estimate, Estimator
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.workload import valid_tp_degrees
 from tests.benchmarks.search_laws import Task

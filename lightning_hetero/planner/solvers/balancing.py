@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["balance_layers"]
+__all__ = ["balance_layers", "split_layers"]
 
 
 def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:
@@ -39,13 +39,13 @@ def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int,
     slowest = _least_slowest(tables, num_layers)
     if slowest is None:
         return None
-    return _solve(np.where(tables <= slowest, tables, np.inf), num_layers, np.add)
+    return split_layers(np.where(tables <= slowest, tables, np.inf), num_layers, np.add)
 
 
 def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:
     """Return the least maximum of the stages' times, or None if no split fits."""
     if not (tables[:, 1:-1] <= tables[:, 2:]).all():
-        split = _solve(tables, num_layers, np.maximum)
+        split = split_layers(tables, num_layers, np.maximum)
         if split is None:
             return None
         return float(tables[np.arange(len(tables)), split].max())
@@ -63,7 +63,7 @@ def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:
     return level if enough and level < np.inf else None
 
 
-def _solve(tables: FloatArray, num_layers: int, combine: np.ufunc) -> tuple[int, ...] | None:
+def split_layers(tables: FloatArray, num_layers: int, combine: np.ufunc) -> tuple[int, ...] | None:
     """Minimise the stages' combined times; `combine` is maximum or add."""
     placed = np.arange(num_layers + 1)
     best = np.full(num_layers + 2, np.inf)
