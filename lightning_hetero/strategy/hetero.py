@@ -349,10 +349,11 @@ class HeteroStrategy(HookedStrategy):
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
-        told = facts.comms.gather_objects((torch.initial_seed() % 2**31, self._num_batches))
+        own = torch.initial_seed() % 2**31, self._num_batches, self._slices.known_uses
+        told = facts.comms.gather_objects(own)
+        self._slices.known_uses.learn(uses for *_, uses in told)
         if self.awaits_recovery:
-            # An iteration stays what it was, whoever is left or comes.
-            self._num_batches = size_that_stays(number for _, number in told)
+            self._num_batches = size_that_stays(number for _, number, _ in told)
             members = self._processes.membership
             first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
@@ -366,8 +367,7 @@ class HeteroStrategy(HookedStrategy):
         self._slices.begin(engine, trains=trains)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:
-            is_given = plans.auto is None
-            self._num_batches = self.plan.num_pipelines if is_given else self.world_size
+            self._num_batches = self.plan.num_pipelines if plans.auto is None else self.world_size
         self._dealer = Dealer(
             self.plan,
             global_rank=self.global_rank,

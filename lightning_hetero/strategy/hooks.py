@@ -239,8 +239,10 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        is_end = self._trainer.is_last_batch or not (self.has_trained or self._slices.knows_uses)
-        is_seen = is_end or is_looked_at(self._trainer.fit_loop.batch_idx + 1)
+        is_known, trainer = self.has_trained or self._slices.known_uses.were_watched, self._trainer
+        is_seen = (
+            trainer.is_last_batch or not is_known or is_looked_at(trainer.fit_loop.batch_idx + 1)
+        )
         self._slices.begin_iteration(trains=True)
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))

@@ -28,7 +28,7 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.generation.entering import is_newcomer
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
-from lightning_hetero.runtime.slices.slice_uses import SliceUses
+from lightning_hetero.runtime.slices.slice_uses import KnownUses, SliceUses
 from lightning_hetero.runtime.slices.standby_check import StandbyCheck
 from lightning_hetero.runtime.slices.state import (
     agree_on_groups,
@@ -93,8 +93,8 @@ class SlicedState:
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the values of the slices aren't there yet."""
-        self.knows_uses = is_newcomer()
-        """Whether uses of slices were watched after an iteration, in any generation of the run."""
+        self.known_uses = KnownUses()
+        """What earlier generations have seen of uses; told to newcomers by the others."""
         self._knows_loss = is_newcomer()
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
         self._step_verdicts: dict[bytes, Verdict] = {}
@@ -121,7 +121,7 @@ class SlicedState:
             )
         is_whole = engine.comms.world_size == 2 and engine.store.has_standbys
         others_lack = self._several and not is_whole
-        self._uses = SliceUses(engine.store, others_lack=others_lack)
+        self._uses = SliceUses(engine.store, others_lack=others_lack, known=self.known_uses)
         self.refusing_norms = NoNorms(engine.store) if self._several else nullcontext()
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
@@ -162,7 +162,7 @@ class SlicedState:
             self._cut_when_loading = None
         if self.engine is None:
             return
-        self.knows_uses = self._knows_loss = False
+        self.known_uses, self._knows_loss = KnownUses(), False
         engine, self.engine = self.engine, None
         if not failed:
             engine.buffers.share()
@@ -184,19 +184,20 @@ class SlicedState:
         self._were_watched = self._uses is not None and self._uses.stop()
         if self._were_watched and trains and self._uses is not None:
             # With fewer ranks more is allowed.
-            self.knows_uses |= self._uses.others_lack
+            self.known_uses.were_watched |= self._uses.others_lack
 
     def end_iteration(self, *, trains: bool, is_looked_at: bool = False) -> None:
         """Watch uses of slices after an iteration if that is looked at."""
         if self._uses is not None:
             if trains:
                 self._uses.is_after_step = True
-            if (is_looked_at or self._uses.tells_sizes) if trains else self._were_watched:
+            if (is_looked_at or self.known_uses.ask_later) if trains else self._were_watched:
                 self._uses.start()
 
     def watch_uses(self) -> None:
         """Watch uses of slices from now on, until the next iteration."""
-        if self._uses is not None and not self.knows_uses:
+        known = self.known_uses
+        if self._uses is not None and (known.ask_first or not known.were_watched):
             self._uses.start()
 
     def leave_hooks(self) -> None:

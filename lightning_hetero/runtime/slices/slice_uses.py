@@ -16,7 +16,7 @@ then on. Whether gradients are finite is known: those that aren't never come to 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -35,7 +35,7 @@ from lightning_hetero.runtime.slices.slice_sizes import SliceSize, for_slice, si
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.whole_shapes import KnownTensor, cut_dim_of, made_of_slices
 
-__all__ = ["SliceUses"]
+__all__ = ["KnownUses", "SliceUses"]
 
 _TELLING = {"numpy", "tolist", "item", "array", "allclose", "is_nonzero"}
 """Names of functions that give values away."""
@@ -81,16 +81,39 @@ class _Call:
     kwargs: dict[str, Any]
 
 
+@dataclass
+class KnownUses:
+    """What is known of the hooks of a run, which are the same in each of its generations."""
+
+    were_watched: bool = False
+    """Whether they were watched after an iteration."""
+    ask_first: bool = False
+    """Whether any asks for sizes before the first step, and must be answered in each generation."""
+    ask_later: bool = False
+    """Whether any does after a step."""
+
+    def learn(self, told: Iterable["KnownUses"]) -> None:
+        """Take in what any rank knows."""
+        for other in told:
+            self.were_watched |= other.were_watched
+            self.ask_first |= other.ask_first
+            self.ask_later |= other.ask_later
+
+
 class SliceUses(TorchFunctionMode):
     """Watches the functions that are called between two steps.
 
     Args:
         store: The rank's slices.
         others_lack: Whether what is whole here isn't on other ranks.
+        known: Is told of those who ask for sizes.
     """
 
-    def __init__(self, store: SliceStore, *, others_lack: bool = False) -> None:
+    def __init__(
+        self, store: SliceStore, *, others_lack: bool = False, known: KnownUses | None = None
+    ) -> None:
         super().__init__()
+        self._known = known or KnownUses()
         self._store = store
         self.others_lack = others_lack
         """Whether what is whole here isn't on other ranks."""
@@ -100,10 +123,7 @@ class SliceUses(TorchFunctionMode):
         """Names of the parameters that other ranks lack."""
         self.is_after_step = False
         """Whether what is watched comes after a training step, as often as they do."""
-        self.tells_sizes = False
-        """Whether somebody asked for sizes there, and must be answered in the same way again."""
-        self._is_active = False
-        self._are_hooks = True
+        self._is_active, self._are_hooks = False, True
 
     def start(self) -> None:
         """Watch from now on."""
@@ -236,7 +256,8 @@ class SliceUses(TorchFunctionMode):
         shape = self._whole_shape_of(args[0], name) if shape is None else shape
         if shape is None:
             return own
-        self.tells_sizes |= self.is_after_step
+        self._known.ask_later |= self.is_after_step
+        self._known.ask_first |= not self.is_after_step
         answer = size_of_whole(func, own, args, kwargs, shape, name)
         if func == Tensor.__len__ and answer != own:
             self._refuse("len", name)  # Python keeps no more of it than a number.
