@@ -139,7 +139,7 @@ class Judge:
                 self._count(_BOUND_WORK, moved)
                 return None
         self._count(_ESTIMATE_WORK, moved)
-        estimate = estimator.estimate(moved, below / self._weigh(1.0, moved))
+        estimate = estimator.estimate(moved)
         self._filled[key] = Candidate.of(estimate) if estimate else None
         return self._filled[key]
 

@@ -66,12 +66,7 @@ def test_what_was_not_better_is_not_judged_again_under_other_names_of_equal_node
     assert judge.better(first, estimator, below=score) is None
     simulated = judge.num_simulated
     estimate, estimated = estimator.estimate, []
-
-    def counted(arrangement, below_s):
-        estimated.append(arrangement)
-        return estimate(arrangement, below_s)
-
-    estimator.estimate = counted
+    estimator.estimate = lambda arrangement: estimated.append(arrangement) or estimate(arrangement)
     assert judge.better(same, estimator, below=score) is None
     assert not estimated
     assert judge.num_simulated == simulated
