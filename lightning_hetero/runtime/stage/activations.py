@@ -33,7 +33,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,8 @@ class Handover:
     """For each layer before, the form of the hidden state that it returned."""
     changes_input: bool = False
     """Whether the model's first layer changes its input in place, which later stages don't see."""
+    kept: tuple[Any, ...] = ()
+    """What the last layer returned besides, if that is too large to travel unless it is taken."""
 
     def copy(self) -> "Handover":
         """Return one to which a stage adds its own."""

@@ -237,6 +237,8 @@ class StageBoundary:
         is_looked_at = cuts or not current.is_last_stage
         before = self._leavings.look(call.index) if is_looked_at else None
         versions = call.versions() if current.has_stages else ()
+        if current.handed_on.kept:
+            self._leavings.hand_on(call.values, current.handed_on)
         output = self._compute(current, call)
         for tensor, version in versions:
             if tensor._version != version:
@@ -293,6 +295,7 @@ class StageBoundary:
         """Leave the step with what the next stage gets; on a last stage the step goes on."""
         current.finished = True
         if not current.is_last_stage:
+            current.handed_on.kept = ()
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
         if current.lists is not None:

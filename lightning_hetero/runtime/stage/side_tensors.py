@@ -6,8 +6,9 @@ Later layers, and code after them on the last stage, then read them. So after ea
 left is noted, place by place, and whoever skips the layer puts it there. Tensors travel beside the
 hidden state, and their gradients back.
 
-A tensor travels if it is smaller than the hidden state. In the place of a larger one, and of what
-can't be pickled, comes an unknown tensor.
+A tensor travels if it is smaller than the hidden state, or if a layer returned it and the next one
+of the stage took it as an argument, as those of T5 do with the position bias. In the place of
+another larger one, and of what can't be pickled, comes an unknown tensor.
 """
 
 import io
@@ -128,6 +129,8 @@ class LayerLeavings:
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
         has_left = bool(rest or before.with_contents) or not before.are_same()
         handover.left.append(self._dumped(before, rest, handover.tensors) if has_left else b"")
+        is_kept = any(_is_large(item, hidden) for item in tree_leaves(rest))
+        handover.kept = rest if is_kept else ()
 
     def _dumped(self, before: Spaces, rest: Rest, sides: list[Tensor]) -> bytes:
         left = [
@@ -136,6 +139,21 @@ class LayerLeavings:
             for name, change in space.changes()
         ]
         return pickle.dumps(left) if left else b""
+
+    def hand_on(self, values: Sequence[Any], handover: Handover) -> None:
+        """Let all that the last layer returned travel if the next call takes some of it.
+
+        Args:
+            values: The arguments of that call.
+            handover: Changed in place.
+        """
+        returned = [item for item in tree_leaves(handover.kept) if isinstance(item, Tensor)]
+        if any(item is value for item in returned for value in values):
+            left = [entry for entry in pickle.loads(handover.left[-1]) if entry[1] != _REST]
+            whole = _dump(("put", handover.kept), handover.tensors, all_travel=True)
+            left.append((_rest_space(()).name, _REST, whole))
+            handover.left[-1] = pickle.dumps(left)
+        handover.kept = ()
 
     def restore(self, index: int, before: Spaces, rest: Rest, handover: Handover) -> Rest:
         """Put what layer `index` left on another stage in its places.
@@ -243,10 +261,19 @@ def _is_known(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Unknown)
 
 
-def _dump(value: Any, sides: list[Tensor]) -> bytes | None:
+def _is_large(value: Any, hidden: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.numel() >= hidden.numel()
+
+
+def _dump(value: Any, sides: list[Tensor], *, all_travel: bool = False) -> bytes | None:
     """Return a value's bytes, its tensors by their index among the side tensors.
 
     Returns None if it can't or shouldn't travel; new tensors are added only if it does.
+
+    Args:
+        value: What a layer has left.
+        sides: The hidden state, then the side tensors.
+        all_travel: Whether those do that aren't smaller than the hidden state, too.
     """
     known = {id(tensor): index for index, tensor in enumerate(sides)}
     new: list[Tensor] = []
@@ -257,7 +284,7 @@ def _dump(value: Any, sides: list[Tensor]) -> bytes | None:
         if not isinstance(item, Tensor):
             return None
         is_plain = type(item) is Tensor and item.layout is torch.strided
-        if not is_plain or item.is_nested or item.numel() >= sides[0].numel():
+        if not is_plain or item.is_nested or (_is_large(item, sides[0]) and not all_travel):
             shape = () if item.is_nested else tuple(item.shape)
             return shape, item.dtype, item.device.type
         if id(item) not in known:

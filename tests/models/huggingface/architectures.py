@@ -89,7 +89,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (PIXELS, "image_size"),
 )
 """What configurations call their sizes. Those that aren't named here stay as they are."""
-_SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 0}
+_SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _BY_CHANCE = ("drop", "jitter", "noise")
 """Parts of the names of what is drawn by chance, which micro-batches do by themselves."""
 _OWN: dict[str, dict[str, Any]] = {
@@ -130,6 +130,8 @@ def tiny_config(name: str, head: str) -> Any:
         given["num_labels"] = CLASSES
     if head == "token":
         given["classifier_dropout"] = 0.0
+    if head == "seq2seq":
+        given["decoder_start_token_id"] = 0
     return kind(**{**given, **_OWN.get(name, {})}, use_cache=False)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
+from lightning_hetero.runtime.unknown import Origin, Unknown
 
 
 class Leaves(nn.Module):
@@ -92,6 +93,22 @@ def test_what_does_not_travel_is_refused_when_touched() -> None:
     assert layer.last is last
     assert not hasattr(layer.inner, "norm")
     assert layer.calls == 0
+
+
+def test_what_the_next_layer_takes_travels_however_large_it_is() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    theirs, ours = LayerLeavings(layers), LayerLeavings(layers)
+    hidden, bias, unread = torch.randn(3, 2), torch.randn(4, 4), torch.randn(5, 5)
+    stand_in = Unknown.of((4, 4), torch.float32, torch.device("cpu"), Origin("a bias", "none"))
+    for taken, is_there in (([hidden, bias], True), ([hidden, None], False)):
+        handover = Handover()
+        theirs.note(theirs.look(0), hidden, (bias, bias.mean(), None), handover)
+        theirs.hand_on(taken, handover)
+        theirs.note(theirs.look(1), hidden, (unread,), handover)
+        rest = ours.restore(0, ours.look(0), (stand_in, stand_in, None), handover)
+        assert (rest[0] is bias) is is_there
+        assert isinstance(rest[0], Unknown) is not is_there
+        assert not any(tensor is unread for tensor in handover.tensors)
 
 
 def test_pieces_of_a_sequence_may_not_be_left() -> None:
