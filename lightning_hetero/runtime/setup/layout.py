@@ -166,8 +166,16 @@ def _are_blocks(entries: Sequence[nn.Module]) -> bool:
     for entry in entries:
         if not any(True for part in entry.children() for _ in part.parameters()):
             return False
-    firsts = {next(iter(signature(entry.forward).parameters), None) for entry in entries}
-    return len(firsts) == 1
+    firsts = {_first_argument(entry) for entry in entries}
+    return len(firsts) == 1 and firsts != {None}
+
+
+def _first_argument(module: nn.Module) -> str | None:
+    """Return the name of what a module is called with first; None where that can't be told."""
+    try:
+        return next(iter(signature(module.forward).parameters), None)
+    except (TypeError, ValueError):
+        return None  # It isn't Python's.
 
 
 def _spec(
