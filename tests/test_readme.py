@@ -141,6 +141,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "Hugging Face models": (
         "runtime/test_huggingface_parity.py::",
         "models/huggingface/test_training.py::",
+        "models/huggingface/test_architectures.py::",
     ),
     "plans that change from one iteration": (
         "runtime/test_change_plan.py::test_losses_and_weights_do_not_depend_on_changes_of_plan",
