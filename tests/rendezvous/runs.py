@@ -72,10 +72,15 @@ class _Look(L.Callback):
         self.expected: list[tuple[Operation, ...]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._name_groups(trainer)
+
+    def _name_groups(self, trainer: L.Trainer) -> None:
         assert isinstance(trainer.strategy, HeteroStrategy)
         comms = trainer.strategy.engine.comms
         for name in (FORWARD, BACKWARD, EXCHANGE, CONTROL):
-            self.names[getattr(comms, name).group_name] = name
+            group = getattr(comms, name)
+            if group is not None:  # Stages are connected by the first plan that has some.
+                self.names[group.group_name] = name
         for ranks, group in comms._exchange_groups.items():
             if trainer.global_rank in ranks:
                 self.names[group.group_name] = exchange_among(ranks)
@@ -98,6 +103,7 @@ class _Look(L.Callback):
         lists = iteration_operations(strategy.plan, self.tables[-1], iteration)
         self.expected.append(lists[trainer.global_rank])
         strategy.change_plan(self._job.plans[trainer.global_step % len(self._job.plans)])
+        self._name_groups(trainer)
 
     def _collective_of(self, engine: Any, members: tuple[int, ...]) -> str:
         group = engine.plans._group_of(members)
