@@ -35,7 +35,6 @@ from tests.toy import quiet
 VOCABULARY, CONTEXT, PIXELS, CLASSES = 40, 12, 16, 3
 ROWS, BATCH = 12, 4
 MOST_PARAMETERS = 8_000_000
-TIMEOUT_S = 90.0
 NEGLIGIBLE = 2e-5
 """Of losses, and of weights as a share of each tensor's largest: sums in another order."""
 NUDGE, LIKE_A_NUDGE = 1e-7, 10.0
@@ -224,19 +223,19 @@ def difference(alone: Trained, staged: Trained) -> float:
 def judge(pool: ProcessPool, name: str, head: str) -> tuple[str, str]:
     """Return "equal", "differs", "refused" or "not tried", and why."""
     try:
-        (alone,) = pool.run(train, 1, name, head, 1, timeout_s=TIMEOUT_S)
+        (alone,) = pool.run(train, 1, name, head, 1)
     except ProcessFailed as error:
         return "not tried", _last_line(error)
     if not all(map(math.isfinite, alone.losses)):
         return "not tried", "its losses aren't finite on one device"
     try:
-        staged, _ = pool.run(train, 2, name, head, 2, timeout_s=TIMEOUT_S)
+        staged, _ = pool.run(train, 2, name, head, 2)
     except ProcessFailed as error:
         return "refused", _last_line(error)
     found = difference(alone, staged)
     if found <= NEGLIGIBLE:
         return "equal", f"{found:.1e}"
-    (nudged,) = pool.run(train, 1, name, head, 1, NUDGE, timeout_s=TIMEOUT_S)
+    (nudged,) = pool.run(train, 1, name, head, 1, NUDGE)
     by_rounding = difference(alone, nudged)
     verdict = "equal" if found <= LIKE_A_NUDGE * by_rounding else "differs"
     return verdict, f"{found:.1e}, nudged {by_rounding:.1e}"
