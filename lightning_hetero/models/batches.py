@@ -173,12 +173,11 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
         )
 
     def parts_of(value: Any) -> list[Any]:
-        if isinstance(value, Tensor) and value.ndim:
+        if (isinstance(value, Tensor) and value.ndim) or is_column(value):
             parts = [value[start:stop] for start, stop in pairwise(cuts)]
             # A step may change its own in place: views would count that as a change of all others.
-            return parts if value.requires_grad else [part.data for part in parts]
-        if is_column(value):
-            return [value[start:stop] for start, stop in pairwise(cuts)]
+            is_apart = isinstance(value, Tensor) and not value.requires_grad
+            return [part.data for part in parts] if is_apart else parts
         if not _has_fields(value):
             return [value] * (len(cuts) - 1)
         parts = [copy(value) for _ in cuts[1:]]

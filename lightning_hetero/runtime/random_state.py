@@ -45,7 +45,7 @@ def seed_everything(seed: int) -> None:
 
 
 class GlobalSeed:
-    """The state of generators that Lightning's `seed_everything` has asked for, if anybody did.
+    """The state of generators at a run's beginning, after Lightning's `reset_seed`.
 
     A member of a run that outlives ranks comes to its beginning again and again, and torch's
     `manual_seed` takes milliseconds to look at the stack for each kind of device that isn't there.

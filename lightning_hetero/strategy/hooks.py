@@ -239,17 +239,17 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        is_known, trainer = self.has_trained or self._slices.known_uses.were_watched, self._trainer
-        is_seen = (
-            trainer.is_last_batch or not is_known or is_looked_at(trainer.fit_loop.batch_idx + 1)
-        )
+        is_new = not (self.has_trained or self._slices.known_uses.were_watched)
+        is_end, number = self._trainer.is_last_batch, self._trainer.fit_loop.batch_idx + 1
         self._slices.begin_iteration(trains=True)
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
         self.has_trained = True
-        self._slices.end_iteration(trains=True, is_looked_at=is_seen)
+        self._slices.end_iteration(
+            trains=True, is_looked_at=is_new or is_end or is_looked_at(number)
+        )
         return trained
 
     @override

@@ -168,6 +168,8 @@ class _Trial:
     def _meets(self, base: Tensor, dim: int, samples: Tensor) -> bool:
         """Whether the loss isn't a sum over parts of the micro-batch."""
         for part, other in self._others(dim, samples):
+            if part.all():
+                continue
             changed = [self._value(self._put(other, dim, rows)) for rows in (part, ~part)]
             changed.append(self._value(other))
             first, second, both = (value - base for value in changed)
@@ -181,8 +183,6 @@ class _Trial:
         count = int(samples.max()) + 1
         for seed in range(_NUM_TRIALS):
             part = _PARTS[seed % len(_PARTS)](samples, count)
-            if part.all():
-                continue
             # Much in one part and little in the other: then others are the largest losses.
             strong = part if seed < len(_PARTS) else ~part
             yield part, self._other(seed, torch.where(strong, _STRONG, _WEAK), dim)

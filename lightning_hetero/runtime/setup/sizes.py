@@ -1,7 +1,7 @@
 """Guess a `ModelSpec` from a module, so that its plans can be predicted.
 
-What is exact: the number of layers, the parameters of a layer's matrices (which make its FLOPs) and
-of the largest tables outside. What is inferred:
+What is exact: the number of layers, the parameters of the largest layer's matrices (which make its
+FLOPs; plans count on as much of each layer) and of the largest tables outside. What is inferred:
 
 - hidden size: the commonest extent among the layers' parameters of one dim (norms and biases), or
   among all if there are none,
@@ -60,7 +60,7 @@ def _spec_of_config(module: nn.Module) -> ModelSpec | None:
 def _spec_of_shapes(
     module: nn.Module, layout: ModelLayout, config: ModelSpec | None
 ) -> ModelSpec | None:
-    layer = [spec for spec in layout.specs if spec.layer == 0]
+    layer = _largest_layer(layout)
     outer = [spec for spec in layout.specs if spec.layer is None]
     hidden = _hidden_size(layer)
     if hidden is None:
@@ -84,6 +84,15 @@ def _spec_of_shapes(
         tied_embeddings=tied,
         causal=config.causal if config is not None else True,
     )
+
+
+def _largest_layer(layout: ModelLayout) -> list[ParameterSpec]:
+    """Return the parameters of the layer that has most."""
+    layers: dict[int, list[ParameterSpec]] = {}
+    for spec in layout.specs:
+        if spec.layer is not None:
+            layers.setdefault(spec.layer, []).append(spec)
+    return max(layers.values(), key=lambda specs: sum(spec.numel for spec in specs), default=[])
 
 
 def _hidden_size(layer: list[ParameterSpec]) -> int | None:

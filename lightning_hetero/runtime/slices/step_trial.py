@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def check_steps_alike(
 
 
 def _judge(optimizer: Optimizer, known: dict[bytes, Verdict], *, is_cut: bool) -> Verdict:
-    key = _all_that_counts(optimizer, is_cut=is_cut)
+    key = _digest_of(optimizer, is_cut=is_cut)
     if key is None:
         return _try(optimizer, is_cut=is_cut)
     if key not in known:
@@ -101,8 +102,8 @@ def _judge(optimizer: Optimizer, known: dict[bytes, Verdict], *, is_cut: bool) -
     return known[key]
 
 
-def _all_that_counts(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
-    """Return all that decides what a trial shows, None where that can't be told."""
+def _digest_of(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
+    """Return a digest of all that decides what a trial shows, None where that can't be told."""
     if optimizer.state:
         return None
     groups = [
@@ -110,7 +111,8 @@ def _all_that_counts(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
         for group in _groups_of(optimizer)
     ]
     try:
-        return pickle.dumps((type(optimizer), _kept_of(optimizer), groups, is_cut))
+        told = pickle.dumps((type(optimizer), _kept_of(optimizer), groups, is_cut))
+        return sha256(told).digest()  # It may hold tensors, and is kept for the run.
     except Exception:  # Anything that a user's optimizer holds may be what can't be pickled.
         return None
 

@@ -64,5 +64,17 @@ def test_a_hugging_face_config_names_heads_and_gate() -> None:
     assert (found.vocab_size, found.intermediate_size) == (99, 128)
 
 
+def test_of_unlike_layers_the_largest_counts_wherever_it_is() -> None:
+    small, large = (GPT(num_layers=1, width=16, tied=False).blocks[0] for _ in range(2))
+    large.extra = nn.Linear(16, 400)
+    matrices = sum(item.numel() for item in large.parameters() if item.ndim == 2)
+    for layers in ([small, large], [large, small]):
+        module = nn.Module()
+        module.blocks = nn.ModuleList(layers)
+        spec = infer_model_spec(module, ModelLayout.of(module))
+        assert spec is not None
+        assert spec.matrix_params_per_layer == pytest.approx(matrices, rel=0.01)
+
+
 def test_nothing_is_guessed_without_layers() -> None:
     assert infer(nn.Linear(3, 3)) is None
