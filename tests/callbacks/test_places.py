@@ -179,6 +179,23 @@ def test_a_place_that_is_full_costs_no_step(
         assert node.last_finished() is None
 
 
+def test_a_note_that_is_cut_short_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank is killed while it notes its step: its node still knows the step before."""
+    node, before = at(None, str(tmp_path / "disk")), FinishedStep(step=3, at_s=1.0, run="run")
+    node.note(before)
+
+    def dies(self: Path, text: str) -> int:
+        self.open("w").close()
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", dies)
+        node.note(FinishedStep(step=4, at_s=2.0, run="run"))
+    assert node.last_finished() == before
+
+
 def test_shared_memory_that_nobody_may_write_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,10 @@ class Places:
 
             def write(_: Progress) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
+                # Who notes may be lost now: the step before it stays known.
+                new = path.with_suffix(".new")
+                new.write_text(text)
+                new.replace(path)
 
             # It is for a line in the log: a place that is full or hangs mustn't hold training up.
             with contextlib.suppress(OSError):
