@@ -6,7 +6,7 @@ two of degree d/2, and two on the same node one.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_hetero.planner.arrangement import (
@@ -87,7 +87,7 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrange
     seen: set[tuple[object, ...]] = set()
     for (p, s), (q, t) in itertools.combinations(places, 2):
         one, other = candidate.arrangement[p], candidate.arrangement[q]
-        if one.stages[s] == other.stages[t]:
+        if (one.nodes[s], one.tp_degrees[s]) == (other.nodes[t], other.tp_degrees[t]):
             continue
         kind = (
             (estimator.key(one), s, candidate.num_microbatches[p]),
@@ -96,9 +96,9 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrange
         if classes[one.nodes[s]] == classes[other.nodes[t]] and kind in seen:
             continue
         seen.add(kind)
-        rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+        rows = _rows(candidate, {p, q})
         rows[p][s], rows[q][t] = rows[q][t], rows[p][s]
-        yield _arranged(rows)
+        yield _changed(candidate, rows)
 
 
 def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -120,9 +120,9 @@ def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangem
                 continue
             alike = [t for t, key in enumerate(kinds[1]) if key == (kind, degree)]
             for place in [alike[-1] + 1] if alike else [0, len(other.nodes)]:
-                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                rows = _rows(candidate, (p, q))
                 rows[q].insert(place, rows[p].pop(s))
-                yield _arranged(rows)
+                yield _changed(candidate, rows)
 
 
 def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -131,19 +131,18 @@ def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterato
     In one of them alone the gradients of layers would cross nodes.
     """
     classes = estimator.classes
-    for key in dict.fromkeys(map(estimator.key, candidate.arrangement)):
-        members = [p for p in candidate.arrangement if estimator.key(p) == key]
+    for members in _members(candidate, estimator):
         if len(members) == 1:
             continue
-        for s, t in itertools.combinations(range(len(members[0].nodes)), 2):
-            one, other = members[0].stages[s], members[0].stages[t]
+        stages = candidate.arrangement[members[0]].stages
+        for s, t in itertools.combinations(range(len(stages)), 2):
+            one, other = stages[s], stages[t]
             if classes[one[0]] == classes[other[0]] and one[1] == other[1]:
                 continue
-            rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
-            for pipeline, row in zip(candidate.arrangement, rows, strict=True):
-                if estimator.key(pipeline) == key:
-                    row[s], row[t] = row[t], row[s]
-            yield _arranged(rows)
+            rows = _rows(candidate, members)
+            for row in rows.values():
+                row[s], row[t] = row[t], row[s]
+            yield _changed(candidate, rows)
 
 
 def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -180,10 +179,10 @@ def _add_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangem
             units = _units(idle, kind, degree, estimator)
             for number in dict.fromkeys([len(members), 1]):
                 for is_first in (True, False) if number <= len(units) else ():
-                    rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
-                    for member, unit in zip(members[:number], units, strict=False):
-                        rows[member].insert(0 if is_first else len(rows[member]), unit)
-                    yield _arranged(rows)
+                    rows = _rows(candidate, members[:number])
+                    for row, unit in zip(rows.values(), units, strict=False):
+                        row.insert(0 if is_first else len(row), unit)
+                    yield _changed(candidate, rows)
 
 
 def _drop_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -195,10 +194,10 @@ def _drop_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrange
             continue
         for s in {kind: s for s, kind in enumerate(stages)}.values():
             for number in dict.fromkeys([len(members), 1]):
-                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
-                for member in members[:number]:
-                    rows[member].pop(s)
-                yield _arranged(rows)
+                rows = _rows(candidate, members[:number])
+                for row in rows.values():
+                    row.pop(s)
+                yield _changed(candidate, rows)
 
 
 def _split_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -208,10 +207,10 @@ def _split_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrang
             if not _can_halve(degree, estimator):
                 continue
             for number in dict.fromkeys([len(members), 1]):
-                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
-                for member in members[:number]:
-                    rows[member][s : s + 1] = [(rows[member][s][0], degree // 2)] * 2
-                yield _arranged(rows)
+                rows = _rows(candidate, members[:number])
+                for row in rows.values():
+                    row[s : s + 1] = [(row[s][0], degree // 2)] * 2
+                yield _changed(candidate, rows)
 
 
 def _merge_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -223,10 +222,10 @@ def _merge_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrang
             if not alike or 2 * degree not in estimator.tp_degrees:
                 continue
             for number in dict.fromkeys([len(alike), 1]):
-                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
-                for member in alike[:number]:
-                    rows[member][s : s + 2] = [(rows[member][s][0], 2 * degree)]
-                yield _arranged(rows)
+                rows = _rows(candidate, alike[:number])
+                for row in rows.values():
+                    row[s : s + 2] = [(row[s][0], 2 * degree)]
+                yield _changed(candidate, rows)
 
 
 def _split_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
@@ -300,6 +299,23 @@ def _units(
 def _members(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
     """Return indices of pipelines of one class, grouped."""
     return _grouped(estimator.keys(candidate.arrangement))
+
+
+_Stages = list[tuple[int, int]]
+"""(node, devices) of every stage of a pipeline."""
+
+
+def _rows(candidate: Candidate, members: Iterable[int]) -> dict[int, _Stages]:
+    """Return the stages of some pipelines, to be changed."""
+    return {member: list(candidate.arrangement[member].stages) for member in members}
+
+
+def _changed(candidate: Candidate, rows: Mapping[int, _Stages]) -> Arrangement:
+    """Return an arrangement in which some pipelines have other stages."""
+    pipelines = list(candidate.arrangement)
+    for member, stages in rows.items():
+        pipelines[member] = PipelineNodes.of_stages(stages)
+    return tuple(pipelines)
 
 
 def _arranged(rows: Sequence[Sequence[tuple[int, int]]]) -> Arrangement:
