@@ -47,7 +47,7 @@ NUM_LAYERS = 80
 NUM_ROWS = 4096
 WIDTH = 2
 WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
-NUM_ITERATIONS = 2
+NUM_ITERATIONS = 5
 _CPU = torch.device("cpu")
 
 
