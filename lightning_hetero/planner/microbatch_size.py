@@ -23,7 +23,7 @@ __all__ = ["plan_best_size"]
 
 _MOST_SAMPLES = 64
 _WORSE_IN_A_ROW = 2
-_FEW_DEVICES = 16
+_FEW_DEVICES = 32
 """Up to here a whole search is cheap, and begins with layouts that only improving makes best."""
 
 

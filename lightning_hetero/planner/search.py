@@ -55,7 +55,7 @@ _WORTH_SIMULATING = 1.05
 """An estimate may be so much above the best simulated plan."""
 _SEARCHED_PARTS = 3
 """Parts of the cluster that are searched after a glance at all."""
-_LIKELIEST = 48
+_LIKELIEST, _LIKELIEST_DEVICES = 48, 4_096
 """Arrangements of another search by which one is judged."""
 _LEAST_OVERHEAD = 1.02
 """Bubbles and exchange make an iteration at least so much longer than its work."""
@@ -129,7 +129,7 @@ class PlanSearch:
         self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh)
         self.num_estimated = 0
-        self._rough_scores: dict[Arrangement, float] = {}
+        self._likely: dict[Arrangement, float] = {}
 
     def run(self) -> PlanningResult:
         """Search, for plans whose states are on hosts if there is no room on devices.
@@ -164,6 +164,7 @@ class PlanSearch:
             return None
         self.progress("Improving the best plans", 0.6)
         ranked = improve_best(candidates, self.judge, self.estimators)
+        self._likely |= {item.arrangement: self.judge.score(item) for item in reversed(ranked)}
         self.progress("Bounding", 0.95)
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
@@ -195,14 +196,11 @@ class PlanSearch:
 
     def comes_close(self, other: "PlanSearch", score: float) -> bool:
         """Return whether what another search found likeliest could have a better score here."""
-        known = other._rough_scores
-        if not known:
-            return True
-        for arrangement in heapq.nsmallest(_LIKELIEST, known, key=known.__getitem__):
-            estimate = self.estimator.estimate(arrangement)
-            if estimate and self._rough_score(estimate) < score * WORTH_IMPROVING:
-                return True
-        return False
+        most = max(_LIKELIEST, _LIKELIEST_DEVICES // self.cost.cluster.num_ranks)
+        likeliest = heapq.nsmallest(most, other._likely, key=other._likely.__getitem__)
+        estimates = map(self.estimator.estimate, likeliest)
+        worst = score * WORTH_IMPROVING
+        return not likeliest or any(e and self._rough_score(e) < worst for e in estimates)
 
     def _simulated(self, below: float) -> list[Candidate]:
         """Return the candidates that fit, best first: of the cluster, then of parts of it.
@@ -387,8 +385,8 @@ class PlanSearch:
             if estimate is not None:
                 score = self._rough_score(estimate)
                 bisect.insort(estimates, (score, index, estimate))
-                known = self._rough_scores.get(estimate.arrangement, score)
-                self._rough_scores[estimate.arrangement] = min(known, score)
+                known = self._likely.get(estimate.arrangement, score)
+                self._likely[estimate.arrangement] = min(known, score)
         return [estimate for _, _, estimate in estimates]
 
     def _rough_score(self, estimate: Estimate) -> float:

@@ -192,6 +192,29 @@ def test_owners_by_room_are_tried_however_much_too_slow_an_estimate_takes_them()
     assert task.seconds(task.cost()) < 65.0
 
 
+@pytest.mark.parametrize("task", [
+    Task(
+        nodes=(("V100-32GB", 2),) * 7 + (("A100-80GB", 4),) * 2,
+        model="llama-7b",
+        workload=Workload(
+            sequence_length=2048, global_batch_size=512, sequences_per_microbatch=2
+        ),
+        bytes_per_s=1.25e9,
+    ),
+    Task(
+        nodes=(
+            ("A100-80GB", 8), ("V100-16GB", 4), ("RTX-4090", 1), ("RTX-4090", 1), ("V100-32GB", 8),
+        ),
+        model="bert-large",
+        workload=Workload(sequence_length=512, global_batch_size=64, sequences_per_microbatch=2),
+        bytes_per_s=50e9,
+    ),
+])  # fmt: skip
+def test_a_size_is_tried_whose_best_plan_is_far_from_that_of_the_size_before(task):
+    """Of the layouts that were likeliest with one sample, none or the 63rd tells of it."""
+    assert task.best_of_sizes_s <= task.best_s * (1 + TOLERANCE)
+
+
 def test_what_an_estimate_replaces_is_simulated_too(monkeypatch):
     nodes = [("A100-80GB", 1), ("T4", 1)]
     workload = Workload(sequence_length=512, global_batch_size=32)
