@@ -134,8 +134,55 @@ class Dice(TinyModule):
         return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
 
 
+def groups_of(labels: Tensor, number: int) -> list[Tensor]:
+    """Return a mask for each group of samples; the first four are in groups 1, 0, 2 and 1 of 3."""
+    return [(labels != -100).sum(1) % number == group for group in range(number)]
+
+
+class ByGroup(TinyModule):
+    """A mean over each group that is there, so that each counts alike."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        total: Any = 0.0
+        for mask in groups_of(labels, 3):
+            if mask.any():
+                total = total + F.cross_entropy(logits[mask, 0], labels[mask, 0])
+        return total
+
+
+class ByGroupIfCounted(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        losses = []
+        for mask in groups_of(labels, 3):
+            if mask.sum() > 0:
+                losses.append(F.cross_entropy(logits[mask, 0], labels[mask, 0]))
+        return sum(losses, torch.zeros(()))
+
+
+class SharesThatAddUp(TinyModule):
+    """The second mean has two targets and one, the third one and two."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        number = (labels != -100).sum(1)
+        total = F.cross_entropy(logits[:, 0], labels[:, 0])
+        for place, mask in enumerate((number != 4, number != 6)):
+            each = F.cross_entropy(logits[:, place], labels[:, 0], reduction="none")
+            total = total + (each * mask).sum() / mask.sum().clamp(min=1)
+        return total
+
+
+class AsksOfGroups(TinyModule):
+    """Looks at groups whose samples its loss doesn't choose."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        for group, mask in enumerate(groups_of(labels, 3)):
+            if mask.any():
+                self.log(f"size {group}", logits[mask].square().mean())
+        return super().loss(logits, labels)
+
+
 ONE = plan_of(pipeline(stage(0, 0, 3)))
-GOOD = [Summed, MaskedByHand, MaskCountedBefore, Counted, Logging]
+GOOD = [Summed, MaskedByHand, MaskCountedBefore, Counted, Logging, AsksOfGroups]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -159,6 +206,15 @@ def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPo
             assert "different numbers of targets" in warned[rank][1]
             assert "The loss is a sum over samples and something else" in warned[rank][2]
         assert [item[0]["warned"] for item in warned] == [True, False]
+
+
+def test_means_over_groups_that_a_micro_batch_lacks_are_refused(pool: ProcessPool) -> None:
+    makes = [ByGroup, ByGroupIfCounted, SharesThatAddUp]
+    for plan in PLANS.values():
+        for messages in pool.run(fit_each, 2, makes, plan):
+            assert all("means over different numbers of targets" in item for item in messages)
+    alone, found = (fit_each(0, [ByGroup], plan, {"num_microbatches": 1}) for plan in (None, ONE))
+    same(found[0], alone[0])
 
 
 def test_samples_that_meet_are_refused_where_batches_are_cut(pool: ProcessPool) -> None:

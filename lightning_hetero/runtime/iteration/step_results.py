@@ -110,6 +110,7 @@ class StepResults:
         appended = self.lists.take(after_layers=True)
         self.records.append(StepRecord.of(rest, appended, self._sizes, watch.reductions))
         watch.reductions.forget()
+        watch.groups.forget()
         if loss is None:
             return [], weight
         self.losses.add(loss, judged, weight)

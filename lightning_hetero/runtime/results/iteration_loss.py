@@ -129,6 +129,8 @@ class LossSums:
         """With their weights."""
         self._weights: list[Tensor] = []
         self._ratios: list[Tensor] = []
+        self._alone: list[Tensor] = []
+        """The weights of means to which no other was added: of 0 others for one of theirs."""
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -142,6 +144,8 @@ class LossSums:
             self._means.append((loss.detach(), weight))
         self._weights.append(weight)
         self._ratios += ratio_of(judged.others, weight)
+        if judged.kind is Kind.MEAN and not judged.others:
+            self._alone.append(weight)
 
     def totals(self) -> Tensor:
         """Return what this rank says of its losses and gradients, (NUM_TOTALS,)."""
@@ -156,7 +160,9 @@ class LossSums:
         if self._weights:
             weight = torch.stack(self._weights).sum()
         broken = nothing if self.has_nonfinite is None else self.has_nonfinite
-        return torch.stack([loss, weight, *ends_of(self._ratios, self._device), broken])
+        alone = [nothing / torch.stack(self._alone).sum()] if self._alone else []
+        ends = ends_of([*self._ratios, *alone], self._device)
+        return torch.stack([loss, weight, *ends, broken])
 
 
 def without_sums(row: Tensor) -> Tensor:

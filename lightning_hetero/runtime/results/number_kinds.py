@@ -6,6 +6,7 @@ what is known to need all samples of a batch at once, such as a root of their me
 product with each other, is `TOGETHER`: no weights of micro-batches make it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -204,10 +205,15 @@ def as_weight(count: Count, device: torch.device) -> Tensor:
 
 
 def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
-    """Return per how much of `weight` the other means of a sum average, if there are any."""
+    """Return per how much of `weight` the other means of a sum average, if there are any.
+
+    Each other mean has a factor, so that means whose targets only add up alike are told apart.
+    """
     if not others:
         return []
-    return [torch.stack([as_weight(item, weight.device) for item in others]).sum() / weight]
+    counts = [as_weight(item, weight.device) for item in others]
+    counts[1:] = [count * math.sqrt(place) for place, count in enumerate(counts[1:], start=2)]
+    return [torch.stack(counts).sum() / weight]
 
 
 def ends_of(ratios: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -13,7 +13,7 @@ function that the step called, or over samples, and the user is told.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
 )
 from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.sample_groups import SampleGroups
 from lightning_hetero.runtime.results.torch_calls import tensors_among
 
 __all__ = ["Classification", "LossReduction", "LossWatch", "LossWeight", "weigh_loss"]
@@ -110,6 +111,7 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.reductions = Reductions(constants, num_samples)
+        self.groups = SampleGroups(num_samples)
         self.num_targets: Tensor | int | None = None
         self.size = 0
         """Targets of that loss, whether they counted or not."""
@@ -185,6 +187,7 @@ class LossWatch(TorchFunctionMode):
         if self.outdated is not None:
             self.check_current((args, kwargs))
         result = func(*args, **kwargs)
+        self.groups.follow(func, args, kwargs, result)
         if func not in _LOSSES:
             self.reductions.follow(func, args, kwargs, result)
         else:
@@ -321,6 +324,9 @@ def weigh_loss(
     if declared is None and (is_together or watch.finds_meeting(loss, found)):
         return LossWeight(Kind.TOGETHER, 1.0)
     if found is not None and found.kind is Kind.MEAN and declared is not LossReduction.SUM:
+        if watch.groups.are_in(loss):
+            absent = found.count * watch.groups.absent
+            found = replace(found, others=(*found.others, absent))
         return LossWeight(Kind.MEAN, found.count, found.others if declared is None else ())
     by_batch = _count_of_batch(microbatch, watch)
     if by_batch is None:
