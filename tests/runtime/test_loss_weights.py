@@ -25,6 +25,17 @@ class MaskedByHand(TinyModule):
         return each.sum() / (labels != -100).sum()
 
 
+class NumbersOfChosen(TinyModule):
+    """Divides by numbers of targets that Python has, and logs the same."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        mask = labels != -100
+        each = F.cross_entropy(logits[mask], labels[mask], reduction="none")
+        self.log("by item", each.sum() / mask.sum().item())
+        self.log("by int", each.square().sum() / max(int(mask.sum()), 1))
+        return each.sum() / len(each)
+
+
 class MaskCountedBefore(TinyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, labels = batch
@@ -182,7 +193,7 @@ class AsksOfGroups(TinyModule):
 
 
 ONE = plan_of(pipeline(stage(0, 0, 3)))
-GOOD = [Summed, MaskedByHand, MaskCountedBefore, Counted, Logging, AsksOfGroups]
+GOOD = [Summed, MaskedByHand, NumbersOfChosen, MaskCountedBefore, Counted, Logging, AsksOfGroups]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.runtime.results.number_kinds import JOINABLE, Kind, Reduction
+from lightning_hetero.runtime.results.reduction_rules import constant_of
 from lightning_hetero.runtime.results.torch_calls import TorchCall
 
 __all__ = ["Formula", "Formulas", "Made"]
@@ -168,21 +169,27 @@ class Formulas:
                 arguments.append(item)
             else:
                 return None
-        if not 0 < len(parts) <= _MOST or (name in _BY_COUNT and self._may_count(given)):
+        if not 0 < len(parts) <= _MOST or (name in _BY_COUNT and self._may_count(name, given)):
             return None
         return Made(Formula(name, tuple(arguments)), parts, versions)
 
-    def _may_count(self, given: Sequence[Any]) -> bool:
+    def _may_count(self, name: str, given: Sequence[Any]) -> bool:
         """Whether a number over samples meets one that may be their number in this micro-batch."""
         known = [None if id(item) in self._made else self._known(item) for item in given]
         kinds = [None if item is None else item.kind for item in known]
+        reflects = name in _REFLECTED
         are_others = any(
             kind is Kind.CONSTANT
             or type(item) is float
-            or (type(item) is int and not (self._num_samples and item % self._num_samples))
-            for item, kind in zip(given, kinds, strict=True)
+            or (type(item) is int and self._may_be_rows(item, is_left=is_left))
+            for is_left, item, kind in zip((not reflects, reflects), given, kinds, strict=True)
         )
         return are_others and any(kind in JOINABLE for kind in kinds)
+
+    def _may_be_rows(self, number: int, *, is_left: bool) -> bool:
+        """Whether it may be a number of this micro-batch's samples, or of some that were chosen."""
+        may_be_all = not (self._num_samples and number % self._num_samples)
+        return may_be_all or bool(constant_of(number, is_left=is_left).count)
 
     def _argument(self, item: Any) -> Made | None:
         found = self._made.get(id(item))

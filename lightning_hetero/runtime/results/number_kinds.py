@@ -143,6 +143,8 @@ def _may_average(total: Reduction, factor: Reduction) -> bool:
 
 def _divide(left: Reduction, right: Reduction) -> Reduction:
     if right.kind is Kind.CONSTANT:
+        if left.kind is Kind.SUM and _may_count(right) and right.value == left.count:
+            return Reduction(Kind.MEAN, count=left.count)
         keeps = left.kind is Kind.CONSTANT or (left.kind is Kind.MEAN and not _may_count(right))
         return left if keeps else UNKNOWN
     if left.kind is right.kind is Kind.SUM:

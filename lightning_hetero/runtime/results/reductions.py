@@ -154,7 +154,7 @@ class Reductions:
     ) -> None:
         """Look at a call of a torch function."""
         if type(result) in NO_NUMBERS:
-            if type(result) is int and name_of(func) == "item":
+            if type(result) is int and name_of(func) in ("item", "int"):
                 self.told[result] = self.of(args[0])
             return
         name = "t" if func in TURNING else name_of(func)
@@ -388,10 +388,12 @@ class Reductions:
             return next((item for item in (left, right) if item.count), CONSTANT)
         if operation is OPERATIONS["div"] and {left.kind, right.kind} <= set(LINEAR):
             # A mean, unless each sample's gradient depends on the others by the divisor.
-            return TOGETHER if pair[1].requires_grad else operation(left, right)
+            needs_all = isinstance(pair[1], Tensor) and pair[1].requires_grad
+            return TOGETHER if needs_all else operation(left, right)
         return operation(left, right)
 
     def _operand(self, value: Any, *, is_left: bool) -> Reduction:
         if isinstance(value, Tensor):
             return self.of(value) or UNKNOWN
-        return self.of(value) or constant_of(value, is_left=is_left)
+        known = self.of(value) or constant_of(value, is_left=is_left)
+        return (known.count and known.kind is Kind.CONSTANT and self.told.get(value)) or known

@@ -28,6 +28,9 @@ _CASES: dict[str, _Numbers] = {
 }
 
 
+CHOSEN = torch.ones(4)
+
+
 def _watched(number: _Numbers, rows: Tensor) -> tuple[Any, LossWatch]:
     watch = LossWatch((), len(rows))
     watch.resume()
@@ -68,6 +71,8 @@ def test_a_function_of_joined_parts_is_that_of_the_batch(name: str) -> None:
         lambda loss, total: loss * 3,
         lambda loss, total: total * 0.5,
         lambda loss, total: total / torch.tensor(3.0),
+        lambda loss, total: total / len(CHOSEN),
+        lambda loss, total: total / int(CHOSEN.sum()),
     ],
 )
 def test_what_may_be_a_number_of_this_microbatchs_samples_is_no_constant(number: _Numbers) -> None:

@@ -57,6 +57,16 @@ def scaled(x: Tensor) -> Tensor:
     return 2 * (x.mean() / rows.scale) * factor
 
 
+def chosen(x: Tensor) -> Tensor:
+    return each(x)[MASK > 0]
+
+
+def named(x: Tensor) -> Tensor:
+    rows = chosen(x)
+    count = rows.shape[0]
+    return rows.sum() / count
+
+
 def judged(make: Callable[[Tensor], Any]) -> tuple[Kind, float] | None:
     x = torch.randn(6, 4, requires_grad=True)
     with LossWatch([TABLE], len(x)) as watch:
@@ -97,6 +107,11 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "on the way to a log": (lambda x: F.cross_entropy(x, LABELS).detach().item(), 4),
     "weighted": (lambda x: F.mse_loss(x[:, 0], -x[:, 0], weight=MASK), 4),
     "accuracy": (lambda x: (x.argmax(-1) == LABELS).float().mean(), 6),
+    "by what a tensor has told": (lambda x: each(x).sum() / (LABELS != -100).sum().item(), 4),
+    "by a whole number of it": (lambda x: each(x).sum() / int((LABELS != -100).sum()), 4),
+    "by that or one": (lambda x: each(x).sum() / max(1, (LABELS != -100).sum().item()), 4),
+    "by the number of chosen elements": (lambda x: chosen(x).sum() / len(chosen(x)), 4),
+    "by a name for it": (named, 4),
 }
 SUMS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.square().sum(),
@@ -145,6 +160,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     ),
     "a mean of a share that changes": lambda x: shared(x),
     "a sum by a number": lambda x: x.sum() / len(x),
+    "a sum by a number of others": lambda x: x.sum() / len(chosen(x)),
+    "a sum by a number that was told of others": lambda x: x.sum() / LABELS.max().item(),
     "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
     "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
     "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
