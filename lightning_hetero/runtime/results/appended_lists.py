@@ -6,7 +6,7 @@ micro-batch at a time. What they append is taken out again, put together like wh
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -32,7 +32,7 @@ class AppendedLists:
 
     module: nn.Module
     looks_at_parts: bool = False
-    """Whether numbers of its submodules are looked at, too, which takes longer."""
+    """Whether numbers of submodules and objects of the user's are looked at, which takes longer."""
     _seen: "_Seen | None" = None
     """All that is looked at, while it is as `begin` has found it."""
     _lengths: dict[Path, int] = field(default_factory=dict)
@@ -69,16 +69,18 @@ class AppendedLists:
         for name in names.dicts:
             items = attributes[name].items()
             yield from ((f"{name}[{key!r}]", n) for key, n in items if type(n) in (int, float))
-        for name in names.numbers:
-            value = attributes[name]
-            if not isinstance(value, Tensor):
-                yield name, value
-            elif not value.is_inference():
-                yield name, (id(value), value._version, value.numel() == 1)
+        yield from _numbers_in((name, attributes[name]) for name in names.numbers)
         for path, part in self.module.named_modules() if self.looks_at_parts else ():
-            if path and not is_of_library(type(part).__module__):
+            if is_of_library(type(part).__module__):
+                continue
+            start = f"{path}." if path else ""
+            if path:
                 items = vars(part).items()
-                yield from ((f"{path}.{key}", n) for key, n in items if type(n) in (int, float))
+                yield from ((start + key, n) for key, n in items if type(n) in (int, float))
+            for name, owner in vars(part).items():
+                if _is_plain_object(owner):
+                    items = vars(owner).items()
+                    yield from _numbers_in((f"{start}{name}.{key}", n) for key, n in items)
 
     def _changed(self, names: "_Attributes") -> Iterator[str]:
         for name, value in self._look_at_numbers(names):
@@ -190,6 +192,23 @@ class _Seen(HeldValues):
             and [*map(id, chain.from_iterable(map(_FIRST, self._lists)))] == self._firsts
             and self.are_same()
         )
+
+
+def _numbers_in(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers among named values, and how tensors are now."""
+    for name, value in items:
+        if not isinstance(value, Tensor):
+            if type(value) in (int, float):
+                yield name, value
+        elif not value.is_inference():
+            yield name, (id(value), value._version, value.numel() == 1)
+
+
+def _is_plain_object(value: object) -> bool:
+    """Whether a value is of a class of the user's and no module."""
+    kind = type(value)
+    is_known = kind.__module__ == "builtins" or is_of_library(kind.__module__)
+    return not is_known and not isinstance(value, nn.Module | Tensor) and hasattr(value, "__dict__")
 
 
 class _Attributes(NamedTuple):

@@ -104,3 +104,30 @@ def test_numbers_of_parts_are_found_whatever_their_file_is_called() -> None:
     part.count = 2
     lists.take(after_layers=True)
     assert lists.counted == {"part.count"}
+
+
+@pytest.mark.parametrize("name", ["mean", "best", "count"])
+def test_numbers_of_plain_objects_are_found(name: str) -> None:
+    class Balance:
+        def __init__(self) -> None:
+            self.mean, self.best, self.count = torch.zeros(()), torch.zeros(()), 0
+            self.name = "a"
+
+        def change(self, name: str) -> None:
+            if name == "best":
+                self.best.add_(1)
+            else:
+                setattr(self, name, getattr(self, name) + 1)
+
+    module = Collector()
+    module.balance = balance = Balance()
+    for looks_at_parts in (False, True):
+        lists = AppendedLists(module, looks_at_parts=looks_at_parts)
+        for _ in range(2):
+            lists.begin()
+            lists.take(after_layers=True)
+        assert not lists.counted
+        lists.begin()
+        balance.change(name)
+        lists.take(after_layers=True)
+        assert lists.counted == ({f"balance.{name}"} if looks_at_parts else set())
