@@ -214,17 +214,26 @@ def _split_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrang
 
 
 def _merge_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Make one stage of two neighbours on a node, in all pipelines that are alike, or one."""
+    """Make one stage of two neighbours on a node, in all pipelines that are alike, or one.
+
+    It stays where they were, or goes to an end: a wide stage may be best as the last one, though
+    neither of the two is.
+    """
     for members in _members(candidate, estimator):
         stages = {member: candidate.arrangement[member].stages for member in members}
         for s, degree in enumerate(candidate.arrangement[members[0]].tp_degrees[:-1]):
             alike = [member for member, row in stages.items() if row[s] == row[s + 1]]
             if not alike or 2 * degree not in estimator.tp_degrees:
                 continue
-            for number in dict.fromkeys([len(alike), 1]):
+            last = len(stages[alike[0]]) - 2
+            for number, place in itertools.product(
+                dict.fromkeys([len(alike), 1]), dict.fromkeys([s, 0, last])
+            ):
                 rows = _rows(candidate, alike[:number])
                 for row in rows.values():
-                    row[s : s + 2] = [(row[s][0], 2 * degree)]
+                    merged = row[s][0], 2 * degree
+                    del row[s : s + 2]
+                    row.insert(place, merged)
                 yield _changed(candidate, rows)
 
 
