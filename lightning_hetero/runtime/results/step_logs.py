@@ -58,6 +58,8 @@ SAME_EVERYWHERE = "same everywhere: "
 """Begins a `sync_dist_group`, before the name: the strategy checks that ranks have one value."""
 
 _NUM_COLUMNS = 5
+_OF_CONSTANTS = 1e-30
+"""Their weight, for one of others: a mean with what is over samples is that of these alone."""
 _NEUTRAL: dict[str, float] = {Kind.MAX: -math.inf, Kind.MIN: math.inf}
 """By reduction, a value that changes nothing; 0 for others."""
 
@@ -217,6 +219,8 @@ class StepLogs:
             own, others = weight, tuple[Count, ...]()
             if known is not None and known.kind is Kind.MEAN:
                 own, others = as_weight(known.count, self._device), known.others
+            elif known is not None and known.kind is Kind.CONSTANT and known is not WRITTEN:
+                own = own * _OF_CONSTANTS  # Such as the zero that stands for a mean of nothing.
             reduction = "mean" if known is WRITTEN else reduction_of(entry, known)
             is_known = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
             is_guessed = not is_known and reduction == "mean"
