@@ -137,6 +137,12 @@ class HardestByOrder(TinyModule):
         return each[hardest].mean()
 
 
+class LaterOnesMore(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.mT, labels, reduction="none").mean(1)
+        return (torch.arange(1.0, len(each) + 1) * each).mean()
+
+
 class Dice(TinyModule):
     """Its value would be right, and its gradient not."""
 
@@ -240,7 +246,7 @@ def test_means_over_groups_that_a_micro_batch_lacks_are_refused(pool: ProcessPoo
 
 
 def test_samples_that_meet_are_refused_where_batches_are_cut(pool: ProcessPool) -> None:
-    makes = [Contrasts, MixesRows, Centres, PairsByHand, HardestByOrder, Dice]
+    makes = [Contrasts, MixesRows, Centres, PairsByHand, HardestByOrder, LaterOnesMore, Dice]
     for plan in PLANS.values():
         for messages in pool.run(fit_each, 2, makes, plan):
             assert all("needs all samples of a batch at once" in item for item in messages)

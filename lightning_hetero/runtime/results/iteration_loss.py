@@ -84,9 +84,10 @@ class IterationLoss:
                 "The loss needs all samples of a batch at once: they meet each other in it or in "
                 "what the layers get (products or differences of samples, statistics or a "
                 "reordering of the batch), or it is no mean or sum over them (a root, a norm, a "
-                "maximum). Micro-batches have only their own samples. Use one pipeline and "
-                'num_microbatches=1; or say HeteroStrategy(loss_reduction="mean") to train on the '
-                "mean of the micro-batches' losses, as data parallelism does."
+                "maximum), or counts their places in the batch. Micro-batches have only their own "
+                "samples. Use one pipeline and num_microbatches=1; or say "
+                'HeteroStrategy(loss_reduction="mean") to train on the mean of the micro-batches\' '
+                "losses, as data parallelism does."
             )
         loss, weight = totals[:, :2].sum(0).unbind()
         broken = totals[:, NUM_TOTALS - 1].any()

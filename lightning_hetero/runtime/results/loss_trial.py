@@ -9,7 +9,8 @@ micro-batch add to the loss f on their own exactly if
 for every S, where f is the loss times what it averages over. It holds for sums and means over
 samples, masked or not, and for nothing in which a sample of S meets one outside of it: pairs made
 by hand, statistics, the hardest samples. A loss that leaves samples out by their places, such as
-the first row, is found by what it doesn't depend on.
+the first row, is found by what it doesn't depend on. One that weighs them by their places is
+another one if samples change places, and the same again if constants go with them.
 
 The functions are called again on other activations, the step is not. A micro-batch of one sample is
 tried as if it held that sample twice. Where functions can't be called again nothing is found, and
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.models.batches import tensors_of
-from lightning_hetero.runtime.results.recording import Call, Recording, Value
+from lightning_hetero.runtime.results.recording import Call, Change, Recording, Value
 from lightning_hetero.runtime.results.sample_places import sample_groupings
+from lightning_hetero.runtime.results.torch_calls import is_parameter
 from lightning_hetero.runtime.slices.digests import is_looked_at
 
 __all__ = ["LossTrial", "LossTrials"]
@@ -44,6 +46,8 @@ _PARTS: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda samples, count: samples // 2 % 2 == 0,
 )
 """Samples of a part: between them they separate halves, neighbours and pairs of neighbours."""
+_TAKING_ROWS = {"getitem", "index_select", "gather", "take_along_dim", "take", "index_put"}
+"""Functions that take numbers for places."""
 
 
 class LossTrials:
@@ -102,8 +106,16 @@ class LossTrial:
             self.recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_noting = False
 
-    def finds_meeting(self, loss: object, count: object) -> bool:
-        """Whether the loss is known to be no sum over samples, nor a mean over `count`."""
+    def finds_meeting(
+        self, loss: object, count: object, is_constant: Callable[[Tensor], bool] = is_parameter
+    ) -> bool:
+        """Whether the loss is known to be no sum over samples, nor a mean over `count`.
+
+        Args:
+            loss: What the step returned.
+            count: What it averages over, if that is known.
+            is_constant: Whether a tensor is known not to depend on the samples.
+        """
         recording = self.recording
         number = None if recording is None else recording.number_of(loss)
         if recording is None or not recording.is_complete or not recording.depends(number):
@@ -121,7 +133,10 @@ class LossTrial:
                     return False
             groupings = sample_groupings(recording.source.shape, num_samples, self._starts)
             trial = _Trial(recording, numbers, groupings, is_doubled=self._num_samples == 1)
-            return trial.finds_meeting(by_places=self._num_samples > 1 or self._is_cut)
+            by_places = self._num_samples > 1 or self._is_cut
+            return trial.finds_meeting(by_places=by_places) or (
+                by_places and trial.weighs_places(is_constant)
+            )
         except Exception:
             # What can't be called again, whatever the reason, tells nothing: no reason to end.
             return False
@@ -211,6 +226,40 @@ class _Trial:
         allowed = self._rounding([base])
         return bool((changes[0] <= allowed) & (changes[1] > allowed) & base.isfinite())
 
+    def weighs_places(self, is_constant: Callable[[Tensor], bool]) -> bool:
+        """Whether samples count more or less in the loss because of where they are.
+
+        If all that is a sample's changes places with it, only numbers that count places can make
+        the loss another one; it is what it was if these change places, too. Those by which
+        rows are taken stay.
+        """
+        dim, samples = self._groupings[0] if len(self._groupings) == 1 else (1, torch.empty(0))
+        count, recording = len(samples), self._recording
+        if dim != 0 or len(set(samples.tolist())) != count:
+            return False
+        if self._is_doubled:
+            recording.count_two()
+        counting = recording.counting()
+        own = recording.leaves_where(lambda leaf: not (is_parameter(leaf) or is_constant(leaf)))
+
+        def move(_: Call, number: int, value: Tensor) -> Tensor:
+            are_rows = number in own and value.ndim > 0 and len(value) % count == 0
+            return value.roll(len(value) // count, 0) if are_rows else value
+
+        def move_all(call: Call, number: int, value: Tensor) -> Tensor:
+            meets_samples = number in counting and not counting.issuperset(call.results)
+            if meets_samples and value.shape[:1] == (count,) and call.name not in _TAKING_ROWS:
+                return value.roll(1, 0)
+            return move(call, number, value)
+
+        if not any(counting.intersection(c.takes) for c in recording.needed_for(self._numbers)):
+            return False
+        source = self._other(0, torch.where(samples == 0, _STRONG, _WEAK), 0)
+        base = self._value(source)
+        moved, with_all = (self._value(source.roll(1, 0), item) for item in (move, move_all))
+        allowed = _NEGLIGIBLE * base.abs() + self._rounding([base, moved, with_all])
+        return bool(((moved - base).abs() > allowed) & ((with_all - base).abs() <= allowed))
+
     def _indexed(self, count: int) -> Iterator[int | slice]:
         """Yield the places of samples that the loss takes by numbers written in the step."""
         for call in self._recording.needed_for(self._numbers):
@@ -243,9 +292,9 @@ class _Trial:
         """Return the activation with another's values at places of a dim."""
         return torch.where(_along(places, dim, other), other, self._source)
 
-    def _value(self, source: Tensor) -> Tensor:
-        """Return the loss times what it averages over."""
-        values = self._recording.replay(source, self._numbers)
+    def _value(self, source: Tensor, change: Change | None = None) -> Tensor:
+        """Return the loss times what it averages over; for `change` see `Recording.replay`."""
+        values = self._recording.replay(source, self._numbers, change)
         return torch.stack([item.detach().double().reshape(()) for item in values]).prod()
 
     def _rounding(self, values: Sequence[Tensor]) -> Tensor:

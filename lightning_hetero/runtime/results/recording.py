@@ -19,7 +19,7 @@ from lightning_hetero.runtime.callers import calling_frame, takes_written_rows
 from lightning_hetero.runtime.leaves import tensors_in, tree_leaves
 from lightning_hetero.runtime.random_state import PreservedRandomState, seed_torch
 
-__all__ = ["Call", "Recording", "Value"]
+__all__ = ["Call", "Change", "Recording", "Value"]
 
 _MOST_CALLS = 1_000
 _MOST_BYTES = 2**28
@@ -33,6 +33,14 @@ _DRAWING_BY_VALUE = {"standard_gamma", "sample_dirichlet", "poisson", "binomial"
 
 _AS_OF_ONE = {"squeeze", "view_as", "reshape_as", "unflatten"}
 """Functions whose result may have another form for two samples."""
+_COUNTING = {
+    **dict.fromkeys(("arange", "ones_like", "new_ones"), None),
+    **dict.fromkeys(("ones", "eye"), 0),
+    **dict.fromkeys(("linspace", "logspace"), 2),
+}
+"""Functions that make as many numbers as they are told; the place of that argument."""
+_JOINING = {"stack", "cat", "hstack", "vstack", "concat", "concatenate", "repeat_interleave"}
+"""Functions of as many tensors, or elements, as lists may have told."""
 
 
 class Value(NamedTuple):
@@ -66,6 +74,10 @@ class Call(NamedTuple):
         """Numbers of the tensors that it is given."""
         given = _pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_value)
         return [item.number for item in given if _is_value(item)]
+
+
+Change = Callable[[Call, int, Tensor], Tensor]
+"""What a call gets in place of a tensor that it takes, given by its number."""
 
 
 class Recording(TorchFunctionMode):
@@ -215,6 +227,10 @@ class Recording(TorchFunctionMode):
                 self._leaves[number] = torch.cat([leaf, leaf])
         return True
 
+    def count_two(self) -> None:
+        """Let functions that count to one sample count to two, after `double`."""
+        self.calls = [_counting_two(call) for call in self.calls]
+
     # -- calling again ----------------------------------------------------------------------------
 
     def needed_for(self, numbers: Sequence[int]) -> list[Call]:
@@ -226,10 +242,38 @@ class Recording(TorchFunctionMode):
                 needed.append(call)
         return needed[::-1]
 
-    def replay(self, source: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+    def leaves_where(self, holds: Callable[[Tensor], bool]) -> set[int]:
+        """Return the numbers of tensors that were there before, for which something holds."""
+        return {number for number, leaf in self._leaves.items() if holds(leaf)}
+
+    def counting(self) -> set[int]:
+        """Return the numbers of tensors that are made of nothing but sizes and what is written.
+
+        What Python's lists may have told of the samples isn't among them; where such tensors are
+        changed in place there are none.
+        """
+        found: set[int] = set()
+        for call in self.calls:
+            takes, given = call.takes, _pytree.tree_leaves((call.args, call.kwargs))
+            begins = call.name in _COUNTING or any(isinstance(item, range) for item in given)
+            goes_on = bool(takes) and found.issuperset(takes) and call.name not in _JOINING
+            if call.changes and found.intersection(takes):
+                return set()
+            if begins or (goes_on and not (call.name == "getitem" and _has_list(call.args[1]))):
+                found.update(call.results)
+        return found
+
+    def replay(
+        self, source: Tensor, numbers: Sequence[int], change: Change | None = None
+    ) -> list[Tensor]:
         """Return what tensors, given by their numbers, would be with this source.
 
         What is drawn by chance is the same each time. Errors of the functions are raised.
+
+        Args:
+            source: The other source.
+            numbers: Of those tensors.
+            change: Makes of each tensor but the source, before a call takes it, what it takes.
         """
         calls = self.needed_for(numbers)
         last_use = {number: at for at, call in enumerate(calls) for number in call.takes}
@@ -237,7 +281,11 @@ class Recording(TorchFunctionMode):
         with torch.no_grad(), PreservedRandomState():
             seed_torch(0)
             for at, call in enumerate(calls):
-                made = self._call(call, values)
+                given = values
+                if change is not None:
+                    taken = {number for number in call.takes if number}
+                    given = values | {i: change(call, i, values[i]) for i in taken}
+                made = self._call(call, given)
                 values.update(zip(call.results, made, strict=True))
                 for number in (*call.takes, *call.results):
                     if last_use.get(number, at) <= at and number not in numbers:
@@ -269,6 +317,24 @@ def _of_two(call: Call) -> Call:
     if sizes and sizes[0] == 1:
         sizes[0] = 2
     return call._replace(args=(tensor, *sizes) if is_flat else (tensor, tuple(sizes)))
+
+
+def _has_list(index: object) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(item, list) for item in items)
+
+
+def _counting_two(call: Call) -> Call:
+    args = list(call.args)
+    if call.name == "arange" and args:
+        start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+        if all(isinstance(item, int | float) for item in args) and 0 < (end - start) / step <= 1:
+            return call._replace(args=(start, end + step, step))
+    place = _COUNTING.get(call.name)
+    args = [range(2) if item == range(1) else item for item in args]
+    if place is not None and args[place : place + 1] == [1]:
+        args[place] = 2
+    return call._replace(args=tuple(args))
 
 
 def _is_value(item: Any) -> bool:

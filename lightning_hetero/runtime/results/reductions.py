@@ -102,6 +102,10 @@ class Reductions:
             return found[1]
         return CONSTANT if is_parameter(value) else None
 
+    def is_constant(self, value: Any) -> bool:
+        """Whether a tensor is known not to depend on the samples."""
+        return id(self.of(value)) in _CONSTANTS
+
     def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
         """Return what is known of each tensor among values, and in lists and tuples of them."""
         return [self.of(item) for item in tensors_among(values)]
@@ -162,7 +166,7 @@ class Reductions:
             self._see_one(name, args, kwargs, result)
         elif isinstance(result, tuple | list):
             self._see_several(TorchCall(name, args, kwargs), result)
-        elif name == "setitem" and id(self._known.get(id(args[0]), (None, None))[1]) in _CONSTANTS:
+        elif name == "setitem" and self.is_constant(args[0]):
             written = self.of_all(args[1:])
             if any(id(item) not in _CONSTANTS for item in written):
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
@@ -321,8 +325,7 @@ class Reductions:
         if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
             return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
         judged = reduced(call, tensors, known, result) if tensors else None
-        is_by_chance = judged is TOGETHER and not self._has_samples(*tensors)
-        return UNKNOWN if is_by_chance else judged
+        return UNKNOWN if judged is TOGETHER and not self._has_samples(*tensors) else judged
 
     def _judge_numbers(self, call: TorchCall, known: Sequence[Reduction | None]) -> Reduction:
         """Judge a function of tensors some of which are reductions."""
@@ -376,11 +379,9 @@ class Reductions:
         return any(id(value) in self._parts for value in values)
 
     def _combine(self, call: TorchCall) -> Reduction:
-        name, pair = call.name, (*call.args, *call.kwargs.values())[:2]
-        if len(pair) < 2:
-            return UNKNOWN
-        operation, is_reflected = operation_called(name)
-        if operation is None:
+        pair = (*call.args, *call.kwargs.values())[:2]
+        operation, is_reflected = operation_called(call.name)
+        if operation is None or len(pair) < 2:
             return UNKNOWN
         pair = pair[::-1] if is_reflected else pair
         left, right = (self._operand(item, is_left=not place) for place, item in enumerate(pair))

@@ -238,7 +238,8 @@ class LossWatch(TorchFunctionMode):
     def finds_meeting(self, loss: object, found: Reduction | None) -> bool:
         """Whether a trial tells that samples meet in a loss, whatever rules say."""
         trial, self._trial = self._trial, None
-        return trial is not None and trial.finds_meeting(loss, found and found.count)
+        count = found and found.count
+        return trial is not None and trial.finds_meeting(loss, count, self.reductions.is_constant)
 
     def _see_loss(
         self,

@@ -50,6 +50,13 @@ def changed_in_place(x: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def masked(labels: Tensor) -> Tensor:
+    mask = torch.ones(len(labels))
+    for i, label in enumerate(labels.tolist()):
+        mask[i] = label > 1
+    return mask
+
+
 def in_bfloat16(x: Tensor) -> Tensor:
     rows = x.repeat(200, 1).bfloat16()
     return F.cross_entropy(rows, LABELS.repeat(200)).float() + 0.1 * rows.abs().mean().float()
@@ -80,6 +87,22 @@ BY_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "a half": lambda x: x[:3].square().mean(),
     "every second": lambda x: x[::2].square().mean(),
 }
+WEIGHED: dict[str, Callable[[Tensor], Any]] = {
+    "by a range": lambda x: (torch.arange(len(x)) * each(x)).mean(),
+    "by a range over its sum": lambda x: (
+        ((w := torch.arange(1.0, len(x) + 1)) * each(x)).sum() / w.sum()
+    ),
+    "by a line": lambda x: (torch.linspace(0.5, 1, len(x)) * each(x)).sum(),
+    "by a range of Python's": lambda x: (torch.tensor(range(len(x))) * each(x)).mean(),
+    "by a count": lambda x: (each(x) / torch.ones(len(x)).cumsum(0)).mean(),
+    "by the places of its rows": lambda x: (torch.ones_like(x).cumsum(0) * x).square().mean(),
+    "by a column": lambda x: (torch.arange(len(x))[:, None] * x).square().mean(),
+    "by a matrix": lambda x: (torch.eye(len(x))[0] * each(x) + each(x)).mean(),
+    "by powers": lambda x: (0.9 ** torch.arange(len(x)) * each(x)).mean(),
+    "with rows taken": lambda x: (
+        (rows := torch.arange(len(x))) * x.log_softmax(-1)[rows, LABELS.clamp(0)]
+    ).mean(),
+}
 ALONE: dict[str, Callable[[Tensor], Any]] = {
     "a mean": lambda x: F.cross_entropy(x, LABELS),
     "a sum": lambda x: F.cross_entropy(x, LABELS, reduction="sum"),
@@ -97,6 +120,17 @@ ALONE: dict[str, Callable[[Tensor], Any]] = {
     "changed in place": changed_in_place,
     "rounded before the end": in_bfloat16,
     "of nothing": of_last_times,
+    "at places of each": lambda x: x[torch.arange(len(x)), LABELS.clamp(0)].mean(),
+    "by its own weights": lambda x: (torch.arange(6.0)[LABELS.clamp(0)] * each(x)).mean(),
+    "by columns": lambda x: (torch.arange(4) * x).square().mean(),
+    "with a mask": lambda x: (x * (torch.arange(4)[None] < LABELS[:, None])).square().mean(),
+    "by a list of weights": lambda x: (torch.tensor([3, 1, 2, 5, 4, 6]) * each(x)).mean(),
+    "by a table and a list": lambda x: (torch.eye(4)[[0, 2, 1, 3, 1, 0]] * x).square().mean(),
+    "by lengths of a list": lambda x: (
+        torch.stack([torch.arange(4) < n for n in (1, 3, 2, 4, 4, 1)]) * x
+    ).sum(),
+    "by a mask that is written": lambda x: (masked(LABELS) * each(x)).mean(),
+    "by equal weights": lambda x: (torch.ones(len(x)) * each(x)).mean(),
     "drawn by trial": lambda x: x.mean() + torch.poisson(x.square()).mean(),
     "by torch.func": lambda x: torch.vmap(F.cross_entropy)(x, LABELS.clamp(0)).mean(),
     "with sparse tensors": lambda x: (ADJACENT @ x.T).square().mean(),
@@ -113,6 +147,27 @@ def test_samples_that_meet_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", BY_PLACE)
 def test_samples_that_are_left_out_by_their_places_are_found(name: str) -> None:
     assert finds_meeting(BY_PLACE[name])
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_samples_that_are_weighed_by_their_places_are_found(name: str) -> None:
+    assert finds_meeting(WEIGHED[name])
+
+
+def test_places_along_sequences_are_let_be() -> None:
+    losses: dict[Callable[[Tensor], Any], bool] = {
+        lambda x: (torch.arange(x.shape[1])[:, None] * x).square().mean(): False,
+        lambda x: (x @ x.mT + torch.ones(5, 5).triu(1) * -9).softmax(-1).square().mean(): False,
+        lambda x: x[torch.arange(len(x)), 0].square().mean(): False,
+        lambda x: (torch.arange(1.0, len(x) + 1) * x.square().mean((1, 2))).mean(): True,
+        lambda x: (torch.tensor(range(len(x))) * x.square().mean((1, 2))).mean(): True,
+    }
+    for make, weighs in losses.items():
+        for num_samples in (1, 3):
+            shape = (num_samples, 5, 4)
+            assert finds_meeting(make, shape, num_samples, is_cut=True) is weighs
+        if not weighs:
+            assert not finds_meeting(make, (5, 5, 4), 5), "as many samples as places"
 
 
 @pytest.mark.filterwarnings("ignore")
