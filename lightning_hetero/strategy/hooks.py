@@ -149,8 +149,7 @@ class HookedStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Take ranks from the environment; only Lightning's own has to be told them."""
-        environment = self.cluster_environment
-        if environment is None:
+        if (environment := self.cluster_environment) is None:
             return
         # Environments that know their ranks, such as torchrun's, ignore what they are told here.
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -185,10 +184,9 @@ class HookedStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> HeteroPrecision:
-        if self._precision_plugin is None:
-            return HeteroPrecision()
-        assert isinstance(self._precision_plugin, HeteroPrecision)
-        return self._precision_plugin
+        plugin = self._precision_plugin or HeteroPrecision()
+        assert isinstance(plugin, HeteroPrecision)
+        return plugin
 
     @precision_plugin.setter
     @override
