@@ -176,6 +176,18 @@ class ByGroupIfCounted(TinyModule):
         return sum(losses, torch.zeros(()))
 
 
+class SumsByGroup(TinyModule):
+    """The same with means by hand; of one sample or all of them a group may be the micro-batch."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        total: Any = 0.0
+        for mask in groups_of(labels, 3):
+            if mask.any():
+                each = F.cross_entropy(logits[mask, 0], labels[mask, 0], reduction="none")
+                total = total + each.sum() / mask.sum()
+        return total
+
+
 class SharesThatAddUp(TinyModule):
     """The second mean has two targets and one, the third one and two."""
 
@@ -237,7 +249,7 @@ def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPo
 
 
 def test_means_over_groups_that_a_micro_batch_lacks_are_refused(pool: ProcessPool) -> None:
-    makes = [ByGroup, ByGroupIfCounted, SharesThatAddUp]
+    makes = [ByGroup, ByGroupIfCounted, SumsByGroup, SharesThatAddUp]
     for plan in PLANS.values():
         for messages in pool.run(fit_each, 2, makes, plan):
             assert all("means over different numbers of targets" in item for item in messages)

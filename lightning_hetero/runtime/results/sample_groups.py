@@ -54,7 +54,7 @@ class SampleGroups:
             self._counts[id(result)] = result, result
         elif name in _COMPARING and id(source) in self._counts:
             self._counts[id(result)] = result, self._counts[id(source)][1]
-        elif self._masks:
+        if self._masks:
             index = args[1] if name == "getitem" else None
             first = index[0] if isinstance(index, tuple) and index else index
             given = (*args, *kwargs.values())
