@@ -143,7 +143,10 @@ def _may_average(total: Reduction, factor: Reduction) -> bool:
 
 def _divide(left: Reduction, right: Reduction) -> Reduction:
     if right.kind is Kind.CONSTANT:
-        if left.kind is Kind.SUM and _may_count(right) and right.value == left.count:
+        # Numbers on a device aren't compared: the host would wait for them.
+        is_known = not (isinstance(left.count, Tensor) or isinstance(right.value, Tensor))
+        counts = left.kind is Kind.SUM and is_known and _may_count(right)
+        if counts and right.value == left.count:
             return Reduction(Kind.MEAN, count=left.count)
         keeps = left.kind is Kind.CONSTANT or (left.kind is Kind.MEAN and not _may_count(right))
         return left if keeps else UNKNOWN
@@ -242,8 +245,9 @@ def check_ratios(low: float, high: float, what: str) -> None:
     """
     if low < high * (1 - 1e-6) or high == float("inf"):
         raise StepError(
-            f"The {what} is a sum of means over different numbers of targets: {low:g} of one for "
-            f"one of the other in a micro-batch, {high:g} in another, so no weight of micro-batches"
-            " gives what one device would. Take all means over the same targets, or return sums "
+            f"The {what} is a sum of means over different numbers of targets: their shares differ "
+            "between micro-batches, or some of these lack a group of samples whose mean others add "
+            "(`if mask.any(): ...`), so no weight of micro-batches gives what one device would. "
+            "Take all means over the same targets, or return sums "
             '(loss_reduction="sum"); loss_reduction="mean" takes the first mean\'s weight.'
         )

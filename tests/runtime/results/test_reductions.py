@@ -1,6 +1,7 @@
 """What a number is over the samples of a micro-batch follows from how it was made."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.number_kinds import Kind, check_ratios, ends_of, ratio_of
+from lightning_hetero.runtime.results.number_kinds import (
+    OPERATIONS,
+    Kind,
+    Reduction,
+    check_ratios,
+    ends_of,
+    ratio_of,
+)
 from lightning_hetero.runtime.results.targets import LossWatch
 
 WEIGHT = nn.Parameter(torch.randn(4, 4))
@@ -295,3 +303,12 @@ def test_a_list_of_one_number_of_one_sample_may_be_one_of_samples() -> None:
 def test_indices_of_any_kind_are_no_reductions() -> None:
     assert judged(lambda x: x[..., None][:, 1:2].sum(-1).mean()) == (Kind.MEAN, 6)
     assert judged(lambda x: torch.stack([x, x])[..., 0][0].mean()) == (Kind.MEAN, 6)
+
+
+def test_numbers_on_a_device_are_not_compared() -> None:
+    # Those of "meta" have no values, so that each look at one is an error.
+    there = torch.empty((), device="meta")
+    filled = Reduction(Kind.CONSTANT, count=1, value=there)
+    total = Reduction(Kind.SUM, count=6, value=there)
+    for left, right in ((total, filled), (replace(total, count=there), replace(filled, value=6))):
+        assert OPERATIONS["div"](left, right).kind is Kind.UNKNOWN
