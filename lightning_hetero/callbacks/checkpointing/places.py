@@ -39,6 +39,7 @@ from lightning_hetero.checkpoint.shared_memory import (
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.process.cache import write_whole
 from lightning_hetero.core.process.identity import machine_id
 
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
@@ -144,11 +145,8 @@ class Places:
             text = json.dumps([finished.step, finished.at_s, finished.run])
 
             def write(_: Progress) -> None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Who notes may be lost now: the step before it stays known.
-                new = path.with_suffix(".new")
-                new.write_text(text)
-                new.replace(path)
+                # Whole: this process may be killed now, and the step before is to stay known.
+                write_whole(path, lambda new: new.write_text(text))
 
             # It is for a line in the log: a place that is full or hangs mustn't hold training up.
             with contextlib.suppress(OSError):
