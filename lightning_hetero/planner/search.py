@@ -56,7 +56,7 @@ _WORTH_SIMULATING = 1.05
 _SEARCHED_PARTS = 3
 """Parts of the cluster that are searched after a glance at all."""
 _LIKELIEST, _LIKELIEST_DEVICES = 48, 4_096
-"""Arrangements of another search by which one is judged."""
+"""Arrangements of another search by which one is judged: more of them where devices are few."""
 _LEAST_OVERHEAD = 1.02
 """Bubbles and exchange make an iteration at least so much longer than its work."""
 _ESTIMATED_STAGES_OF_PARTS = 60_000
