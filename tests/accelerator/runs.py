@@ -1,5 +1,6 @@
 """Runs on the accelerator and, for comparison, on the CPU; they return plain data."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,7 +36,7 @@ class Job:
     reads_loss: bool = False
     """Plants a wait into the user's step."""
     breaks_at: int | None = None
-    """Batch whose gradients aren't finite."""
+    """Batch whose gradients aren't finite; rank 0 is late in the next one."""
     has_unknown_ids: bool = False
     """Whether the last rows hold token ids that the embedding has no row for."""
     folder: str = ""
@@ -76,7 +77,10 @@ class _Module(ToyModule):
         if self._job.reads_loss:
             float(loss)
         self.log("train_loss", loss)
-        return loss * float("nan") if batch_idx == self._job.breaks_at else loss
+        breaks_at = self._job.breaks_at
+        if breaks_at is not None and batch_idx == breaks_at + 1 and self.global_rank == 0:
+            time.sleep(0.5)
+        return loss * float("nan") if batch_idx == breaks_at else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         pass

@@ -219,6 +219,8 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
+        # The last iteration's: no rank still waits here for what one that ends would have sent.
+        self.settle()
         self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
@@ -246,7 +248,6 @@ class Engine:
         self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
         """Tell the other ranks what happened here, without waiting for what they tell."""
-        self.settle()  # This iteration is enqueued, so the device has work meanwhile.
         place, running = self.place, self.plans.running
         is_first = place is not None and place.stage_index == place.tp_rank == 0
         header = Header(

@@ -2,8 +2,8 @@
 
 A host that reads what the device has yet to compute stands still, and the device has nothing to do
 afterwards until the host has enqueued more. So numbers that only decide whether a run may go on are
-copied beside the computation, and judged when the next iteration has been enqueued: by then they
-have long been there. On a CPU they are judged at once.
+copied beside the computation, and judged when all ranks have agreed on the next iteration: by then
+they have long been there. On a CPU they are judged at once.
 """
 
 from collections.abc import Callable
