@@ -77,10 +77,9 @@ class _Module(ToyModule):
         if self._job.reads_loss:
             float(loss)
         self.log("train_loss", loss)
-        breaks_at = self._job.breaks_at
-        if breaks_at is not None and batch_idx == breaks_at + 1 and self.global_rank == 0:
+        if batch_idx - 1 == self._job.breaks_at and self.global_rank == 0:
             time.sleep(0.5)
-        return loss * float("nan") if batch_idx == breaks_at else loss
+        return loss * float("nan") if batch_idx == self._job.breaks_at else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         pass

@@ -219,7 +219,7 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        # The last iteration's: no rank still waits here for what one that ends would have sent.
+        # Not before: a rank that ends here has sent all that others need to come to the same end.
         self.settle()
         self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         self.buffers.settle(agreed.reports.buffers, self.plan)
