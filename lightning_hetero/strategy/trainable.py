@@ -43,11 +43,27 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
                 "some of its layers. Leave torch.compile out and let each layer be compiled: "
                 "HeteroStrategy(compile_layers=True)."
             )
+        _check_embedding(name, part)
     check_parameter_hooks(module.named_parameters())
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigurationError(
             "ModelPruning masks whole parameters, but each rank has slices of them. Leave it out, "
             "and prune after a run with HeteroStrategy(whole_after_run=True)."
+        )
+
+
+def _check_embedding(name: str, part: nn.Module) -> None:
+    if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+        return
+    if part.scale_grad_by_freq:
+        raise ConfigurationError(
+            f"{name} has scale_grad_by_freq, which divides a row's gradient by how often a batch "
+            "has it; here each micro-batch would divide by what it has itself. Leave it out."
+        )
+    if part.sparse:
+        raise ConfigurationError(
+            f"{name} makes sparse gradients, but ranks send whole rows of gradients to each other. "
+            "Leave sparse=True out, and take an optimizer of dense gradients."
         )
 
 

@@ -4,6 +4,7 @@
 
     python -m tests.benchmarks.search_laws 100              # clusters; about 10 s of CPU each
     python -m tests.benchmarks.search_laws 20 --seed 7 --most 64
+    python -m tests.benchmarks.search_laws 5 --least 65     # minutes each
 
 Each random cluster is planned as it is and with less: without one of its nodes, with some of its TP
 degrees, as if recomputing freed no memory, and with equal shares; and the search that chooses a
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import count, islice
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
@@ -223,12 +225,17 @@ def main() -> int:
     )
     parser.add_argument("num_clusters", type=int)
     parser.add_argument("--seed", type=int, default=0, help="the first; each next has 1 more")
+    parser.add_argument("--least", type=int, default=1, help="fewest devices; others are left out")
     parser.add_argument("--most", type=int, default=512, help="most devices of a cluster")
     parser.add_argument("--laws", nargs="*", choices=LAWS, default=list(LAWS))
     arguments = parser.parse_args()
+    if arguments.least > arguments.most:
+        parser.error(f"--least {arguments.least} is more than --most {arguments.most}")
     found: dict[str, list[float]] = {law: [] for law in arguments.laws}
-    for seed in range(arguments.seed, arguments.seed + arguments.num_clusters):
-        task, start = draw(seed, arguments.most), time.process_time()
+    drawn = ((seed, draw(seed, arguments.most)) for seed in count(arguments.seed))
+    large = ((seed, task) for seed, task in drawn if task.num_devices >= arguments.least)
+    for seed, task in islice(large, arguments.num_clusters):
+        start = time.process_time()
         shares = {law: slower_by(task, law) for law in found}
         told = []
         for law, share in shares.items():

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.strategy.devices import check_queues
-from tests.toy import ToyModule, ToyOptions, loader, quiet
+from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 
@@ -35,6 +35,24 @@ def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
     trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
     with pytest.raises(ConfigurationError, match="ModelPruning masks whole parameters"):
         trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"scale_grad_by_freq": True}, "model.wte has scale_grad_by_freq.* each micro-batch"),
+        ({"sparse": True}, "model.wte makes sparse gradients"),
+    ],
+)
+def test_gradients_that_aren_t_sums_of_dense_ones_are_refused(
+    options: dict[str, bool], told: str
+) -> None:
+    module = ToyModule(ToyOptions())
+    module.model.wte = torch.nn.Embedding(VOCABULARY, 16, **options)
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match=told):
+        trainer.fit(module, loader(4, 2))
 
 
 class RunsCode:

@@ -19,6 +19,7 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.callers import is_of_library
 from lightning_hetero.runtime.held_values import HeldValues
 from lightning_hetero.runtime.results.outputs import Path, StepRecord, Unjoined, join
+from lightning_hetero.runtime.results.surroundings import numbers_around
 
 __all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
 
@@ -32,7 +33,7 @@ class AppendedLists:
 
     module: nn.Module
     looks_at_parts: bool = False
-    """Whether numbers of submodules and objects of the user's are looked at, which takes longer."""
+    """Whether numbers of submodules, objects and code of the user's are looked at; takes longer."""
     _seen: "_Seen | None" = None
     """All that is looked at, while it is as `begin` has found it."""
     _lengths: dict[Path, int] = field(default_factory=dict)
@@ -70,7 +71,12 @@ class AppendedLists:
             items = attributes[name].items()
             yield from ((f"{name}[{key!r}]", n) for key, n in items if type(n) in (int, float))
         yield from _numbers_in((name, attributes[name]) for name in names.numbers)
-        for path, part in self.module.named_modules() if self.looks_at_parts else ():
+        if self.looks_at_parts:
+            yield from self._look_at_parts()
+
+    def _look_at_parts(self) -> Iterator[tuple[str, Any]]:
+        yield from numbers_around(self.module.modules())
+        for path, part in self.module.named_modules():
             if is_of_library(type(part).__module__):
                 continue
             start = f"{path}." if path else ""
@@ -238,8 +244,8 @@ def warn_of_numbers(names: Collection[str]) -> None:
     """Say that numbers which steps keep on the module aren't what one device has."""
     if names:
         warnings.warn(
-            f"A step changes {', '.join(sorted(names))} of the module. It does so in each "
-            "micro-batch, on the ranks that run this part of it, so what steps and hooks read "
+            f"A step changes {', '.join(sorted(names))} of the module or its code. It does so in "
+            "each micro-batch, on the ranks that run this part of it, so what steps and hooks read "
             "there isn't what one device has. Take self.global_step or batch_idx to count steps; "
             "log it, return it, or append it to a list of the module.",
             stacklevel=2,

@@ -90,8 +90,8 @@ class LayerCall:
             raise ModelError(
                 f"The model computes something between layer {self.index - 1} and layer "
                 f"{self.index}, which would be lost where a stage ends there: a layer's input must "
-                "be the very tensor that the layer before returned. Move the computation into the "
-                "layers, " + _ONE_STAGE
+                "be the very tensor that the layer before returned. Hooks of layers that change "
+                "it are computed there, too. Move the computation into the layers, " + _ONE_STAGE
             )
         if self.args and type(self.args[0]) is Tensor and self.args[0].is_floating_point():
             _check_plain(self.args[0])

@@ -166,6 +166,8 @@ class Collecting(TinyModule):
 class Counting(TinyModule):
     """Keeps numbers that hooks may read, and a larger tensor for the step itself."""
 
+    of_class = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.mask = torch.ones(3)
@@ -181,7 +183,16 @@ class Counting(TinyModule):
         self.kept["times"] += 1
         self._own += 1
         self.model.calls += 1
+        Counting.of_class += 1
+        count_in_file()
         return self.last
+
+
+IN_FILE = {"calls": 0, "known": 1}
+
+
+def count_in_file() -> None:
+    IN_FILE["calls"] += 1
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -193,10 +204,16 @@ def test_numbers_that_steps_keep_on_the_module_are_warned_of_where_a_batch_is_cu
         warnings.simplefilter("always")
         fit(0, Counting, plan, options={"num_microbatches": num_microbatches})
     found = {str(w.message).split(" of ")[0] for w in caught if "A step changes" in str(w.message)}
-    # Submodules are looked at in the first iteration.
-    told = {
-        f"A step changes _own, kept['times'], last,{s} steps, total" for s in ("", " model.calls,")
-    }
+    # Submodules and code are looked at in the first iteration.
+    always, first = (
+        ["_own", "kept['times']", "last", "steps", "total"],
+        [
+            "Counting.of_class",
+            "model.calls",
+            f"{__name__}.IN_FILE['calls']",
+        ],
+    )
+    told = {f"A step changes {', '.join(sorted(names))}" for names in (always, always + first)}
     assert found == (told if num_microbatches > 1 else set())
 
 
