@@ -30,7 +30,7 @@ from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredByte
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.runtime.results.log_entries import LogEntry
-from lightning_hetero.runtime.results.number_kinds import Kind
+from lightning_hetero.runtime.results.numbers.kinds import Kind
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 

@@ -17,7 +17,7 @@ from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
 from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.loss_trial import LossTrial
-from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
+from lightning_hetero.runtime.results.numbers.kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss

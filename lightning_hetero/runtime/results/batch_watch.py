@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.models.batches import count_samples, tensors_of
-from lightning_hetero.runtime.results.number_kinds import TOGETHER
+from lightning_hetero.runtime.results.numbers.kinds import TOGETHER
 from lightning_hetero.runtime.results.targets import LossWatch
 
 if TYPE_CHECKING:

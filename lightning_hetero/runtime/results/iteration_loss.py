@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.reading.choices import Choice
-from lightning_hetero.runtime.results.number_kinds import Kind, check_ratios, ends_of, ratio_of
+from lightning_hetero.runtime.results.numbers.kinds import Kind, check_ratios, ends_of, ratio_of
 from lightning_hetero.runtime.results.targets import LossWeight
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 
 NUM_TOTALS = 5
 """Of a rank: the sums of losses (means times their targets) and of target tokens, the least and the
-largest ratio of further means (see `number_kinds.ratio_of`), whether gradients aren't finite."""
+largest ratio of further means (see `kinds.ratio_of`), whether gradients aren't finite."""
 
 GUESSED_LOSS = (
     "What the loss of training_step is over the samples of its batch isn't known, so micro-batches "

@@ -10,9 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.formulas import Formula
 from lightning_hetero.runtime.results.metrics import Argument, MetricCall
-from lightning_hetero.runtime.results.number_kinds import JOINABLE, Reduction, check_ratios
+from lightning_hetero.runtime.results.numbers.formulas import Formula
+from lightning_hetero.runtime.results.numbers.kinds import JOINABLE, Reduction, check_ratios
 
 __all__ = ["LogEntry", "check_names", "check_range", "reduction_of"]
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.models.batches import tensors_of
+from lightning_hetero.runtime.results.numbers.sample_places import sample_groupings
+from lightning_hetero.runtime.results.numbers.torch_calls import is_parameter
 from lightning_hetero.runtime.results.recording import Call, Change, Recording, Value
-from lightning_hetero.runtime.results.sample_places import sample_groupings
-from lightning_hetero.runtime.results.torch_calls import is_parameter
 from lightning_hetero.runtime.slices.digests import is_looked_at
 
 __all__ = ["LossTrial", "LossTrials"]

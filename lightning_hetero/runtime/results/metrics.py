@@ -24,9 +24,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.results.number_kinds import Kind
-from lightning_hetero.runtime.results.reductions import Reductions
-from lightning_hetero.runtime.results.written_numbers import Rows, may_count, rows_counted
+from lightning_hetero.runtime.results.numbers.kinds import Kind
+from lightning_hetero.runtime.results.numbers.reductions import Reductions
+from lightning_hetero.runtime.results.numbers.written_numbers import Rows, may_count, rows_counted
 
 __all__ = ["Argument", "MetricCall", "StepMetrics"]
 

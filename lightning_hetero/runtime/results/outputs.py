@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.results.number_kinds import JOINABLE, Kind, join_values
-from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.numbers.kinds import JOINABLE, Kind, join_values
+from lightning_hetero.runtime.results.numbers.reductions import Reductions
 
 __all__ = ["Path", "Records", "StepRecord", "Unjoined", "join", "join_outputs", "records_of"]
 

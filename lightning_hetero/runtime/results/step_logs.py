@@ -27,7 +27,7 @@ from lightning_hetero.runtime.results.log_entries import (
     reduction_of,
 )
 from lightning_hetero.runtime.results.metrics import Argument, MetricCall, StepMetrics
-from lightning_hetero.runtime.results.number_kinds import (
+from lightning_hetero.runtime.results.numbers.kinds import (
     CONSTANT,
     JOINABLE,
     UNKNOWN,
@@ -39,8 +39,8 @@ from lightning_hetero.runtime.results.number_kinds import (
     join_values,
     ratio_of,
 )
-from lightning_hetero.runtime.results.reductions import Reductions
-from lightning_hetero.runtime.results.written_numbers import (
+from lightning_hetero.runtime.results.numbers.reductions import Reductions
+from lightning_hetero.runtime.results.numbers.written_numbers import (
     Rows,
     count_of,
     known_by_rows,
@@ -210,7 +210,8 @@ class StepLogs:
         for entry, (value, batch_size, rows) in self._parts(reductions):
             known = CONSTANT if entry.metric is not None else reductions.of(value)
             if (known is None or known.kind is Kind.CONSTANT) and rows is not None:
-                known = known_by_rows(value, rows, reductions) or known
+                told, num_samples = reductions.told, reductions.num_samples
+                known = known_by_rows(value, rows, told, num_samples) or known
             counts = known is not None and known.kind is Kind.CONSTANT and known.count == 1
             known = UNKNOWN if counts else known
             count = None if known else count_of(value, reductions.num_samples)

@@ -26,16 +26,16 @@ from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.leaves import tree_leaves
 from lightning_hetero.runtime.results.loss_trial import LossTrial
-from lightning_hetero.runtime.results.number_kinds import (
+from lightning_hetero.runtime.results.numbers.kinds import (
     TOGETHER,
     UNKNOWN,
     Count,
     Kind,
     Reduction,
 )
-from lightning_hetero.runtime.results.reductions import Reductions
-from lightning_hetero.runtime.results.sample_groups import SampleGroups
-from lightning_hetero.runtime.results.torch_calls import tensors_among
+from lightning_hetero.runtime.results.numbers.reductions import Reductions
+from lightning_hetero.runtime.results.numbers.sample_groups import SampleGroups
+from lightning_hetero.runtime.results.numbers.torch_calls import tensors_among
 
 __all__ = ["Classification", "LossReduction", "LossWatch", "LossWeight", "weigh_loss"]
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.random_state import PreservedRandomState, TorchState, seed_everything
-from lightning_hetero.runtime.results.sample_places import sample_groupings
+from lightning_hetero.runtime.results.numbers.sample_places import sample_groupings
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 

@@ -16,8 +16,8 @@ from torchmetrics import SumMetric
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.log_entries import LogEntry
-from lightning_hetero.runtime.results.number_kinds import Kind, Reduction
-from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.numbers.kinds import Kind, Reduction
+from lightning_hetero.runtime.results.numbers.reductions import Reductions
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.strategy.processes import Processes

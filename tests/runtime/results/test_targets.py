@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
+from lightning_hetero.runtime.results.numbers.kinds import Kind, as_weight
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
 
 

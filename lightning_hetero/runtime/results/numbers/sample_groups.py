@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hetero.runtime.results.torch_calls import name_of
+from lightning_hetero.runtime.results.numbers.torch_calls import name_of
 
 __all__ = ["SampleGroups"]
 

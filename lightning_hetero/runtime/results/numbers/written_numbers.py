@@ -13,15 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_hetero.runtime.callers import is_library, is_of_library
-from lightning_hetero.runtime.results.number_kinds import WRITTEN, Kind, Reduction
-
-if TYPE_CHECKING:
-    from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.numbers.kinds import WRITTEN, Kind, Reduction
 
 __all__ = [
     "TOLD",
@@ -67,19 +64,22 @@ def count_of(value: Any, num_samples: int) -> Reduction | None:
     return Reduction(Kind.SUM, count=value, value=value)
 
 
-def known_by_rows(value: Any, rows: Rows, reductions: "Reductions") -> Reduction | None:
+def known_by_rows(
+    value: Any, rows: Rows, told: Mapping[int, Reduction | None], num_samples: int
+) -> Reduction | None:
     """Return what a number is of which its call says what it counts.
 
     Args:
         value: The number.
         rows: What it counts.
-        reductions: What is known of others.
+        told: What whole numbers are that tensors have told.
+        num_samples: Of the micro-batch; 0 if nobody knows.
     """
     if rows == TOLD:
-        return reductions.told.get(value)
-    if rows is None or not reductions.num_samples:
+        return told.get(value)
+    if rows is None or not num_samples:
         return None
-    are_samples = rows and not any(count % reductions.num_samples for count in rows)
+    are_samples = rows and not any(count % num_samples for count in rows)
     return Reduction(Kind.SUM, count=value, value=value) if are_samples else WRITTEN
 
 

@@ -13,9 +13,9 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from lightning_hetero.runtime.results.number_kinds import JOINABLE, Kind, Reduction
-from lightning_hetero.runtime.results.reduction_rules import constant_of
-from lightning_hetero.runtime.results.torch_calls import TorchCall
+from lightning_hetero.runtime.results.numbers.kinds import JOINABLE, Kind, Reduction
+from lightning_hetero.runtime.results.numbers.reduction_rules import constant_of
+from lightning_hetero.runtime.results.numbers.torch_calls import TorchCall
 
 __all__ = ["Formula", "Formulas", "Made"]
 

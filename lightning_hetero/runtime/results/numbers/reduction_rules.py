@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_hetero.runtime.results.number_kinds import (
+from lightning_hetero.runtime.results.numbers.kinds import (
     CONSTANT,
     LINEAR,
     TOGETHER,
@@ -12,14 +12,14 @@ from lightning_hetero.runtime.results.number_kinds import (
     Kind,
     Reduction,
 )
-from lightning_hetero.runtime.results.torch_calls import (
+from lightning_hetero.runtime.results.numbers.torch_calls import (
     PRODUCTS,
     TorchCall,
     is_of_each_with_each,
     is_outer,
     is_product,
 )
-from lightning_hetero.runtime.results.written_numbers import (
+from lightning_hetero.runtime.results.numbers.written_numbers import (
     rows_in_argument,
     rows_of_operand,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.runtime.results.torch_calls import TorchCall, integers_among
+from lightning_hetero.runtime.results.numbers.torch_calls import TorchCall, integers_among
 
 __all__ = [
     "CHOOSING",

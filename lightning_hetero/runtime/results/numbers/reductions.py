@@ -1,7 +1,7 @@
 """Watch torch's functions to know which numbers of a step are means, sums or extremes over samples.
 
 Before the layers and after them: a full mean is a mean over its input's elements, and what becomes
-of it follows the rules of `number_kinds`. They take it that dim 0 counts samples (or tokens).
+of it follows the rules of `kinds`. They take it that dim 0 counts samples (or tokens).
 Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hetero.runtime.results.formulas import Formulas
-from lightning_hetero.runtime.results.number_kinds import (
+from lightning_hetero.runtime.results.numbers.formulas import Formulas
+from lightning_hetero.runtime.results.numbers.kinds import (
     CONSTANT,
     JOINABLE,
     LINEAR,
@@ -24,7 +24,7 @@ from lightning_hetero.runtime.results.number_kinds import (
     fold,
     operation_called,
 )
-from lightning_hetero.runtime.results.reduction_rules import (
+from lightning_hetero.runtime.results.numbers.reduction_rules import (
     FACTORIES,
     FLOORS,
     JOINING,
@@ -40,7 +40,7 @@ from lightning_hetero.runtime.results.reduction_rules import (
     reduced,
     some_dims,
 )
-from lightning_hetero.runtime.results.sample_places import (
+from lightning_hetero.runtime.results.numbers.sample_places import (
     CHOOSING,
     TURNING,
     TURNS,
@@ -49,7 +49,7 @@ from lightning_hetero.runtime.results.sample_places import (
     takes_part,
     turns_samples,
 )
-from lightning_hetero.runtime.results.torch_calls import (
+from lightning_hetero.runtime.results.numbers.torch_calls import (
     NO_NUMBERS,
     NO_TENSORS,
     PRODUCTS,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.log_entries import LogEntry, check_names
-from lightning_hetero.runtime.results.number_kinds import Reduction, join_values
+from lightning_hetero.runtime.results.numbers.kinds import Reduction, join_values
 from lightning_hetero.runtime.results.targets import LossWatch
 
 _Numbers = Callable[[Tensor, Tensor], Any]

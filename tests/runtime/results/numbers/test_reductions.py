@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.number_kinds import (
+from lightning_hetero.runtime.results.numbers.kinds import (
     OPERATIONS,
     Kind,
     Reduction,

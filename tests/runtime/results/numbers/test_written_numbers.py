@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hetero.runtime.results.written_numbers import TOLD, Rows, rows_counted
+from lightning_hetero.runtime.results.numbers.written_numbers import TOLD, Rows, rows_counted
 
 _LIBRARY: dict[str, Any] = {"__name__": "lightning.pytorch.made_up", "rows_counted": rows_counted}
 exec(
