@@ -15,7 +15,7 @@ from dataclasses import replace
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner.allowances import Scores, smaller_allowances
+from lightning_hetero.planner.allowances import Scores
 from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.bound import bound_iteration_price
@@ -24,6 +24,7 @@ from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import WORTH_IMPROVING, improve_best
+from lightning_hetero.planner.parts import WORTH_SIMULATING, LikelyParts
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
@@ -51,16 +52,8 @@ _SIMULATED_WORK = 1_500_000  # about microseconds
 _FEW_DEVICES = 64
 """Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
-_WORTH_SIMULATING = 1.05
-"""An estimate may be so much above the best simulated plan."""
-_SEARCHED_PARTS = 3
-"""Parts of the cluster that are searched after a glance at all."""
 _LIKELIEST, _LIKELIEST_DEVICES = 48, 4_096
 """Arrangements of another search by which one is judged: more of them where devices are few."""
-_LEAST_OVERHEAD = 1.02
-"""Bubbles and exchange make an iteration at least so much longer than its work."""
-_ESTIMATED_STAGES_OF_PARTS = 60_000
-"""Arrangements of parts that are estimated, times their devices."""
 # Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
 _SIMULATED_ENUMERATED = 150
 
@@ -213,13 +206,22 @@ class PlanSearch:
             every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
                 return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_WORK, below)
-        glance = self._score_at_a_glance(counts)
-        near = {"likely": min(glance, below), "below": below}
         most = max(_SIMULATED, _SIMULATED_DEVICES // sum(counts))
-        found = self._search(counts, most, _SIMULATED_WORK, **near)
+        parts = LikelyParts(
+            self.cost.cluster,
+            [self.scores.burden(node, self.tp_degrees) for node in range(len(counts))],
+            least=lambda part: self.scores.least(part, self.tp_degrees),
+            glance=self._glance,
+            progress=lambda share: self.progress("Leaving devices out", 0.4 + 0.1 * share),
+        )
+        found: list[Candidate] = []
+        for first in (parts.far_ahead(below), counts):
+            if first is not None:
+                best = min(below, self._best(found))
+                likely = min(parts.whole_score, best)
+                found += self._search(first, most, _SIMULATED_WORK, likely=likely, below=best)
         limit = self.judge.work_done + _SIMULATED_WORK
-        self.progress("Leaving devices out", 0.4)
-        for part in self._likeliest_parts(counts, min(below, self._best(found)), glance):
+        for part in parts.likeliest(min(below, self._best(found))):
             budget = max(0, limit - self.judge.work_done)
             best = min(below, self._best(found))
             found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=best, below=best)
@@ -241,7 +243,7 @@ class PlanSearch:
 
         A degree that can't come near a `likely` score by its work is no degree for all pipelines.
         """
-        worst = likely * _WORTH_SIMULATING
+        worst = likely * WORTH_SIMULATING
         alone = [tp for tp in self.tp_degrees if self.scores.least(counts, [tp]) <= worst]
         every = propose_arrangements(self.estimator, counts, self.tp_degrees, alone)
         found = self._simulate(every, most, budget, below)
@@ -249,40 +251,15 @@ class PlanSearch:
         below = min(below, self._best(found))
         return found + self._simulate(mixed, max(most // 2, 3), budget, below)
 
-    def _likeliest_parts(
-        self, counts: Sequence[int], best: float, glance: float
-    ) -> list[tuple[int, ...]]:
-        """Return the parts of the cluster that look best at a glance.
+    def _glance(self, part: Sequence[int], worst: float) -> tuple[float, int]:
+        """Return the best estimate for some devices dealt evenly, and how many were looked at.
 
-        A part is looked at only where its devices could do better than the best so far, and is
-        worth a search if it would with what the search of the whole cluster gained on a glance.
+        Infinite if none fits or is below `worst`.
         """
-        burden = [self.scores.burden(node, self.tp_degrees) for node in range(len(counts))]
-        worst = _WORTH_SIMULATING * (max(best, glance) if glance < float("inf") else best)
-        rated: list[tuple[float, int, tuple[int, ...]]] = []
-        left = _ESTIMATED_STAGES_OF_PARTS
-        parts = smaller_allowances(self.cost.cluster, burden)
-        for number, part in enumerate(parts):
-            self.progress("Leaving devices out", 0.4 + 0.1 * number / len(parts))
-            if left <= 0 or self.scores.least(part, self.tp_degrees) * _LEAST_OVERHEAD >= best:
-                continue
-            before = self.num_estimated
-            score = self._score_at_a_glance(part, worst)
-            left -= (self.num_estimated - before) * sum(part)
-            if score < worst:
-                rated.append((score, number, part))
-        # Devices that a glance leaves idle make no part another one.
-        smallest: dict[float, tuple[int, ...]] = {}
-        for score, _, part in sorted(rated):
-            smallest.setdefault(score, part)
-        return list(smallest.values())[:_SEARCHED_PARTS]
-
-    def _score_at_a_glance(self, counts: Sequence[int], worst: float = float("inf")) -> float:
-        """Return the best estimate for some devices dealt evenly; infinite if none fits."""
-        few = glance_at(self.estimator, counts, self.tp_degrees)
+        few = glance_at(self.estimator, part, self.tp_degrees)
         self.num_estimated += len(few)
         estimates = self._estimate(few, [self.estimator], 1, worst)
-        return self._rough_score(estimates[0]) if estimates else float("inf")
+        return self._rough_score(estimates[0]) if estimates else float("inf"), len(few)
 
     def _simulate(
         self,
@@ -326,7 +303,7 @@ class PlanSearch:
         Simulated are the `most` likeliest, all that are estimated below the best of them, and of
         each number of pipelines the best that comes near it. Stops at estimates far above `below`.
         """
-        limit, worst = self.judge.work_done + budget, below * _WORTH_SIMULATING
+        limit, worst = self.judge.work_done + budget, below * WORTH_SIMULATING
         fitting: list[Candidate] = []
         best, is_recomputing = float("inf"), False
         seen: set[object] = set()
@@ -334,7 +311,7 @@ class PlanSearch:
         for estimate in self._estimate(arrangements, estimators, most, worst):
             score, number = self._rough_score(estimate), len(estimate.arrangement)
             enough = len(fitting) >= most
-            is_far = score > worst or (enough and score > best * _WORTH_SIMULATING)
+            is_far = score > worst or (enough and score > best * WORTH_SIMULATING)
             if is_far or (self.judge.work_done > limit and fitting):
                 break
             # What differs in nodes alone, and takes as long, is simulated once.

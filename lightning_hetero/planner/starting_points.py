@@ -42,6 +42,8 @@ _LIKELIEST = 4
 _COMBINED = 12
 """Combinations that are tried."""
 _NEWTON_STEPS = 4
+_FEW_DEVICES = 64
+"""Up to here local search finds what is left over."""
 _FEW_NUMBERS = 8
 """Numbers of groups that are tried where a few have to do."""
 _MAX_BOUNDED = 600_000
@@ -66,6 +68,8 @@ def propose_arrangements(
     for tp_degree in alone:
         if sum(types.units(tp_degree)):
             groupings += _dealt(types, [tp_degree] * len(types.names), 64)
+            if types.totals.sum() > _FEW_DEVICES:
+                groupings += _alike(types, tp_degree)
     groupings += _by_rate(types, tp_degrees, alone)
     groupings += _every_one(types, tp_degrees)
     return _mapped(groupings, types, list(MappingOrder))
@@ -153,6 +157,28 @@ def _dealt(
         rows = [row for row, repeats in dealt for _ in range(repeats)]
         if all(map(any, rows)):
             yield types.groups_of(tp_degrees, rows)
+
+
+def _alike(types: DeviceTypes, tp_degree: int) -> Iterator[list[Group]]:
+    """Deal units so that all pipelines have as many stages and micro-batches.
+
+    The slowest units are left over. Stages are as many as there are units for, or one fewer.
+    """
+    units, estimator = types.units(tp_degree), types.estimator
+    total, num_microbatches = sum(units), estimator.workload.num_microbatches
+    for num_groups in range(1, min(total, num_microbatches) + 1):
+        if num_microbatches % num_groups:
+            continue
+        longest = min(total // num_groups, estimator.num_layers)
+        for length in range(longest, max(longest - 2, 0), -1):
+            kept, surplus = [], total - length * num_groups
+            for count in units:
+                left_over = min(count, surplus)
+                surplus -= left_over
+                kept.append(count - left_over)
+            dealt = deal_evenly(kept, num_groups)
+            rows = [row for row, repeats in dealt for _ in range(repeats)]
+            yield types.groups(tp_degree, rows)
 
 
 def _max_stages(units: Sequence[int], num_layers: int) -> int:

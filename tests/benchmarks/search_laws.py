@@ -4,7 +4,8 @@
 
     python -m tests.benchmarks.search_laws 100              # clusters; about 10 s of CPU each
     python -m tests.benchmarks.search_laws 20 --seed 7 --most 64
-    python -m tests.benchmarks.search_laws 5 --least 65     # minutes each
+    python -m tests.benchmarks.search_laws 5 --least 65     # a minute each
+    python -m tests.benchmarks.search_laws 20 --least 65 --most 128
 
 Each random cluster is planned as it is and with less: without one of its nodes, with some of its TP
 degrees, as if recomputing freed no memory, and with equal shares; and the search that chooses a
@@ -107,9 +108,11 @@ def _cost(nodes: tuple[tuple[str, int], ...], model: str, bytes_per_s: float | N
 
 
 def draw(seed: int, most: int = 512) -> Task:
-    """Return a random task of up to `most` devices."""
+    """Return a random task of up to `most` devices; of about that many often if `SIZES` has less."""
     choose = random.Random(seed)
     sizes = {size: often for size, often in SIZES.items() if size <= most}
+    if most > max(sizes, default=0):
+        sizes[most] = max(SIZES.values())
     (size,) = choose.choices(list(sizes), list(sizes.values()))
     if ROOT.exists() and choose.random() < 0.3:
         return _draw_measured(choose, size)

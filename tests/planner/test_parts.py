@@ -15,6 +15,7 @@ from lightning_hetero.planner.arrangement import PipelineNodes, used_nodes
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import improve
+from lightning_hetero.planner.parts import LikelyParts
 from lightning_hetero.planner.starting_points import propose_arrangements
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.search_laws import TOLERANCE, Task, slower_by
@@ -166,6 +167,58 @@ def test_improving_gives_idle_devices_pipelines_and_leaves_idle_what_holds_up(
     improved = improve(Candidate.of(estimate), judge, estimator, budget=10_000)
     assert len(used_nodes(improved.arrangement)) == num_worth_using
     assert judge.score(improved) < 0.9 * judge.score(Candidate.of(estimate))
+
+
+def test_types_that_hold_everybody_up_are_left_out_of_many_devices():
+    names = ("A100-80GB", "RTX-4090", "T4")
+    cluster = Cluster(nodes=tuple(Node(device=name, count=4) for name in names for _ in range(40)))
+
+    def glance(part, _worst):
+        return 9.0 if any(part[80:]) else 300 / sum(part), 40
+
+    parts = LikelyParts(
+        cluster,
+        [1.0] * 40 + [2.0] * 40 + [5.0] * 40,
+        least=lambda part: 100 / sum(part),
+        glance=glance,
+    )
+    assert parts.far_ahead(float("inf")) == (4,) * 80 + (0,) * 40
+    # It has been searched, and others that leave out those devices are next.
+    likeliest = parts.likeliest(0.95 * 300 / 320)
+    assert 0 < len(likeliest) <= 3
+    assert (4,) * 80 + (0,) * 40 not in likeliest
+    assert not any(any(part[80:]) for part in likeliest)
+
+
+def test_of_many_devices_parts_that_look_no_better_than_all_are_not_searched():
+    cluster = Cluster(nodes=(Node(device="T4", count=4),) * 20)
+
+    def likeliest(fewer: float) -> list[tuple[int, ...]]:
+        parts = LikelyParts(
+            cluster,
+            [1.0] * 20,
+            least=lambda part: 100 / sum(part),
+            glance=lambda part, _worst: (10.0 if sum(part) == 80 else fewer, 8),
+        )
+        return parts.likeliest(9.9)
+
+    assert likeliest(10.1) == []
+    assert likeliest(9.95) != []
+
+
+def test_pipelines_are_proposed_that_have_as_many_stages_and_micro_batches():
+    cluster = Cluster(
+        nodes=(Node(device="T4", count=1),) * 50 + (Node(device="V100-16GB", count=1),) * 48
+    )
+    workload = Workload(sequence_length=512, global_batch_size=32)
+    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
+    found = [
+        arrangement
+        for arrangement in propose_arrangements(estimator, [1] * 98, (1,), (1,))
+        if [len(pipeline.nodes) for pipeline in arrangement] == [5] * 16
+    ]
+    # The slowest are left over.
+    assert any(sum(node < 50 for node in used_nodes(item)) == 32 for item in found)
 
 
 def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
