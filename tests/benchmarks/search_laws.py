@@ -108,7 +108,7 @@ def _cost(nodes: tuple[tuple[str, int], ...], model: str, bytes_per_s: float | N
 
 
 def draw(seed: int, most: int = 512) -> Task:
-    """Return a random task of up to `most` devices; of about that many often if `SIZES` has less."""
+    """Return a random task of up to `most` devices, of about as many if no size is so large."""
     choose = random.Random(seed)
     sizes = {size: often for size, often in SIZES.items() if size <= most}
     if most > max(sizes, default=0):
