@@ -1,8 +1,12 @@
 """Every way to put few devices into pipelines: arrangements of tiny clusters, and groupings."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.solvers.patterns import enumerate_compositions
@@ -93,7 +97,7 @@ def _relabel(arrangement: Arrangement, alike: Sequence[object]) -> Arrangement:
 
 def every_grouping(
     totals: Sequence[int],
-    tp_degrees: Sequence[int],
+    units: Mapping[int, Sequence[int]],
     *,
     most_stages: int,
     most_pipelines: int,
@@ -103,18 +107,19 @@ def every_grouping(
 
     Args:
         totals: Devices of each type.
-        tp_degrees: Degrees that a pipeline may have.
+        units: Groups of each type that nodes hold, for every degree that a pipeline may have.
         most_stages: Most groups of a pipeline.
         most_pipelines: Most pipelines.
         most: Most groupings.
     """
     kinds: list[PipelineUnits] = []
-    for tp_degree in tp_degrees:
-        units = [total // tp_degree for total in totals]
-        if any(units):
-            rows = enumerate_compositions(units, min(most_stages, sum(units))).tolist()
-            kinds += [(tp_degree, tuple(row)) for row in rows]
-        if len(kinds) > most:
+    times = np.zeros(0, dtype=np.int64)
+    for tp_degree, of_types in units.items():
+        rows = enumerate_compositions(of_types, min(most_stages, sum(of_types)))
+        kinds += [(tp_degree, tuple(row)) for row in rows.tolist()]
+        fits = np.where(rows, np.array(totals) // np.maximum(rows * tp_degree, 1), most_pipelines)
+        times = np.append(times, fits.min(axis=1))
+        if _are_more(times, min(most_pipelines, max(totals)), most):
             return None
     found: list[tuple[PipelineUnits, ...]] = []
     stack: list[tuple[tuple[PipelineUnits, ...], int, tuple[int, ...]]] = [((), 0, tuple(totals))]
@@ -132,3 +137,18 @@ def every_grouping(
             if min(rest) >= 0:
                 stack.append(((*chosen, kinds[index]), index, rest))
     return found
+
+
+def _are_more(times: IntArray, most_pipelines: int, most: int) -> bool:
+    """Return whether groupings are surely more than `most`.
+
+    `times` says how often devices suffice for each kind of pipeline. Of kinds of which there can be
+    n any n are a grouping.
+    """
+    for number in range(1, most_pipelines + 1):
+        num_kinds = int(np.count_nonzero(times >= number))
+        if not num_kinds:
+            return False
+        if math.comb(num_kinds + number - 1, number) > most:
+            return True
+    return False

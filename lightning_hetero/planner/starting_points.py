@@ -329,7 +329,7 @@ def _every_one(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[G
     """Return every grouping where there are few."""
     found = every_grouping(
         types.totals.tolist(),
-        tp_degrees,
+        {tp: types.units(tp) for tp in tp_degrees},
         most_stages=types.estimator.num_layers,
         most_pipelines=types.estimator.workload.num_microbatches,
         most=_MAX_EVERY_GROUPING,

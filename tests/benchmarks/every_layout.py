@@ -17,7 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.planner import PlanningOptions, Workload
-from lightning_hetero.planner.arrangement import Arrangement, Group, MappingOrder, map_groups
+from lightning_hetero.planner.arrangement import (
+    Arrangement,
+    Group,
+    MappingOrder,
+    map_groups,
+    num_units,
+)
 from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.enumeration import PipelineUnits, every_grouping
 from lightning_hetero.planner.estimator import Estimator
@@ -110,9 +116,11 @@ def _groupings(
     estimator: Estimator, tp_degrees: Sequence[int], most: int
 ) -> list[tuple[PipelineUnits, ...]] | None:
     """Return all groupings of the cluster's devices by type, or None if there are over `most`."""
+    cluster, names = estimator.cost.cluster, sorted(estimator.num_devices)
+    counts = [node.count for node in cluster.nodes]
     return every_grouping(
-        [estimator.num_devices[name] for name in sorted(estimator.num_devices)],
-        tp_degrees,
+        [estimator.num_devices[name] for name in names],
+        {tp: [num_units(cluster, counts, name, tp) for name in names] for tp in tp_degrees},
         most_stages=estimator.num_layers,
         most_pipelines=estimator.workload.num_microbatches,
         most=most,

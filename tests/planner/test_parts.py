@@ -206,21 +206,6 @@ def test_of_many_devices_parts_that_look_no_better_than_all_are_not_searched():
     assert likeliest(9.95) != []
 
 
-def test_pipelines_are_proposed_that_have_as_many_stages_and_micro_batches():
-    cluster = Cluster(
-        nodes=(Node(device="T4", count=1),) * 50 + (Node(device="V100-16GB", count=1),) * 48
-    )
-    workload = Workload(sequence_length=512, global_batch_size=32)
-    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
-    found = [
-        arrangement
-        for arrangement in propose_arrangements(estimator, [1] * 98, (1,), (1,))
-        if [len(pipeline.nodes) for pipeline in arrangement] == [5] * 16
-    ]
-    # The slowest are left over.
-    assert any(sum(node < 50 for node in used_nodes(item)) == 32 for item in found)
-
-
 def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
     # Seconds were estimated too low where recomputing makes room for others' states.
     task = Task(

@@ -1,0 +1,79 @@
+"""What is proposed before anything is estimated."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.planner import Workload
+from lightning_hetero.planner.arrangement import used_nodes
+from lightning_hetero.planner.enumeration import every_grouping
+from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.starting_points import propose_arrangements
+from lightning_hetero.simulator import RooflineCost
+
+BERT = ModelSpec.load("bert-large")
+
+
+def test_pipelines_are_proposed_that_have_as_many_stages_and_micro_batches():
+    cluster = Cluster(
+        nodes=(Node(device="T4", count=1),) * 50 + (Node(device="V100-16GB", count=1),) * 48
+    )
+    workload = Workload(sequence_length=512, global_batch_size=32)
+    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
+    found = [
+        arrangement
+        for arrangement in propose_arrangements(estimator, [1] * 98, (1,), (1,))
+        if [len(pipeline.nodes) for pipeline in arrangement] == [5] * 16
+    ]
+    # The slowest are left over.
+    assert any(sum(node < 50 for node in used_nodes(item)) == 32 for item in found)
+
+
+def test_a_degree_that_no_node_can_hold_takes_no_proposal_away():
+    cluster = Cluster(
+        nodes=(Node(device="RTX-4090", count=1),) * 16 + (Node(device="T4", count=2),)
+    )
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
+    counts = [1] * 16 + [0]
+    one, both = (
+        set(propose_arrangements(estimator, counts, degrees, degrees)) for degrees in ((1,), (1, 2))
+    )
+    assert one <= both
+    assert any([len(pipeline.nodes) for pipeline in found] == [3] * 5 for found in one)
+
+
+@given(
+    totals=st.lists(st.integers(0, 4), min_size=1, max_size=2),
+    degrees=st.sets(st.sampled_from([1, 2]), min_size=1),
+    most_stages=st.integers(1, 3),
+    most_pipelines=st.integers(1, 4),
+)
+def test_every_grouping_is_found_or_none_if_there_are_too_many(
+    totals, degrees, most_stages, most_pipelines
+):
+    units = {tp: [total // tp for total in totals] for tp in sorted(degrees)}
+    kinds = [
+        (tp, row)
+        for tp, counts in units.items()
+        for row in itertools.product(*(range(count + 1) for count in counts))
+        if 1 <= sum(row) <= most_stages
+    ]
+    every = {
+        chosen
+        for number in range(1, most_pipelines + 1)
+        for chosen in itertools.combinations_with_replacement(kinds, number)
+        if all(
+            sum(tp * row[kind] for tp, row in chosen) <= total for kind, total in enumerate(totals)
+        )
+    }
+    sizes = {"most_stages": most_stages, "most_pipelines": most_pipelines}
+    found = every_grouping(totals, units, **sizes, most=len(every))
+    assert found is not None
+    assert len(found) == len(every)
+    assert {tuple(sorted(grouping)) for grouping in found} == {tuple(sorted(g)) for g in every}
+    if every:
+        assert every_grouping(totals, units, **sizes, most=len(every) - 1) is None
