@@ -12,11 +12,11 @@ has to be read for them (here, unless another package is named):
 - `_optimizers_to_device`: what `Strategy.setup` and `load_optimizer_state_dict` call,
 - `trainer._active_loop`: the counter of the batches that are evaluated or predicted,
 - `Precision._after_closure`: after it nothing but the optimizer's step is left,
-- `LightningOptimizer._optimizer`: whom `optimizer_state` is asked for,
+- `LightningOptimizer._optimizer`: the optimizer whose state `optimizer_state` returns,
 - `WeightAveraging._average_model` (also `callbacks`), `StochasticWeightAveraging._average_model`:
   copies of the module that must be cut, and saved,
 - `BaseFinetuning._apply_mapping_to_param_groups`, `_internal_optimizer_metadata`: what ranks must
-  agree on when parameters are thawed,
+  agree on when parameters are unfrozen,
 - `FitLoop._data_source` (`autoplan`): the training loader before the first epoch,
 - `_IndexBatchSamplerWrapper`, its `_batch_sampler` (`data`): what prediction wraps samplers in,
 - `FitLoop._should_accumulate`, `_combined_loader` (`callbacks`): whether a batch ends a step, and
@@ -32,7 +32,7 @@ has to be read for them (here, unless another package is named):
   what was logged in an epoch, which goes on where a rank is lost in it,
 - `_Loop`, `_BaseProgress`, the epoch loop's `_batches_that_stepped` (`callbacks`): the counters of
   loops, which are put back to the last step's end where a rank is lost,
-- what `runtime.results` reads to log inside of a step, which Lightning offers nobody.
+- what `runtime.results` reads to log inside a step, for which Lightning has no public way.
 """
 
 from lightning_hetero.strategy.cli_layers import register_layers

@@ -1,4 +1,4 @@
-"""The user's options for the engine, and the engine that they give for the ranks that run."""
+"""The user's options for the engine, and the engine made of them once there are ranks and plans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ _WITHOUT_LAYERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Arguments of `HeteroStrategy` of the same names.
+    """Arguments of `HeteroStrategy` under the same names.
 
     Raises:
-        ConfigurationError: The number of micro-batches is below 1, or there can't be that many
-            standbys.
+        ConfigurationError: `num_microbatches` is below 1, or `redundancy` isn't 0 or 1 or doesn't
+            go with the kind of exchange.
     """
 
     num_microbatches: int | None
@@ -48,7 +48,7 @@ class EngineOptions:
     tp_plan: Mapping[str, str] | None
     sequence_parallel: bool
     config: EngineConfig
-    """The engine's own options, as far as they are known before there are ranks and a plan."""
+    """The engine's own options; those that depend on ranks and plans are filled in later."""
 
     def __post_init__(self) -> None:
         if self.num_microbatches is not None and self.num_microbatches < 1:
@@ -74,7 +74,7 @@ class EngineOptions:
         precision: "HeteroPrecision",
         emulation: Emulation,
     ) -> RunFacts:
-        """Return what is known of a run before it has a plan."""
+        """Return the facts of a run that are known before it has a plan."""
         trainer = module.trainer
         master = precision.master_dtype or precision.compute_dtype
         return RunFacts(
@@ -96,7 +96,7 @@ class EngineOptions:
     def make_engine(
         self, facts: RunFacts, plans: "RunPlans", precision: "HeteroPrecision", *, seed: int
     ) -> Engine:
-        """Cut the module into slices and return what runs it; collective."""
+        """Cut the module into slices and return the engine that runs it; collective."""
         layout = facts.layout
         if not layout.layers:
             self.config.layer_options.refuse_without_layers()

@@ -1,8 +1,7 @@
-"""Lightning's fit loop, which may begin with what follows a step that was trained before.
+"""Lightning's fit loop, except that it can begin with what follows a step trained earlier.
 
-A validation, the end of an epoch or of training follows a step, and a rank may be lost in it.
-Resumed from that step's state Lightning's own loop leaves it out: it begins the next epoch, or is
-done.
+A rank may be lost after a step: in a validation, or at the end of an epoch or of training. Resumed
+from that step's state, Lightning's own loop would skip these: it begins the next epoch, or is done.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ __all__ = ["FitLoop"]
 
 
 class FitLoop(_FitLoop):
-    """A loop that goes on from a state of the last step's end.
+    """A fit loop that can go on from the state at the end of a step.
 
     Args:
         trainer: Whose loop it is.
@@ -32,7 +31,7 @@ class FitLoop(_FitLoop):
         """Whether the epoch or training ends after the step whose state was loaded: a validation
         that is due, hooks and schedulers come first, even where all steps are trained."""
         self.lacks_nothing = False
-        """Whether what was logged in the epoch that goes on is here, too."""
+        """Whether this process still has all that was logged in the epoch so far."""
 
     @property
     @override
@@ -45,7 +44,7 @@ class FitLoop(_FitLoop):
             super().reset()
             return
         torch.set_grad_enabled(True)
-        # Nothing of it was begun, as far as the state knows.
+        # In the restored state nothing of what follows the step has begun.
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
         self.epoch_loop.batch_progress.increment_completed()
 

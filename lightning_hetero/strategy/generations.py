@@ -1,32 +1,32 @@
-"""Fit again and again, each time with the ranks that are left, in processes that stay.
+"""Fit again and again, each time with the ranks that are left, without ending their processes.
 
 The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
 `ElasticRestart(in_place=True)` it first makes the process that was started a keeper
-(`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. There
-a fit that ends because another rank is lost, comes or leaves is followed by another one:
+(`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. In the
+worker a fit that ends because a rank is lost, comes or leaves is followed by another one:
 
-1. the old generation's detector is paused and its groups are hung up, and what this rank has of
-   the last step is kept (`checkpoint.survivors`),
+1. the old generation's detector is paused, its groups are closed, and this rank's part of the last
+   step is kept (`checkpoint.survivors`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
-3. those who are left form the next generation (`runtime.generation.membership`), and newcomers
-   that wait are in it (`runtime.generation.newcomers`); where ranks have stopped between two steps
-   to let some in or go, this is done first, so that none hangs up while others still talk,
+3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
+   waiting newcomers (`runtime.generation.newcomers`); where ranks have stopped between two steps
+   to let some in or go, this comes first, so that none closes connections that others still use,
 4. random state, loops and flags are put back to what they were before the first fit,
 5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
-   processes meet, the plan is made for who is left, and what those who are left have kept, or
-   else the newest checkpoint, gives the state.
+   processes meet, a plan is made for the ranks that are left, and the state comes from what they
+   have kept, or else from the newest checkpoint.
 
-A newcomer comes here with its first fit, as all do, and its processes meet those of the generation
-that lets it in. An error before that generation has trained a step is blamed on the newcomers: the
-others go on without them.
+A newcomer comes here in its first fit, as every process does, and meets the generation that lets it
+in. An error before that generation has trained a step is blamed on the newcomers: the others go on
+without them.
 
-Under NCCL by construction, not by trial: ranks alone abort operations, before anything waits for
-them, and a step that a device hadn't ended by then is none (`runtime.ranks.step_end`). Generations
-share no communicators, and an error that poisons a process (CUDA's) ends that process alone.
+Written for NCCL, but not tried with it: only ranks abort operations, before anything waits for
+them, and a step that a device hadn't finished by then doesn't count (`runtime.ranks.step_end`).
+Generations share no communicators, and an error that poisons a process (CUDA's) ends only that one.
 
-A retry inside of the iteration was weighed: it would spare the set-up, but loaders, optimizers,
-loops and callbacks know ranks and shares, and each would need a second way to change them. What
-leads a new process back into the run has led there before, so it leads an old one, too.
+A retry inside the iteration was considered: it would save the set-up, but loaders, optimizers,
+loops and callbacks know ranks and shares, and each would need a second way to change them. The path
+by which a new process enters the run is there in any case, so an old one takes it, too.
 """
 
 import gc
@@ -84,14 +84,14 @@ def launcher_of(
     num_nodes: int,
     check_world_size: Callable[[int], None],
 ) -> "_MultiProcessingLauncher | HeteroLauncher":
-    """Return what starts the other processes of this node, if nobody else has.
+    """Return the launcher of this node's other processes, which starts them if nobody else has.
 
     Args:
         strategy: Whose launcher it is.
         start_method: See `HeteroStrategy`.
         num_nodes: Number of nodes.
-        check_world_size: Refuses a number of processes, before they are started, unless they are
-            added to others.
+        check_world_size: Raises for a number of processes that can't run, before any is started;
+            not called for newcomers.
     """
     environment = strategy.cluster_environment
     assert environment is not None
@@ -193,13 +193,13 @@ class HeteroLauncher(_SubprocessScriptLauncher):
 
 
 def size_that_stays(told: Iterable[int]) -> int:
-    """Return how many batches of a loader make an iteration, as before.
+    """Return how many of a loader's batches make an iteration: as many as in earlier generations.
 
     Args:
-        told: What each rank knows; 0 where it has just come.
+        told: Each rank's number; 0 from a newcomer.
 
     Raises:
-        CheckpointError: All who knew are lost, and only newcomers are left.
+        CheckpointError: Only newcomers are left.
     """
     most = max(told)
     if not most:
@@ -246,7 +246,7 @@ class _Generations:
 
     Args:
         strategy: The Trainer's.
-        trainer: Who fits.
+        trainer: The Trainer.
         silence: How late a heartbeat may be.
     """
 
@@ -263,12 +263,12 @@ class _Generations:
         leave_failures_to_ranks(os.environ)
 
     def fit(self, work: Callable[[], Any]) -> Any:
-        """Fit until training has ended, whoever comes, leaves or is lost on the way."""
+        """Fit until training has ended, whichever ranks come, leave or are lost on the way."""
         # Modules and other things that stay: a collection after a loss needn't look at them.
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
-        before.put_back(self._trainer)  # With the loop that later fits have, too.
+        before.put_back(self._trainer)  # The first fit needs a `FitLoop` like all later ones.
         if self._processes.joins:
             self._strategy.await_recovery()
             self._strategy.has_begun_training = True
@@ -294,7 +294,7 @@ class _Generations:
             raise
 
     def _reason_to_go_on(self, error: Exception) -> str | None:
-        """Return why another generation may do better, None if none would; says so."""
+        """Return why another generation goes on after an error; None, and log why, if none does."""
         if self._strategy.memory is not None:
             self._strategy.memory.explain(error)  # Before the others are told of it.
         trained, newcomers = self._strategy.has_trained, self._newcomers
@@ -347,15 +347,15 @@ class _Generations:
                 notify(trainer, old, new)
 
     def _end_fit(self, generation: int) -> bool:
-        """Let go of a generation's groups, and end its fit as Lightning does; see `keep_live`.
+        """Close a generation's groups, and end its fit as Lightning does.
 
         Returns:
-            Whether something is kept.
+            Whether this rank keeps its part of the last step's state; see `keep_live`.
         """
         module = self._strategy.lightning_module
         self._processes.leave_generation()
         if not self._trainer.training:
-            # A validation that doesn't end leaves modules as it has put them, without dropout.
+            # A validation that was cut short has left modules in evaluation mode.
             self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         keeps = False
         for checkpoint in self._trainer.strategy.run.checkpoints:
@@ -391,7 +391,7 @@ class _BeforeFit:
         self._steps = fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps
 
     def put_back(self, trainer: Any) -> None:
-        """Make it so again, as in a process that has just come to its fit."""
+        """Restore that state, with a new `FitLoop`, as in a process that is new to its fit."""
         self._random_state.put_back()
         trainer.fit_loop = FitLoop(trainer, self._epochs, self._steps)
         trainer.should_stop = False

@@ -1,8 +1,8 @@
 """`HeteroStrategy`: a Lightning strategy that runs a `ParallelPlan`.
 
-A thin adapter: Lightning's hooks are in `hooks`, and what they do is done by what the strategy
-has: `Processes` (connect and talk), `SlicedState` (the module's weights), `Dealer` (who gets which
-samples) and `Steps` (an iteration of the engine for each step). In order:
+A thin adapter: Lightning's hooks are in `hooks`, and the strategy's parts do the work: `Processes`
+(connect and talk), `SlicedState` (the module's weights), `Dealer` (who gets which samples) and
+`Steps` (an iteration of the engine for each step). In order:
 
 1. `setup_environment`: processes meet, communicators are made,
 2. `setup`: layers are found, the plan is checked or made, the module's parameters become slices,
@@ -59,7 +59,7 @@ __all__ = ["HeteroStrategy"]
 
 
 def _moved(name: str) -> property:
-    """Return a property that `emulation` has now; any use warns."""
+    """Return a deprecated alias of a field of `emulation`; any use warns."""
     text = f"`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
     text += f"`HeteroStrategy.emulation.{name}`."
 
@@ -87,58 +87,59 @@ class HeteroStrategy(HookedStrategy):
         plan: The plan to run: a `ParallelPlan`, its dictionary or the path of its JSON file; "auto"
             or an `AutoPlan` to make one for the devices that run (see `lightning_hetero.autoplan`);
             or None for equal pipelines of `num_stages` stages. Under an automatic plan an iteration
-            takes the loader's batch times the ranks, as DDP does, else times the pipelines.
-        num_candidate_plans: Plans that "auto" has at hand for a `HeteroDataModule`, which chooses
-            one for every iteration; the first is the best without changing.
-        num_stages: Stages of each equal pipeline; if given, "auto" means None.
+            takes one batch of the loader per rank, as DDP does; else one per pipeline.
+        num_candidate_plans: Number of plans that "auto" makes for a `HeteroDataModule`, which
+            chooses one for every iteration; the first is the best single one.
+        num_stages: Stages of each of the equal pipelines; if given, "auto" means None.
         num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
-            the plan names no number. None takes 1 for plans without stages, else 4 a stage.
+            the plan names no number. None takes 1 for pipelines of one stage, else 4 per stage.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
-            optimizers that need whole matrices, such as Muon, "memory" for devices whose stages
-            leave unequal room. "auto" does what the plan says (`owner_shares`), if it does.
-        redundancy: 1 lets another rank, on another node where there is one, keep each slice a
-            second time and step it alike, so that losing a rank loses no state. Owned memory and
-            the bytes of a push double. For optimizers that compute element by element; with
+            optimizers that need whole matrices, such as Muon, "memory" where stages leave unequal
+            memory free. "auto" follows the plan's `owner_shares`, if it has any.
+        redundancy: 1 keeps a second copy of each slice on another rank (of another node, if there
+            is one), which takes the same steps, so that losing a rank loses no state. Owned memory
+            and the bytes of a push double. For optimizers that compute element by element; with
             `ownership="parameter"` for those that need whole matrices.
-        standby_check_steps: Optimizer steps after which both copies of each slice are compared, so
-            that a device that computes wrongly is found; 0 never compares.
+        standby_check_steps: Optimizer steps between comparisons of both copies of each slice, which
+            find a device that computes wrongly; 0 never compares.
         owned_device: Where masters and optimizer state live: on the "device", on the host ("cpu"),
             where the optimizer then steps (`AdamW(fused=True)` is fastest there), or "auto", as the
             plan's `host_owners` say.
-        exchange: How weights and gradients travel: by "messages" or "collectives" of all that hold
-            a layer (gradients are summed in the pipelines' order), "by-node" (on each node first),
-            or by "reduce-scatter" (in the compute dtype and an order of its own). "auto" takes
+        exchange: How weights and gradients travel between all that hold a layer: by "messages" or
+            "collectives" (both sum gradients in the pipelines' order), "by-node" (sums on each node
+            first), or "reduce-scatter" (sums in the compute dtype, in its own order). "auto" takes
             collectives, by node where links make that faster; messages on gloo up to 8 ranks.
         tp_plan: How tensor parallelism shards modules, name pattern to style (see
             `runtime.tensor_parallel.styles`); None takes the module's own plan. One given here also
             allows a later plan with tensor parallelism where the first has none.
         sequence_parallel: Whether tensor-parallel ranks cut activations along the tokens between
             attention and MLP, which saves activations of norms and dropout.
-        activation_checkpointing: Layers that compute their activations again in backward: "none",
-            "full", n for every n-th, or "selective": all but matrix products and attention. A
-            plan may say it (`recomputed_layers`, `selective_layers`, `activation_budget_bytes`).
-        activation_budget_bytes: Most bytes of its layers' activations on each rank; every
-            micro-batch computes just as many layers again as that takes. The first iteration counts
+        activation_checkpointing: Layers that recompute their activations in backward: "none",
+            "full", n for every n-th, or "selective": all but matrix products and attention. A plan
+            overrides it (`recomputed_layers`, `selective_layers`, `activation_budget_bytes`).
+        activation_budget_bytes: Most bytes of layers' activations that each rank keeps; every
+            micro-batch recomputes only as many layers as that takes. The first iteration measures
             what a layer keeps, and recomputes nearly all.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
-            micro-batches in fp32. False takes 2 bytes a parameter less, and rounds every sum.
-        loss_reduction: What a loss is over its batch; None finds out, and warns where it can't. For
-            means over other things than samples the module may have `num_target_tokens(batch)`.
+            micro-batches in fp32. False saves 2 bytes per parameter, but rounds every sum.
+        loss_reduction: Whether a loss is the "mean" or "sum" over its batch; None infers it, and
+            warns if it can't. A module whose loss is a mean over something other than samples may
+            have `num_target_tokens(batch)`.
         share_outputs: Whether every rank gets what steps return and append to the module's lists.
-        nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
-            "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
-        local_buffers: Whether buffers, and samples in layers, may follow what a micro-batch holds,
-            as in DDP, with the first pipeline's buffers kept; else that's refused where it differs.
+        nonfinite_gradients: What happens if gradients are NaN or infinite on any rank: "error" ends
+            the run and names the rank, "skip" leaves the iteration out on all ranks.
+        local_buffers: Whether buffers, and what layers return for a sample, may depend on the rest
+            of a micro-batch, as in DDP (the first pipeline's buffers are kept), or that's refused.
         whole_after_run: Whether every rank's module has whole parameters after a run. If not, it
             keeps its slices: see `whole_state_dict`.
-        timeout: How long a rank waits for another before it gives up, in set-up and in steps.
+        timeout: How long a rank waits for another before it gives up, in set-up and in steps. Must
+            cover what one rank does alone in set-up, such as measuring.
         start_timeout: How long until all processes have connected, imports included; `timeout` if
-            that is longer. The ladder is start > set-up > step: from then on `timeout` holds, which
-            must cover what one rank alone does in set-up, such as to measure, and a step's waits.
-        start_method: How processes are started: "popen" runs the script again for each, "spawn",
-            others use multiprocessing, and the module comes back whole. torchrun starts its own.
+            that is longer, which holds from then on.
+        start_method: How processes are started: "popen" runs the script again for each; the others
+            use multiprocessing, and make the module whole afterwards. torchrun starts its own.
         process_group_backend: "nccl", "gloo", …; None takes what fits the device.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -231,15 +232,15 @@ class HeteroStrategy(HookedStrategy):
             ),
         )
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
-        """Plans among which a data module may choose; there from `setup` on."""
+        """Plans among which a data module may choose; set by `setup`."""
         self.candidate_costs: tuple[tuple[PipelineCost, ...], ...] | None = None
-        """Costs of their pipelines; None where nobody has measured them."""
+        """Costs of each candidate plan's pipelines; None if they weren't measured."""
         self.auto_planned: AutoPlanned | None = None
         """The basis of the automatic plan; None where a plan was given."""
         self.run = Run(self)
-        """In which the run's callbacks find each other."""
+        """Through which the run's callbacks find each other."""
         self.emulation = Emulation()
-        """The device that this rank plays; callbacks may put another one here in their `setup`."""
+        """The device that this rank emulates; callbacks may replace it in their `setup`."""
         self._announced: ParallelPlan | None = None
         self._num_batches = 0
         """Batches of the user's loader that make an iteration."""
@@ -260,16 +261,16 @@ class HeteroStrategy(HookedStrategy):
     def change_plan(self, plan: ParallelPlan) -> int:
         """Run another plan from now on; called by every rank with the same plan, between steps.
 
-        No optimizer state moves and nothing restarts: only the next iterations' weights travel
-        elsewhere. Batches that were dealt already run under the plan they were dealt for. A data
-        module names each iteration's plan itself: see `set_candidate_plans`.
+        No optimizer state moves and nothing restarts: only the weights of the next iterations
+        travel elsewhere. Batches that were dealt already run under the plan they were dealt for.
 
         Returns:
-            Training iterations that still run under the plans of before.
+            The number of training iterations that still run under earlier plans.
 
         Raises:
             PlanError: The plan doesn't fit the ranks or the model.
-            ConfigurationError: The plan would deal otherwise to several training loaders.
+            ConfigurationError: The plan deals differently to several training loaders; or a data
+                module names each iteration's plan itself (see `set_candidate_plans`).
         """
         self.engine.plans.check(plan)
         assert self._dealer is not None
@@ -280,12 +281,10 @@ class HeteroStrategy(HookedStrategy):
         plans: Sequence[ParallelPlan],
         costs: Sequence[Sequence[PipelineCost]] | None = None,
     ) -> int:
-        """Let data modules choose among other plans; called by every rank alike, between steps.
-
-        Iterations that are planned already run under the plans that they are planned for.
+        """Replace the plans that data modules choose from; called by all ranks alike between steps.
 
         Returns:
-            Training iterations, at most, that still do so.
+            The most training iterations that still run under earlier plans.
 
         Raises:
             PlanError: A plan is for another number of ranks or layers.
@@ -343,7 +342,7 @@ class HeteroStrategy(HookedStrategy):
         self._slices.watch_uses()
 
     def _set_up_engine(self, *, trains: bool) -> None:
-        """Find or make the plans, and all that runs them; collective."""
+        """Take or make the plans, and make the engine, dealer and steps for them; collective."""
         precision = self.precision_plugin
         facts = self._options.gather_facts(
             self._module, self._processes.comms, self.root_device, precision, self.emulation
@@ -385,13 +384,13 @@ class HeteroStrategy(HookedStrategy):
                 rank_zero_warn(start.idle_warning)
 
     def _begin_change(self) -> None:
-        """Take note that an optimizer is about to change the slices."""
+        """Note that an optimizer is about to change the slices."""
         self._slices.leave_hooks()
         if self.run.begin_change is not None:
             self.run.begin_change()
 
     def _attach_logs(self) -> None:
-        """Let callbacks log as the module does now; Lightning gave them what was there before."""
+        """Give callbacks the module's present `log`; Lightning gave them an earlier one."""
         self._processes.compare_hooks()
         for callback in self._trainer.callbacks:
             callback.log = self._module.log

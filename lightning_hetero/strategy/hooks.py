@@ -1,6 +1,6 @@
-"""Lightning's hooks, each of which says who does it.
+"""Lightning's strategy hooks, each of which passes the work on to one of the strategy's parts.
 
-`HeteroStrategy` adds what a user chooses and how a run is set up. Private names of Lightning that
+`HeteroStrategy` adds the user's options and the set-up of a run. Private names of Lightning that
 are needed here are listed in the docstring of `lightning_hetero.strategy`.
 """
 
@@ -45,13 +45,13 @@ _T = TypeVar("_T")
 
 
 class HookedStrategy(ParallelStrategy):
-    """Hands what Lightning asks for on to the parts of a strategy.
+    """Passes Lightning's calls on to the strategy's parts.
 
     Args:
-        processes: Connect this process with the others.
-        slices: What the module's weights are.
+        processes: Connects this process with the others.
+        slices: The module's weights and optimizer states.
         start_method: How processes are started; see `HeteroStrategy`.
-        **options: What Lightning hands to every strategy.
+        **options: Lightning's own arguments of every strategy.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class HookedStrategy(ParallelStrategy):
         self._start_method = start_method
         self._num_nodes, self._failed, self._seeds = 1, False, GlobalSeed()
         self._dealer: Dealer | None = None
-        """Knows which samples are whose; there from `setup` on."""
+        """Deals samples out to ranks; set by `setup`."""
         self._steps: Steps | None = None
-        """Runs the steps; there from `setup` on."""
+        """Runs the steps; set by `setup`."""
         self.memory: MemoryWatch | None = None
-        """Explains errors of memory, and says what fits; there from `setup` on."""
+        """Explains out-of-memory errors, and tells whether a plan fits; set by `setup`."""
         self.has_begun_training = False
         """Whether a fit has begun to train; before that, no loss of a rank is survived in place."""
         self.has_trained = False
@@ -81,12 +81,12 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def processes(self) -> Processes:
-        """This process among those of the run."""
+        """This process's connections to the others of the run."""
         return self._processes
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the plan; there from `setup` to `teardown`."""
+        """The engine that runs the plan; available from `setup` to `teardown`."""
         assert self._slices.engine is not None, "the strategy has not been set up"
         return self._slices.engine
 
@@ -113,7 +113,7 @@ class HookedStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        # Not kept as the chosen one: a second Trainer would say that two were chosen.
+        # Not kept in `_accelerator`: a second Trainer would say that two were chosen.
         if self._accelerator_of_trainer is not None:
             raise ConfigurationError(
                 "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
@@ -148,7 +148,7 @@ class HookedStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     def set_world_ranks(self) -> None:
-        """Take ranks from the environment; only Lightning's own has to be told them."""
+        """Tell Lightning's own environment and `rank_zero_only` their ranks."""
         if (environment := self.cluster_environment) is None:
             return
         # Environments that know their ranks, such as torchrun's, ignore what they are told here.
@@ -260,7 +260,7 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # Predictions are written by the indices of the samples that a pipeline has loaded.
+        # Writers of predictions name samples by the indices that this rank's pipeline has loaded.
         return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
@@ -276,7 +276,7 @@ class HookedStrategy(ParallelStrategy):
         return explained(self._processes.watching, self.memory, self._module, trains=trains)
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
-        """Return the sum where the slices are; ranks reduce on their devices."""
+        """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""
         total: Tensor = self.reduce(own.to(self.root_device), reduce_op="sum")
         return total.to(own.device)
 
@@ -325,8 +325,8 @@ class HookedStrategy(ParallelStrategy):
     def whole_state_dict(self) -> dict[str, Any]:
         """Return the whole module's `state_dict` on rank 0, an empty one elsewhere.
 
-        During a run and after it; every rank must call it. After a run the module keeps its
-        slices: its Trainer goes on with them and saves checkpoints, and any other use of a value is
+        Every rank must call it, during a run or after it. After a run the module keeps its slices:
+        its Trainer can go on with them and save checkpoints; any other use of their values is
         refused.
         """
         return self._slices.whole_state_dict(self._module)
@@ -368,20 +368,20 @@ class HookedStrategy(ParallelStrategy):
         self._processes.fail(exception)
 
     def await_recovery(self) -> None:
-        """Let go of what was set up, because a rank is lost; the next set-up recovers the state."""
+        """Drop what was set up, because a rank is lost; the next `setup` recovers the state."""
         self._failed, self.has_trained = True, False
         self._slices.await_recovery()
-        # Else `teardown` would move their state to the CPU, and the old engine stay in memory.
+        # Else `teardown` would move their state to the CPU and keep the old engine in memory.
         self.optimizers = []
         self._dealer = self._steps = self.memory = None
 
     @property
     def awaits_recovery(self) -> bool:
-        """Whether the slices have no values yet, since a rank was lost."""
+        """Whether the slices' values have yet to be recovered, after a rank was lost."""
         return self._slices.awaits_recovery
 
     def note_recovery(self) -> None:
-        """Count the slices' values as recovered; told by whoever has put them there."""
+        """Mark the slices' values as recovered; called by whoever has put them back."""
         self._slices.awaits_recovery = False
 
     @override
@@ -394,7 +394,7 @@ class HookedStrategy(ParallelStrategy):
             # Lightning moves it to CPU, which meta tensors refuse: that would hide the first error.
             self._lightning_module = None
         super().teardown()
-        # Not earlier: what has no values can't move to CPU, as the slices just did.
+        # Not earlier: stand-ins have no values that could move to CPU, as the slices just did.
         self._slices.leave_stand_ins()
-        # Last of all after a failure: what waits for a dead peer here is ended, too.
+        # Last of all after a failure, so that a wait for a dead peer in here is ended, too.
         self._processes.stop_watching()

@@ -60,7 +60,7 @@ class HeteroPrecision(Precision):
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Set by the strategy: the sum of a tensor over all ranks."""
         self.owned_gradients: Callable[[Iterable[Tensor]], list[Tensor]] | None = None
-        """Set by the strategy: of parameters' gradients, what this rank alone counts."""
+        """Set by the strategy: returns the parts of gradients that this rank counts in norms."""
         self.begin_change: Callable[[], None] | None = None
         """Set by the strategy: called when an optimizer is about to change the slices."""
 

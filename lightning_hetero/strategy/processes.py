@@ -53,7 +53,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
 _FORMING_S = 90.0
-"""After which a generation that hasn't formed never will: its store doesn't answer."""
+"""Seconds after which a generation that hasn't formed is given up: its store doesn't answer."""
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -61,7 +61,7 @@ _FIRST_FIT = (
 
 
 class Processes:
-    """This process among those of a run.
+    """One process's connections to the others of a run.
 
     1. `meet`: connect to the others and begin to watch them,
     2. `reduce`, `broadcast`, `barrier`: collective, under `watching`,
@@ -89,13 +89,13 @@ class Processes:
         self._membership: Membership | None = None
         self._connections = Connections()
         self._beating: Heartbeat | None = None
-        """Shows that this process lives until the next generation has formed."""
+        """Sends this process's heartbeats until the next generation has formed."""
         self._next_detector: FailureDetector | None = None
-        """Shows it from then on, and watches once its ranks meet."""
+        """Sends them from then on, and watches the others once they have met."""
 
     @property
     def comms(self) -> Communicators:
-        """The communicators; there once the processes have met."""
+        """The communicators; available once the processes have met."""
         assert self._comms is not None, "the processes have not met"
         return self._comms
 
@@ -110,15 +110,15 @@ class Processes:
         device: torch.device,
         module: "pl.LightningModule | None" = None,
     ) -> ClusterEnvironment:
-        """Connect to the other processes; collective, and only the first call does.
+        """Connect to the other processes, unless they are connected already; collective.
 
         Args:
-            environment: Says which rank this process is.
-            device: This process's.
-            module: What is trained: a process that joins later must have the same.
+            environment: Knows this process's rank.
+            device: This process's device.
+            module: The module to train: a process that joins later must have the same.
 
         Returns:
-            What says from now on which rank this process is.
+            The environment that knows this process's rank from now on.
         """
         self._environment = environment
         if self._silence is not None and self._membership is None:
@@ -140,7 +140,7 @@ class Processes:
         return self._environment
 
     def begin_training(self) -> None:
-        """Expect heartbeats in time from now on: all processes have started."""
+        """Hold heartbeats to their limit from now on: all processes have started."""
         if self._detector is not None:
             self._detector.is_starting = False
 
@@ -157,16 +157,16 @@ class Processes:
         return detector
 
     def _abort(self) -> None:
-        connections = self._connections  # Those of now, whenever communicators are aborted.
+        connections = self._connections  # The present ones, whenever communicators are aborted.
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
             connections.hang_up()
 
     def compare_hooks(self) -> None:
-        """Compare from now on what hooks log; collective."""
+        """From now on compare the values that hooks log on the ranks; collective."""
         if self._is_several:
-            # Of its own, since another Trainer of these processes may have used the store.
+            # With a prefix of its own: another Trainer of these processes may have used the store.
             store, rank = self._connect_store(), self.comms.global_rank
             own = store.add(f"hooks/{rank}", 1) if self.outlives_ranks else 0
             store = PrefixStore(f"hook logs {own or self.broadcast(uuid.uuid4().hex)}", store)
@@ -201,16 +201,16 @@ class Processes:
     # -- failures -------------------------------------------------------------------------------
 
     def watching(self) -> AbstractContextManager[None]:
-        """Turn another rank's failure into `PeerError`, and tell the others of one's own."""
+        """Return a context that turns others' failures into `PeerError`, and reports its own."""
         return nullcontext() if self._detector is None else self._detector.watching()
 
     def stop_watching(self) -> None:
-        """Miss no rank from now on; called by every rank where all are about to end."""
+        """Stop watching the others; called by every rank when all are about to end."""
         if self._detector is not None:
             self._detector.stop()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends, unless all have agreed to."""
+        """Tell the others why this rank ends, unless all have agreed to end."""
         if isinstance(error, AgreedExit | SIGTERMException):
             self.stop_watching()
         elif self._detector is not None:
@@ -223,22 +223,22 @@ class Processes:
     # -- generations ----------------------------------------------------------------------------
 
     def outlive_ranks(self, silence: timedelta) -> None:
-        """Let the others go on when a rank is lost; called before they first meet.
+        """Go on in place when another rank is lost; called before the processes first meet.
 
         Args:
-            silence: How late a rank's heartbeat may be.
+            silence: How late a rank's heartbeat may be before the rank counts as lost.
 
         Raises:
-            ConfigurationError: They have met.
+            ConfigurationError: They have met already.
         """
         if self._comms is not None:
             raise ConfigurationError(_FIRST_FIT)
         self._silence = silence
 
     def end_generations(self) -> None:
-        """Say that training has ended: where a rank is lost from now on, the others end."""
+        """Declare training ended: if a rank is lost from now on, the others end, too."""
         if self._membership is not None:
-            self._membership.tell_end()  # Whoever keeps lost members' places hears of it.
+            self._membership.tell_end()  # Keepers of lost members end when they hear of it.
         # What follows, such as a test, may make others wait as long as in any run.
         self._silence = self._detector = None
 
@@ -249,12 +249,12 @@ class Processes:
 
     @property
     def membership(self) -> Membership | None:
-        """This process's part in a run that outlives ranks; there once it is a member."""
+        """This process's part in a run that outlives ranks; None until it is a member."""
         return self._membership
 
     @property
     def joins(self) -> bool:
-        """Whether this process comes to a run that trains already, and isn't in it yet."""
+        """Whether this process is to join a run that trains already."""
         return self._silence is not None and is_newcomer()
 
     @property
@@ -264,7 +264,7 @@ class Processes:
         return generation.number if generation else 0
 
     def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
-        """Form the first generation with all that were started, or come to one; collective."""
+        """Form the first generation with all started processes, or join a later one; collective."""
         assert self._environment is not None
         if self.joins:
             membership = join_membership(facts, start_timeout=self._start_timeout)
@@ -279,14 +279,14 @@ class Processes:
         assert self._environment is not None
         environment = GenerationEnvironment(self._environment, generation, self._membership.number)
         self._environment = environment
-        # What waits in it for ranks that don't come is ended with the connections, too.
+        # Waits in the store for ranks that don't come are ended with the connections, too.
         self._connections = Connections(may_end=True)
         self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)
         return environment
 
     def lost_peer(self, error: Exception) -> PeerError | None:
-        """Return which other rank is lost, None if an error has another cause or nobody goes on."""
+        """Return the loss of another rank if it caused an error and the others go on, else None."""
         if self._membership is None or self._detector is None:
             return None
         try:
@@ -298,7 +298,7 @@ class Processes:
             return None
 
     def leave_generation(self) -> None:
-        """End all connections to the others, but go on beating."""
+        """Close all connections to the others, but keep sending heartbeats."""
         self._stop_judging()
         self._abort()
         if dist.is_initialized():
@@ -312,17 +312,17 @@ class Processes:
     def form_generation(
         self, leaving: Collection[int] = (), *, calls_guests: bool = True
     ) -> tuple[Generation, Generation]:
-        """Agree with the others on who goes on, before `enter_generation`.
+        """Agree with the others on who goes on; `enter_generation` follows.
 
-        After `leave_generation` where a rank is lost: nobody waits for anybody in a group then.
-        Before it where all have stopped between two steps: none hangs up while others still talk.
+        If a rank was lost, call `leave_generation` first: then nobody waits for anybody in a group.
+        If all have stopped between two steps, call it later: no connection is closed while in use.
 
         Args:
             leaving: Ranks that don't go on; the same on all others.
-            calls_guests: Whether newcomers that wait may be in it.
+            calls_guests: Whether waiting newcomers may be in it.
 
         Returns:
-            The last generation, and this one.
+            The old generation and the new one.
 
         Raises:
             PeerError: The others go on without this process, or the store is gone.
@@ -335,7 +335,7 @@ class Processes:
         with ended_when_late(membership.number, "the membership's store", _FORMING_S):
             silence_s = silence.total_seconds()
             old, new = membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
-            # At once, however long the last fit takes to end: who doesn't beat is frozen.
+            # At once, however long the last fit takes to end: who sends none counts as frozen.
             rank, store = new.rank_of(membership.number), membership.store_of(new)
             assert rank is not None
             self._next_detector = self._make_detector(store, rank, new.world_size)
@@ -344,12 +344,12 @@ class Processes:
         return old, new
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
-        """Take part in a generation that has formed; returns which rank this process is in it."""
+        """Enter a generation that has formed; return the environment that knows its ranks."""
         self._detector, self._next_detector = self._next_detector, None
         return self._enter(new)
 
     def see_others_off(self) -> None:
-        """Stay, as one that leaves, until the others go on without this process."""
+        """As a rank that leaves, wait until the others have formed a generation without it."""
         assert self._membership is not None
         self._stop_judging()
         self._membership.wait_for_next(_FORMING_S)
@@ -367,9 +367,9 @@ class Processes:
         """Reduce a tensor over all ranks; see `Strategy.reduce`.
 
         Args:
-            tensor: Anything else than a tensor is returned as it is.
-            group: A process group; or a text, which says what a hook logs.
-            reduce_op: "mean", "sum" and other names of `ReduceOp`.
+            tensor: The tensor; anything else is returned as it is.
+            group: A process group, or a text that names what a hook logs.
+            reduce_op: "mean", "sum" or another name of a `ReduceOp`.
         """
         if not self._is_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
@@ -385,7 +385,7 @@ class Processes:
         return int(self.reduce(torch.tensor(number), self.control, "max"))
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self._is_several and dist.is_initialized():
             with self.watching():
                 dist.barrier(group=self.control)

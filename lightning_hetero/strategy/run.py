@@ -18,17 +18,17 @@ _T = TypeVar("_T")
 
 
 class KeepsLog(Protocol):
-    """The part of `RunLog` that serves others."""
+    """What others use of `RunLog`."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event."""
 
     def file(self, trainer: pl.Trainer) -> Path:
-        """Return where the log of a Trainer's run is."""
+        """Return the path of the log of a Trainer's run."""
 
 
 class SavesSlices(Protocol):
-    """The part of `LayerwiseCheckpoint` that serves others."""
+    """What others use of `LayerwiseCheckpoint`."""
 
     saved: "SavedCheckpoint | None"
 
@@ -39,66 +39,66 @@ class SavesSlices(Protocol):
     def save_and_leave(
         self, nodes: Collection[str], then: "Callable[[Callable[[], SavedCheckpoint]], None]"
     ) -> None:
-        """When this step ends, call `then` with what saves it."""
+        """When this step ends, call `then` with a function that saves it; every rank calls this."""
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether the last step is held here, and every row of it by some rank not `leaving`."""
+        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Hold on to this rank's part of the last step's state, since the generation has ended.
+        """Keep this rank's part of the last step's state, as generation `generation` has ended.
 
         Returns:
-            Whether it holds on to anything.
+            Whether it keeps anything.
         """
 
 
 class RestartsRun(Protocol):
-    """The part of `ElasticRestart` that serves others."""
+    """What others use of `ElasticRestart`."""
 
     in_place: bool
-    """Whether the others go on in their processes."""
+    """Whether the other ranks go on in their processes."""
 
     def num_left(self, exclude: Sequence[int]) -> int:
-        """Return how many ranks a restart without some would have."""
+        """Return how many ranks a restart without the machines of `exclude` would have."""
 
     def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
-        """Leave with a checkpoint, for good where one of these ranks runs."""
+        """Save and end all processes; those on machines of ranks in `exclude` don't come back."""
 
 
 @runtime_checkable
 class OutlivesRanks(Protocol):
-    """The options of `ElasticRestart` that count before anything has begun."""
+    """Those options of `ElasticRestart` that are read before the processes meet."""
 
     in_place: bool
     """Whether to go on without lost ranks in the same processes."""
     heartbeat_timeout: timedelta
-    """How late a rank's heartbeat may be then."""
+    """How late a rank's heartbeat may be then before the rank counts as lost."""
 
 
 class Run:
-    """One run, in which callbacks find each other; they say who they are in their `setup`.
+    """One run, through which its callbacks find each other: each adds itself in its `setup`.
 
-    `HeteroStrategy.run`; under another strategy one without a `strategy`.
+    It is `HeteroStrategy.run`; under another strategy `run_of` makes one without a `strategy`.
 
     Args:
-        strategy: Whose plan may change; None under strategies without plans.
+        strategy: The strategy, whose plan may change; None under strategies without plans.
     """
 
     def __init__(self, strategy: "HeteroStrategy | None" = None) -> None:
         self.strategy = strategy
         self.logs: list[KeepsLog] = []
-        """Who writes down what happens."""
+        """Callbacks that log events."""
         self.checkpoints: list[SavesSlices] = []
-        """Who saves slices."""
+        """Callbacks that save slices."""
         self.restarters: list[RestartsRun] = []
-        """Who can restart the run without some of its machines."""
+        """Callbacks that can restart the run without some of its machines."""
         self.knows_all_ranks = False
-        """Whether all ranks were in the generation before: then its stores need no probe again."""
+        """Whether all ranks were in the last generation: then stores needn't be probed again."""
         self.begin_change: Callable[[], None] | None = None
         """Called when an optimizer is about to change the slices, after all that ranks wait for."""
         self.restart_s: float | None = None
-        """Seconds from the last step before the newest restart to the state being back; or before
-        the newest change of ranks in place, where whoever restarts the run does so in place."""
+        """Seconds from the last step before the newest restart until its state was restored; of the
+        newest change of ranks, if restarters work in place. None until there was one."""
 
     @property
     def control(self) -> dist.ProcessGroup | None:
@@ -106,12 +106,12 @@ class Run:
         return None if self.strategy is None else self.strategy.engine.comms.control
 
     def note_restart(self, seconds: float | None, *, in_place: bool) -> None:
-        """Count what a start has cost if a restart that somebody asks for would cost the same."""
+        """Keep the seconds that a start took, if it was of the kind that restarters would cause."""
         if in_place == any(item.in_place for item in self.restarters):
             self.restart_s = seconds
 
     @staticmethod
     def join(members: list[_T], member: _T) -> None:
-        """Be found among others of its kind, once."""
+        """Add a callback to one of the lists, unless it is in it."""
         if member not in members:
             members.append(member)

@@ -1,8 +1,8 @@
 """End a run on all ranks after the same iteration, once any of them has got a SIGTERM.
 
-Lightning broadcasts before each step whether rank 0 has, and reads that from the device, so that
-each host waits for rank 0 and for its device; and its handler broadcasts from inside the signal,
-which another rank's would never end. Here a SIGTERM is a flag, told with an iteration's row.
+Lightning broadcasts before each step whether rank 0 has got one, and reads the answer from the
+device, so each host waits for rank 0 and for its device. Its signal handler broadcasts, too, which
+would never end on another rank. Here a SIGTERM sets a flag, which travels with an iteration's row.
 """
 
 import weakref

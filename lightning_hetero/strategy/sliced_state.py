@@ -1,6 +1,6 @@
-"""A module's parameters as slices: saved and loaded whole, frozen, averaged, given gradients.
+"""Keep a module's parameters as slices: save and load them whole, freeze, average, add gradients.
 
-Files are those that plain Lightning reads, whatever plan cut the parameters.
+Checkpoint files are ones that plain Lightning reads, whatever plan cut the parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,24 +77,24 @@ class SlicedState:
         self._kept: SliceStore | None = None
         """Slices of the last run, for which the module has stand-ins now."""
         self._trained: SliceStore | None = None
-        """Slices that the optimizers hold, also after the run that trained."""
+        """Slices that the optimizers hold, even after the run that trained them."""
         self._cut_when_loading: RemovableHandle | None = None
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
         self._uses: SliceUses | None = None
-        """Watches what hooks make of slices."""
+        """Watches how hooks use slices."""
         self._were_watched = False
         """Whether `_uses` watched slices before the current iteration."""
         self.refusing_norms: AbstractContextManager[Any] = nullcontext()
-        """For optimizers' steps, whose hooks must not take norms of slices."""
+        """The context of optimizers' steps, in which hooks may not take norms of slices."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, Awaited]] = []
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
-        """Whether the values of the slices aren't there yet."""
+        """Whether the slices' values have yet to be recovered."""
         self.known_uses = KnownUses()
-        """What earlier generations have seen of uses; told to newcomers by the others."""
+        """The uses of slices that earlier generations have seen; the others tell newcomers."""
         self._knows_loss = is_newcomer()
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
         self._step_verdicts: dict[bytes, Verdict] = {}
@@ -111,7 +111,7 @@ class SlicedState:
     # -- begin and end --------------------------------------------------------------------------
 
     def begin(self, engine: Engine, *, trains: bool) -> None:
-        """Take the engine of a run."""
+        """Take over a run's engine, which has cut the parameters; `trains` if the run is a fit."""
         self.engine, self._comms, self._kept = engine, engine.comms, None
         engine.loss_trials.is_known = self._knows_loss
         if trains:
@@ -125,7 +125,7 @@ class SlicedState:
         self.refusing_norms = NoNorms(engine.store) if self._several else nullcontext()
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
-        """Let whole states be loaded, and cut what callbacks have copied."""
+        """Let whole states be loaded, and cut the copies of the module that callbacks keep."""
         engine = self._running
         self._cut_when_loading = cut_when_loading(module, engine.store)
         for callback in callbacks:
@@ -140,7 +140,7 @@ class SlicedState:
             self._example, module.example_input_array = module.example_input_array, None
 
     def await_recovery(self) -> None:
-        """Let go of all values: they are recovered when the next generation is set up."""
+        """Drop all values; they are recovered when the next generation is set up."""
         self._forget_uses()
         if self.engine is not None:
             engine, self.engine = self.engine, None
@@ -153,7 +153,7 @@ class SlicedState:
         self.awaits_recovery = True
 
     def end(self, module: pl.LightningModule | None, *, failed: bool) -> None:
-        """Keep the slices for what comes after the run, or make the module whole, collectively."""
+        """Keep the slices after the run, or make the module whole, which is collective."""
         self._forget_uses()
         if module is not None and self._example is not None:
             module.example_input_array, self._example = self._example, None
@@ -173,21 +173,21 @@ class SlicedState:
             self._kept = engine.store
 
     def leave_stand_ins(self) -> None:
-        """Put stand-ins for the slices into the module, which have no values to move."""
+        """Replace the module's slices by stand-ins, which have no values to move."""
         if self._kept is not None:
             leave_stand_ins(self._kept)
 
-    # -- what hooks make of slices --------------------------------------------------------------
+    # -- how hooks use slices -------------------------------------------------------------------
 
     def begin_iteration(self, *, trains: bool) -> None:
-        """Leave an iteration alone."""
+        """Stop watching uses of slices: an iteration begins."""
         self._were_watched = self._uses is not None and self._uses.stop()
         if self._were_watched and trains and self._uses is not None:
-            # With fewer ranks more is allowed.
+            # A generation of fewer ranks allows more uses, so it doesn't count.
             self.known_uses.were_watched |= self._uses.others_lack
 
     def end_iteration(self, *, trains: bool, is_looked_at: bool = False) -> None:
-        """Watch uses of slices after an iteration if that is looked at."""
+        """Watch uses of slices after an iteration, if its hooks are to be looked at."""
         if self._uses is not None:
             if trains:
                 self._uses.is_after_step = True
@@ -201,7 +201,7 @@ class SlicedState:
             self._uses.start()
 
     def leave_hooks(self) -> None:
-        """Let an optimizer step, after all hooks before it."""
+        """Note that an optimizer steps now: the hooks before the step have ended."""
         if self._uses is not None:
             self._uses.leave_hooks()
 
@@ -214,7 +214,7 @@ class SlicedState:
     # -- weights that the engine must pull again ------------------------------------------------
 
     def share_buffers(self) -> None:
-        """Evaluate with the buffers and weights of now; collective."""
+        """Let the evaluation that begins use the present buffers and weights; collective."""
         self._running.buffers.share()
         # Callbacks such as weight averaging may swap weights in before and out after validation.
         self._running.mark_weights_stale()
@@ -222,7 +222,7 @@ class SlicedState:
     def follow_freezing(
         self, optimizers: Sequence[Optimizer], callbacks: Iterable[Callback]
     ) -> None:
-        """Train what callbacks have frozen or thawed since; called by every rank.
+        """Follow what callbacks have frozen or unfrozen since the last call; called by every rank.
 
         Raises:
             ConfigurationError: A parameter has got a hook that would never run.
@@ -236,14 +236,14 @@ class SlicedState:
         for index, optimizer in enumerate(optimizers):
             agree_on_groups(engine.store, engine.comms, optimizer)
             for callback in finetuning:
-                # What it wrote down to save is this rank's view before they agreed.
+                # What it has noted to be saved is this rank's view from before they agreed.
                 groups = callback._apply_mapping_to_param_groups(optimizer.param_groups, names)
                 callback._internal_optimizer_metadata[index] = groups
 
     # -- optimizers -----------------------------------------------------------------------------
 
     def whole_shapes(self) -> AbstractContextManager[None]:
-        """Show whole parameters' shapes to whoever makes optimizers."""
+        """Return a context in which parameters show their whole shapes, to make optimizers in."""
         return with_whole_shapes(self._running.store) if self._several else nullcontext()
 
     def show_whole_in_summaries(self, callbacks: Iterable[Callback]) -> None:
@@ -270,7 +270,7 @@ class SlicedState:
             check_steps_alike(optimizers, store, self._running.comms, self._step_verdicts)
 
     def deposit_gradients(self, scale: float) -> None:
-        """Add the iteration's gradients to the slices, as a backward would."""
+        """Add the iteration's gradients, times `scale`, to the slices', as a backward would."""
         engine = self._running
         masters = engine.store.masters
         for name, gradient in engine.gradients.items():
@@ -284,7 +284,7 @@ class SlicedState:
         engine.gradients = {}
 
     def owned_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return what this rank owns of parameters' gradients: what norms count, each row once."""
+        """Return the parts of parameters' gradients that this rank owns: norms count these rows."""
         store = self._running.store
         gradients = {item: item.grad for item in parameters if item.grad is not None}
         if not store.has_standbys:
@@ -294,7 +294,7 @@ class SlicedState:
         return [part for parts in owned for part in parts]
 
     def note_step(self) -> None:
-        """Take note that an optimizer has changed the slices."""
+        """Note that an optimizer has changed the slices."""
         if self._uses is not None:
             self._uses.return_to_hooks()
         self._running.mark_weights_stale(only_trainable=True)
@@ -309,7 +309,7 @@ class SlicedState:
         if store is None:
             return module.state_dict()
         if self.engine is not None:
-            self.engine.settle()  # What is bad isn't saved.
+            self.engine.settle()  # Raises if the last iteration's numbers are bad: save none.
             self.engine.buffers.share()
         assert self._comms is not None
         return whole_module_state(store, self._comms, module)
@@ -341,8 +341,8 @@ class SlicedState:
 
         Args:
             trainer: The run's.
-            optimizers: Returns those of the run, to which callbacks may have added groups by then.
-            states: Of each.
+            optimizers: Returns the run's optimizers; called once callbacks have added groups.
+            states: The whole state of each optimizer.
         """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
@@ -375,11 +375,11 @@ def read_checkpoint(
     Args:
         checkpoint_path: The file.
         weights_only: See `torch.load`.
-        by_pages: Whether it may be read so that a rank reads only the pages of its slices.
-        otherwise: Reads what can't be read like that.
+        by_pages: Whether the file may be mapped, so that a rank reads only the pages of its slices.
+        otherwise: Reads a file that can't be mapped.
 
     Raises:
-        CheckpointError: It holds more than tensors and plain values.
+        CheckpointError: The file holds more than tensors and plain values.
     """
     path = Path(str(checkpoint_path))
     try:

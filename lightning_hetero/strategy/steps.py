@@ -33,12 +33,12 @@ _PHASES = {
 
 
 class Steps:
-    """The steps of one run.
+    """Runs the training, validation, test and predict steps of one run.
 
     Args:
-        module: The user's.
-        engine: Runs it.
-        dealer: Knows for which plan a batch was dealt.
+        module: The user's LightningModule.
+        engine: Runs the iterations.
+        dealer: Tells for which plan a batch was dealt.
     """
 
     def __init__(self, module: pl.LightningModule, engine: Engine, dealer: Dealer) -> None:
@@ -55,11 +55,11 @@ class Steps:
         dataloader_idx: int,
         move: Callable[[Any, torch.device | None, int], Any],
     ) -> Any:
-        """Return a batch on the device; `move` moves what the user's loader made."""
+        """Return a batch on the device; `move` moves it, or each of its assigned micro-batches."""
         parts: Sequence[Any] = [batch]
         if isinstance(batch, AssignedBatch):
             parts = batch.microbatches
-        # Here, because on an accelerator reading values would wait for it.
+        # Before the move: to read values on an accelerator, the host would have to wait for it.
         self._engine.fingerprint = fingerprint_of(parts)
 
         def move_part(part: Any) -> Any:
@@ -80,7 +80,7 @@ class Steps:
         return self._dealer.plan_to_run(batch, self._module.trainer.fit_loop.batch_idx)
 
     def train(self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Train on a batch; collective."""
+        """Train on a batch; return the loss and what else the step returned. Collective."""
 
         def step(microbatch: Any) -> Any:
             return self._module.training_step(microbatch, *args, **kwargs)
@@ -97,14 +97,14 @@ class Steps:
         *,
         of_pipeline: bool = False,
     ) -> Any:
-        """Run one of the module's steps forward only; collective.
+        """Run a step forward only; return what it would return on one device. Collective.
 
         Args:
-            step: The step.
-            batch: Its batch.
-            args: What else Lightning gives it.
-            kwargs: The same, by name.
-            of_pipeline: Whether to return only what this rank's pipeline made.
+            step: The module's `validation_step`, `test_step` or `predict_step`.
+            batch: The batch.
+            args: The step's other positional arguments.
+            kwargs: The step's keyword arguments.
+            of_pipeline: Whether to return only the outputs of this rank's pipeline.
         """
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
         _, records = self._run(lambda microbatch: step(microbatch, *args, **kwargs), batch)
@@ -117,7 +117,7 @@ class Steps:
         return made
 
     def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
-        """Extend the module's lists as the whole step would have; return what it would have."""
+        """Extend the module's lists, and return the step's output, as one device would."""
         everything = [item for index in sorted(records) for item in records[index]]
         extend_lists(self._module, everything)
         if of_pipeline:
@@ -129,7 +129,7 @@ class Steps:
         trainer = self._module.trainer
         stage = trainer.state.stage
         assert stage is not None
-        # Not what the step is told, which need not take `batch_idx`.
+        # Not from the step's arguments: it need not take `batch_idx`.
         loop: Any = trainer.fit_loop.epoch_loop if trainer.training else trainer._active_loop
         batch_idx = loop.batch_progress.current.ready - 1
         return IterationKey(phase=_PHASES[stage], epoch=trainer.current_epoch, batch_idx=batch_idx)
@@ -143,18 +143,18 @@ def explained(
     *,
     trains: bool,
 ) -> Iterator[None]:
-    """Tell the others if this rank fails in an iteration, and why.
+    """Explain an error of the iteration inside this context, and tell the other ranks of it.
 
     Args:
         watching: See `Processes`.
-        memory: Says what fills the device.
-        module: The user's, whose embeddings may be asked for rows that they don't have.
-        trains: Whether the iteration does.
+        memory: Explains out-of-memory errors.
+        module: The user's; its embedding is named if it was asked for a row that it doesn't have.
+        trains: Whether the iteration is one of training.
     """
     try:
         yield
     except Exception:
-        # Entered here only, for each of them would cost every iteration some microseconds.
+        # Entered after an error only: each of them would cost every iteration some microseconds.
         with watching(), memory.explaining(trains=trains), explain_unknown_rows(module):
             raise
 

@@ -1,7 +1,7 @@
-"""Refuse what would train something else, or nothing, while parameters are slices.
+"""Refuse modules and callbacks that would train wrongly, or not at all, under a plan.
 
-The engine calls the steps and runs their backwards itself, and parameters are a rank's own slices
-outside of them.
+The engine calls the steps and runs their backward passes itself, and outside of these the
+parameters are this rank's slices.
 """
 
 import zlib
@@ -86,8 +86,8 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
 
 
 def facts_of_fit(module: pl.LightningModule | None) -> dict[str, str]:
-    """Return what all processes must have in common to train together, before they have met."""
-    # A process that joins begins with its script's first fit.
+    """Return facts that must be the same on all processes; each finds its own before they meet."""
+    # A newcomer can only join in its script's first fit.
     facts = {"fits before this one": "some" if dist.is_initialized() else "none"}
     if module is None:
         return facts
