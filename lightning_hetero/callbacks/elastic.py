@@ -1,11 +1,11 @@
 """`ElasticRestart`: leave together when a machine is about to go, so that nothing is lost.
 
-A SIGTERM or a provider's notice is only a flag, told to all ranks with each iteration's agreement,
+A SIGTERM or a provider's notice only sets a flag, told to all ranks in each iteration's agreement,
 so every rank learns of it in the same step and no rank waits for it. At the end of that step all
-save, the parts of leaving nodes go to nodes that stay, and all processes end with an exit code that
-torchrun answers with a restart, on the nodes that are there then (AutoHet §IV). A SIGTERM to the
-whole job may reach one node long before another: while the ranks drain they go on telling each
-other who was told to go, and where that is everybody they stay until the checkpoint is uploaded.
+save, the parts of leaving nodes go to nodes that stay, and all processes end with an exit code on
+which torchrun restarts them, on the nodes that are left (AutoHet §IV). A SIGTERM to the whole job
+may reach one node long before another: while the ranks drain they keep telling each other who was
+told to go; if that is everybody, they stay until the checkpoint is uploaded.
 """
 
 import logging
@@ -62,44 +62,43 @@ class ElasticRestart(Callback):
     Needs a `LayerwiseCheckpoint` beside it and, to start again by itself, torchrun with
     `--max-restarts`.
 
-    With `in_place=True` lost ranks end no other process, those that are told to go leave alone, and
-    new processes may join. Where the run has its store, `LIGHTNING_HETERO_JOIN=host:port` in the
-    environment of the same script, started by hand or by a torchrun of its own, makes its processes
-    newcomers: they import and build all they can, and are let in between two steps. host:port is
-    `MASTER_ADDR:MASTER_PORT` of the run, which rank 0 prints. The script must call `fit` first, and
-    fits once with a Trainer.
+    With `in_place=True` the loss of a rank ends no other process, ranks that are told to go leave
+    alone, and new processes may join. To join, start the same script, by hand or by a torchrun of
+    its own, with `LIGHTNING_HETERO_JOIN=host:port` of the run's store in the environment: its
+    processes are newcomers, which import and build all they can and are let in between two steps.
+    host:port is the run's `MASTER_ADDR:MASTER_PORT`, which rank 0 prints. The script must call
+    `fit` before all else, and only once per Trainer.
 
-    With it the script begins twice: the process that was started runs it until its
-    first `fit` (or `validate`, …), and from then on only keeps a worker, which runs it from top to
-    end. Each generation of ranks is a fit of its own to callbacks, loggers and data modules: they
-    see `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again.
-    `trainer.global_rank`, `world_size` and `is_global_zero` are new from there on: rank 0 may be
-    another process, which then logs. `on_exception` isn't called. What a callback saves in its
-    `state_dict` is put back to the step that is gone on from, whatever else it holds stays. With
-    redundancy `state_dict` is asked after each step, and so are hooks `on_save_checkpoint`.
+    The script then begins twice: the process that was started runs it until its first `fit` (or
+    `validate`, …), and from then on only keeps a worker, which runs it from beginning to end. To
+    callbacks, loggers and data modules each generation of ranks is a fit of its own: they get
+    `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again. From
+    there on `trainer.global_rank`, `world_size` and `is_global_zero` are new: rank 0 may be another
+    process, which then logs. `on_exception` isn't called. A callback's `state_dict` is restored to
+    the step from which training goes on; whatever else it holds stays. With redundancy,
+    `state_dict` and hooks `on_save_checkpoint` are called after each step.
 
     Args:
-        preemption_notice: Whom to ask whether this machine will be taken away, such as
-            `AwsSpotNotice()`; several are asked in turn. SIGTERM always counts.
-        drain_timeout_s: How long to wait, at the end, until the checkpoint is safe: in the nodes'
-            own places, or in the remote store where all nodes go. Providers give 30 s (GCP,
-            Azure) or 120 s (AWS), torchrun 30 s after its SIGTERM.
+        preemption_notice: Tells whether this machine will be taken away, such as `AwsSpotNotice()`;
+            several are asked in turn. SIGTERM always counts.
+        drain_timeout_s: How long to wait at the end until the checkpoint is safe: on the nodes, or,
+            if all nodes go, in the remote store. Providers give 30 s (GCP, Azure) or 120 s (AWS),
+            torchrun 30 s after its SIGTERM.
         poll_interval_s: Seconds between two questions to the provider.
-        in_place: Go on without ranks that are lost, in the processes that are left, with a plan for
-            who is left and as many samples an iteration as before. With
-            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost;
-            where rows are gone with both their keepers, a step was half made or made by some, or
-            hooks of an epoch's end ran, from the newest checkpoint, and the log says why. A
-            validation that was due is done (again) by those who go on, and what follows it. Ranks
-            that leave on a notice, or newcomers, cost no step: all save before them. What can't be
-            done so (no checkpoint yet, the store's node lost or told to go, a fault that comes
-            back) ends the processes, as without it.
+        in_place: Go on without lost ranks in the other processes, with a plan for those that are
+            left and as many samples per iteration as before. With `HeteroStrategy(redundancy=1)`
+            they go on from their own slices, and no step is lost; but from the newest checkpoint,
+            and the log says why, if both keepers of a row are lost, a step was half made or made
+            by some ranks only, or hooks of an epoch's end ran. A validation that was due is run
+            (again), and what follows it. Ranks that leave on a notice, or newcomers, cost no step:
+            all save first. What can't be done so (no checkpoint yet, the store's node lost or told
+            to go, a fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost, once training has begun (20 s before); dead processes are noticed at once.
 
     Raises:
         ConfigurationError: There is no LayerwiseCheckpoint, a number isn't above 0, or `in_place`
-            can't be had here.
+            doesn't work here.
     """
 
     def __init__(
@@ -129,14 +128,14 @@ class ElasticRestart(Callback):
         self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None
         self._between: SigtermNotice | None = None
-        """Hears of a SIGTERM while a fit has ended and the next one hasn't begun to train."""
+        """Notes a SIGTERM between the end of a fit and the start of training in the next one."""
         self._watcher: NoticeWatcher | None = None
         self._checkpoint: SavesSlices | None = None
         self._global_rank = 0
         self._is_first_of_node = True
         self._is_excluded = False
         self._change: GenerationChange | None = None
-        """The event before the next step."""
+        """Raised before the next step, to end this generation."""
         self._guests = Guests()
 
     @override
@@ -166,7 +165,7 @@ class ElasticRestart(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Until now Lightning has heard of it, or the strategy in its place.
+        # Until now Lightning, or the strategy in its place, has handled SIGTERM.
         strategy = run_of(trainer).strategy
         was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
         self._sigterm = self._hear_sigterm(told=was_told)
@@ -188,8 +187,8 @@ class ElasticRestart(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # In mid-epoch it is made up for by all that go on. At the end of an epoch, or of training,
-        # it isn't: who leaves may have no time for it; a newcomer has.
+        # In mid-epoch the next generation makes it up. At the end of an epoch, or of training, none
+        # does: so newcomers wait for it, but ranks that leave may have no time to.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
@@ -217,15 +216,15 @@ class ElasticRestart(Callback):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this process was told to go; a step later all ranks know."""
+        """Whether this process was told to go; all ranks know one step later."""
         notices = (self._sigterm, self._watcher)
         told = any(item is not None and item.pending() is not None for item in notices)
         return told or self._is_excluded
 
     def num_left(self, exclude: Sequence[int]) -> int:
-        """Return how many ranks a restart without the machines of some ranks would have.
+        """Return how many ranks a restart without the machines of `exclude` would have.
 
-        0 where nobody would start the processes again.
+        0 if nobody would start the processes again.
         """
         assert self._checkpoint is not None
         nodes = self._checkpoint.node_of_rank
@@ -233,10 +232,10 @@ class ElasticRestart(Callback):
         return sum(node not in gone for node in nodes) if is_torchelastic_launched() else 0
 
     def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
-        """Leave with a checkpoint, a step later, for good where one of these ranks runs.
+        """Save and end all processes one step later; nodes of ranks in `exclude` don't come back.
 
-        Called by every rank with the same ranks. torchrun starts the others again, if as many nodes
-        as it needs at least are left.
+        Called by every rank with the same `exclude`. torchrun restarts the others, if it has its
+        least number of nodes.
         """
         assert self._checkpoint is not None
         rank_zero_info(f"ElasticRestart: {reason}.")
@@ -249,9 +248,9 @@ class ElasticRestart(Callback):
         leaving: Collection[int],
         save: Callable[[], SavedCheckpoint],
     ) -> None:
-        """Let ranks go that were told to, before the next step, and newcomers in.
+        """Before the next step, let ranks leave that were told to, and let newcomers in.
 
-        Saves only where those who stay haven't all rows; all leave where they couldn't go on.
+        Saves only if the ranks that stay don't hold all rows; all leave if those couldn't go on.
         """
         assert self._checkpoint is not None
         notice = self._is_excluded or (self._watcher is not None and self._watcher.pending())
@@ -280,7 +279,7 @@ class ElasticRestart(Callback):
         self._change = GenerationChange(f"After step {trainer.global_step}, {reason}.", leaving)
 
     def _why_all_leave(self, trainer: pl.Trainer, leaving: Collection[int]) -> str | None:
-        """Return why the others couldn't go on without some ranks, None if they can."""
+        """Return why the others couldn't go on without the leaving ranks; None if they can."""
         strategy = run_of(trainer).strategy
         membership = None if strategy is None else strategy.processes.membership
         if membership is None or len(leaving) == trainer.world_size:
@@ -288,7 +287,7 @@ class ElasticRestart(Callback):
         return "the store goes with its node" if membership.loses_store(leaving) else None
 
     def _confirm(self, saved: SavedCheckpoint) -> str | None:
-        """Wait until a checkpoint is safe; returns what has kept it from that."""
+        """Wait until a checkpoint is safe; return the error that prevented it, None without one."""
         try:
             saved.wait_until_confirmed(self._drain_timeout_s)
         except (CheckpointError, PeerError, OSError) as error:
@@ -315,14 +314,14 @@ class ElasticRestart(Callback):
         note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
         goes = self._is_excluded or (self._watcher is not None and self._watcher.pending())
         if goes and self._is_first_of_node and is_torchelastic_launched():
-            # Or the agent would bring this machine back into the run that it is about to leave.
+            # Else the agent would bring this machine back into the run that it is about to leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit
 
     def _await_upload(
         self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
     ) -> frozenset[int]:
-        """Stay until no rank needs to wait, all ranks alike; return who was told to go by then."""
+        """Wait, as all ranks do, until none needs to; return the ranks that were told to go."""
         assert self._checkpoint is not None
         ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
@@ -351,10 +350,10 @@ class ElasticRestart(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # After the loss of a rank another fit follows, which heeds a SIGTERM that has come by then.
+        # After the loss of a rank another fit follows, which acts on a SIGTERM that came before it.
         self._change, self._guests = None, Guests()
         self._stop_watching()
-        # Lightning has just put back what handled SIGTERM before this fit.
+        # Lightning has just restored the SIGTERM handler from before this fit.
         if self._between is not None:
             self._between.restore()
             self._between = None
@@ -371,11 +370,7 @@ class ElasticRestart(Callback):
 
 
 def _check_in_place(trainer: pl.Trainer) -> None:
-    """Refuse a run whose ranks can't go on in place.
-
-    Raises:
-        ConfigurationError: They can't.
-    """
+    """Raise ConfigurationError if the run's ranks can't go on in place."""
     strategy = run_of(trainer).strategy
     if strategy is None:
         raise ConfigurationError(
@@ -390,7 +385,7 @@ def _check_in_place(trainer: pl.Trainer) -> None:
 
 
 def _is_uploading(saved: SavedCheckpoint) -> bool:
-    """Return whether this rank's part still isn't in the remote store after a wait."""
+    """Wait a moment; return whether this rank's part is still on its way to the remote store."""
     try:
         saved.wait_until_uploaded(_ROUND_S)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""When rank 0 lets newcomers in that wait between two steps."""
+"""Decide, on rank 0, after which step waiting newcomers may join."""
 
 import lightning.pytorch as pl
 
@@ -11,7 +11,7 @@ __all__ = ["Guests"]
 
 
 class Guests:
-    """Newcomers that wait, as rank 0 sees them; the others see none.
+    """The newcomers that rank 0 sees waiting; other ranks see none.
 
     ::
 
@@ -25,17 +25,17 @@ class Guests:
         self._are_held_back = False
 
     def refuse_after(self, saved: SavedCheckpoint) -> None:
-        """Let nobody in, since a save for newcomers has failed, until a later one is confirmed."""
+        """Let nobody in until a later save is confirmed: `saved`, for newcomers, has failed."""
         self._unsafe = saved
 
     def may_come_in(self, trainer: pl.Trainer, newest: SavedCheckpoint | None) -> bool:
-        """Whether ranks are waiting that may join after this step.
+        """Whether newcomers are waiting that may join after this step.
 
-        They may not after the last step of an epoch, since the checkpoint saved before the epoch's
-        end would lack what the end does; one step later they may, even if that ends an epoch, too.
+        They may not after the last step of an epoch, since a checkpoint from before the epoch's end
+        would lack what that end changes; a step later they may, even if that ends an epoch, too.
 
         Args:
-            trainer: Whose iteration begins.
+            trainer: The Trainer, whose iteration begins.
             newest: The last checkpoint that was started.
         """
         strategy = run_of(trainer).strategy

@@ -2,7 +2,7 @@
 
 At a step boundary every rank hands its slices, their optimizer state and the state of the loops to
 a `CheckpointWriter`; training waits only for the copy to host memory. When fitting starts, the
-newest complete checkpoint in any place is put back, whatever plan and number of ranks saved it
+newest complete checkpoint in any place is restored, whatever plan and number of ranks saved it
 (AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
 """
 
@@ -59,7 +59,7 @@ __all__ = ["LayerwiseCheckpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaving:
-    """The request of `save_and_leave`."""
+    """The arguments of `save_and_leave`, until the step ends."""
 
     nodes: Collection[str]
     then: Callable[[Callable[[], SavedCheckpoint]], None]
@@ -69,9 +69,9 @@ class LayerwiseCheckpoint(Checkpoint):
     """Save every n optimizer steps, layer by layer and slice by slice; resume by itself.
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
-    holds, also where a `ckpt_path` is given, which is for the first start. Delete the folders, on
-    all nodes, to start anew. One job at a time may use them. Works under `HeteroStrategy`, for any
-    plan before and after, and on a single device.
+    holds; a `ckpt_path` counts at the first start only. Delete the folders, on all nodes, to start
+    anew. Only one job at a time may use them. Works under `HeteroStrategy`, whatever the plans that
+    save and resume, and on a single device.
 
     ::
 
@@ -84,27 +84,27 @@ class LayerwiseCheckpoint(Checkpoint):
             checkpoints only in `local_dir`.
         every_n_train_steps: Optimizer steps between checkpoints; the last step is saved as well.
         local_dir: A folder on each node's own disk, not shared between nodes. With it a restart
-            reads from the remote store only what all nodes together have lost.
-        replicas: Nodes that keep each slice in their local places; 2 survives the loss of a node.
+            reads from the remote store only what no node has any more.
+        replicas: Number of nodes that keep each slice locally; 2 survives the loss of a node.
         keep: Complete checkpoints to keep on disk and in the remote store.
         shared_memory: Whether to keep the newest checkpoint in shared memory, too, where it
             survives the process. It is freed when the run ends and another place has it.
-        timeout: After how long storage that doesn't move, or a rank that doesn't answer, is given
-            up. Slow storage is waited for as long as it moves.
+        timeout: How long to wait for storage that makes no progress, or for a rank that doesn't
+            answer. Slow storage is waited for as long as it makes progress.
         lasting_within: How long training may go on while no disk and no store takes a checkpoint;
             then it ends with an error. A save that fails is tried anew with the next checkpoint.
-        storage_options: For the filesystem of the URL, such as an endpoint.
+        storage_options: Options of the URL's filesystem, such as an endpoint.
         retry: When to try a failed remote operation again.
         skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
             may hold the newest checkpoint.
         resume: Whether to go on from the newest checkpoint. If not, every start of the script
-            begins anew: what is there stays, and no later start goes on from it.
+            begins anew: old checkpoints stay, but no later start goes on from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
         CheckpointError: There are checkpoints, but none can be read; a place can't be read or
-            written when fitting starts, or another living job writes there; no lasting place has
-            taken a checkpoint for too long, or has the newest when training ends.
+            written when fitting starts, or another live job writes there; no disk or store has
+            taken a checkpoint for too long, or none has the newest one when training ends.
     """
 
     def __init__(  # noqa: PLR0913 - what a user chooses
@@ -128,7 +128,7 @@ class LayerwiseCheckpoint(Checkpoint):
                 f"every_n_train_steps is {every_n_train_steps}; it must be 1 or more."
             )
         stall_s, lasting_s = timeout.total_seconds(), lasting_within.total_seconds()
-        # Wherever the process goes, folders stay where they are now.
+        # Absolute, in case the process changes its working directory later.
         place = path_or_url and (local_folder(path_or_url) or path_or_url)
         self.places = Places(
             path_or_url=None if place is None else str(place),
@@ -137,7 +137,7 @@ class LayerwiseCheckpoint(Checkpoint):
             keep=keep,
             storage_options=storage_options or {},
             retry=retry,
-            # Sooner than the ranks give up each other: it is one place's failure, not a rank's.
+            # Shorter than the ranks' wait for each other: a place has failed then, not a rank.
             stall_s=stall_s / 2,
         )
         self.saved: SavedCheckpoint | None = None
@@ -167,9 +167,9 @@ class LayerwiseCheckpoint(Checkpoint):
     def save_and_leave(
         self, nodes: Collection[str], then: Callable[[Callable[[], SavedCheckpoint]], None]
     ) -> None:
-        """When this step ends, call `then` with what saves it, parts of `nodes` to other ones too.
+        """When this step ends, call `then` with a function that saves it; called by every rank.
 
-        Called by every rank in the same step.
+        That function also copies the parts of `nodes` to other nodes.
         """
         self._leaving = _Leaving(nodes=nodes, then=then)
 
@@ -184,7 +184,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if not self._resume:
             refuse_under_torchrun()
         if stage == "fit":
-            # Ranks that were lost may have left one alone.
+            # After a loss this rank may be the only one that is left.
             self._transport = SoloTransport()
             if trainer.world_size > 1:
                 opened = None if run.strategy is None else run.strategy.processes.comms.connections
@@ -227,11 +227,11 @@ class LayerwiseCheckpoint(Checkpoint):
                 report_complete(self.places, recovered.id.step)
         if found.is_live and recovered is not None:
             self._start = access.enter_later(recovered)
-            # What was saved at that step may lack the parts of lost ranks, or even of others.
+            # A checkpoint of that step may lack the parts of lost ranks, or even of others.
             self._last_step = 0
         self._recovered = recovered
         if recovered and recovered.report.place == "memory" and is_complete(trainer):
-            # Nothing is left to train, but the run before may have failed to save its end.
+            # Nothing is left to train, but the earlier run may have failed to save its end.
             self._save(trainer, again=recovered)
             self.on_train_end(trainer, pl_module)
 
@@ -251,7 +251,7 @@ class LayerwiseCheckpoint(Checkpoint):
         recovered, self._recovered = self._recovered, None
         strategy = run_of(trainer).strategy
         if recovered is None and strategy is not None and strategy.processes.outlives_ranks:
-            # Before the first checkpoint a lost rank would take the state with it.
+            # At once: until the first checkpoint, a lost rank's part of the state would be gone.
             self._live.note_step(trainer)
             self._save(trainer)
         if recovered is not None:
@@ -350,7 +350,7 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._access is not None:
-            # Raises, and so leaves what is in shared memory, unless another place has the newest.
+            # Raises, so that shared memory isn't freed, unless another place has the newest.
             self._access.close()
         if trainer.local_rank == 0:
             self.places.forget_memory()
@@ -358,7 +358,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._let_go()  # Training doesn't end where nothing was left of it.
+        self._let_go()  # `on_train_end` isn't called if there was nothing left to train.
         self._live = LiveSteps()
 
     @override
@@ -366,25 +366,25 @@ class LayerwiseCheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._trial.see_exception(trainer, exception)
-        # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
+        # Unfinished writes are abandoned: peers may be gone, and a restart is waiting.
         self._let_go()
         self._live = LiveSteps()
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether the last step is held here, and every row of it by some rank not `leaving`."""
+        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
         return self._live.can_go_on(trainer, leaving)
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Hold on to the last step's state, before anything is torn down; see `SavesSlices`."""
+        """Keep the last step's state, before anything is torn down; see `SavesSlices`."""
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Count the times of the start that follows from now on; see `Run`."""
+        """Count the seconds of the start that follows from now on; see `Run.restart_s`."""
         self._made_at_s = time.time()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Nothing is left where the run has ended; a rank may be lost, and another fit may follow.
+        # Does nothing after a run's end; but after the loss of a rank another fit may follow.
         self._let_go()
         self.saved = self._leaving = self._recovered = None
         self._trial = Trial()

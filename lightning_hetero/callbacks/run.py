@@ -1,4 +1,4 @@
-"""A run as its callbacks see it: what its strategy knows, who else is there, and all its ranks."""
+"""A run as its callbacks see it: its strategy, its other callbacks and its ranks."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ __all__ = ["Ranks", "note", "run_of"]
 _T = TypeVar("_T")
 
 _OTHERS: WeakKeyDictionary[Strategy, Run] = WeakKeyDictionary()
-"""Runs of strategies that give none."""
+"""The runs of strategies that have no `run` of their own."""
 
 
 def run_of(trainer: pl.Trainer) -> Run:
@@ -64,7 +64,7 @@ class Ranks:
         return found
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers; others give as many."""
+        """Return the leader's numbers; the other ranks pass as many, which don't count."""
         found: list[int] = self._tree.down(torch.tensor(numbers, dtype=torch.int64)).tolist()
         return found
 

@@ -1,24 +1,24 @@
 """`RunLog`: what happened to a run and when, one JSON object a line, over all its restarts.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
-since the epoch. `read_log` reads it, and `lightning-hetero stragglers` what it says of stragglers.
-The log itself notes
+since the epoch. `read_log` reads all of it, `lightning-hetero stragglers` the events of stragglers.
+`RunLog` itself writes
 
-- `started`: training begins; who the ranks are and the plans it may run under,
+- `started`: training begins; the ranks' machines, and the plans that it may run under,
 - `plan`: an iteration ran under another plan than the one before; plans are numbered as `started`
-  lists them, and others are written out in the line that first names them. The first 1,000
-  changes after a start are noted, for a run may change its plan with every step,
-- `validated`: what validation measured,
-- `generation`: ranks were lost, have left or come, and the others go on in place
-  (`ElasticRestart(in_place=True)`): who was `lost` or has left (numbers of the first start's ranks,
-  or of newcomers, which count on from there), who has `joined`, how many `ranks` go on, how many
-  steps they train again (`steps_again`), and the seconds from the last step to the next one
-  (`idle_s`),
-- `failed`: a rank ends with an error; by that rank,
+  lists them, and others are written out in the line that first names them. Only the first 1,000
+  changes after a start are noted, because a run may change its plan in every step,
+- `validated`: the metrics of a validation,
+- `generation`: ranks were lost, have left or joined, and the others go on in place
+  (`ElasticRestart(in_place=True)`): which were `lost` or have left (numbers of the first start's
+  ranks, or of newcomers, which count on from there), which have `joined`, how many `ranks` go on,
+  how many steps they train again (`steps_again`), and the seconds from the last step to the next
+  one (`idle_s`),
+- `failed`: a rank ends with an error; written by that rank,
 - `ended`: training is done.
 
 Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the state came from
-(`recovered`; `is_live` where ranks went on from their own slices, else `why_not_live`),
+(`recovered`; `is_live` if ranks went on from their own slices, else `why_not_live`),
 `ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did (`change`,
 `finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults (`faults`).
 """
@@ -47,7 +47,7 @@ _MOST_CHANGES = 1000
 
 
 class RunLog(Callback):
-    """Append what happens to a file; a run that is started again goes on with it.
+    """Append a run's events to a file; a restarted run appends to the same file.
 
     ::
 
@@ -55,8 +55,8 @@ class RunLog(Callback):
         trainer.fit(model, datamodule)
         recovered = [entry for entry in read_log("events.jsonl") if entry["event"] == "recovered"]
 
-    Rank 0 writes, and a rank that fails. Where restarts move rank 0 to another node, give a path
-    that all nodes reach, or join the nodes' files by time.
+    Rank 0 writes, and so does a rank that fails. If restarts may move rank 0 to another node, give
+    a path that all nodes reach, or merge the nodes' files by time.
 
     Args:
         path: The file; a relative path lies in the Trainer's `default_root_dir`.
@@ -74,14 +74,14 @@ class RunLog(Callback):
         self._stepped_at_s = time.monotonic()
         self._last_step = 0
         self._changed: dict[str, Any] | None = None
-        """The event to note of the ranks that were lost, or have come, since the last step."""
+        """The `generation` event to write after the next step, if ranks have changed."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
-        """Append an event, whichever rank this is."""
+        """Append an event, on any rank."""
         append_event(self.file(trainer), event, **{"step": trainer.global_step, **fields})
 
     def file(self, trainer: pl.Trainer) -> Path:
-        """Return where the log of a Trainer's run is."""
+        """Return the path of the log of a Trainer's run."""
         return Path(trainer.default_root_dir) / self.path
 
     @override
@@ -115,7 +115,7 @@ class RunLog(Callback):
                 note(trainer, "plan", **self._numbered(strategy.plan))
 
     def on_generation(self, trainer: pl.Trainer, old: "Generation", new: "Generation") -> None:
-        """Remember who was lost or has come until it is known what that has cost."""
+        """Remember the ranks that were lost or have joined, until the cost is known."""
         before = self._changed or {"lost": [], "joined": []}
         self._changed = {
             "lost": [*before["lost"], *(old.members[rank].number for rank in old.without(new))],
@@ -125,7 +125,7 @@ class RunLog(Callback):
         }
 
     def _note_generation(self, trainer: pl.Trainer) -> None:
-        """Note, after the first step of a generation, what the change of ranks has cost."""
+        """After a generation's first step, log what the change of ranks has cost."""
         now_s, step = time.monotonic(), trainer.global_step
         if self._changed is not None:
             again = max(0, self._last_step + 1 - step)
@@ -164,7 +164,7 @@ class RunLog(Callback):
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log so far; torn lines are left out, with a warning."""
+    """Yield the events that a log holds so far; torn lines are left out, with a warning."""
     for _, entry in read_entries(path):
         if isinstance(entry, dict):
             yield entry

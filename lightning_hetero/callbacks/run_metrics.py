@@ -1,9 +1,9 @@
 """`RunMetrics`: scalars for any logger on how fast a run is and where its time goes.
 
-Every rank sums what its clock says of the iterations since the last row of the log; then one small
+Every rank sums its clock's times of the iterations since the last row was logged; then one small
 gather on CPU brings the sums to rank 0, which logs:
 
-- `run/iteration_s`: mean seconds of an iteration, validation and checkpoints left out,
+- `run/iteration_s`: mean seconds of an iteration, without validation and checkpoints,
 - `run/tokens_per_s`: tokens of all pipelines per second of iterations,
 - `run/mfu`: FLOPs of the model (see `ModelSpec.step_flops`) over the devices' peak; not on CPU,
 - `run/bubble_share`: share of the ranks' time in which they compute nothing (AutoHet's bubbles,
@@ -12,14 +12,14 @@ gather on CPU brings the sums to rank 0, which logs:
 - `run/exchange_wait_s`: longest wait of a rank for weights and gradients, per iteration,
 - `run/planning_stall_s`: longest wait for an assignment, per iteration; with a data module that
   assigns samples,
-- `run/checkpoint_stall_s`: for how long the last checkpoint of `LayerwiseCheckpoint` held up the
-  rank that it held up longest,
-- `run/generation`, `run/ranks`: which generation of ranks trains, and how many they are,
+- `run/checkpoint_stall_s`: longest time that a rank was held up by the last checkpoint of
+  `LayerwiseCheckpoint`,
+- `run/generation`, `run/ranks`: the number of the generation that trains, and of its ranks,
 - `run/idle_s`, `run/steps_again`: seconds from the last step of a generation to the first of the
   next one, and steps that were trained again, since the run began; these four from the first
   change of ranks on (`ElasticRestart(in_place=True)`).
 
-What `StragglerMonitor` sees it logs itself, as `straggler/…`.
+`StragglerMonitor` logs its own scalars, as `straggler/…`.
 """
 
 import math
@@ -113,7 +113,7 @@ class RunMetrics(Callback):
         total = self._total
         total.num_iterations += 1
         total.wall_s += time.perf_counter() - self._start_s
-        if times is not None:  # On CUDA they are those of the iteration before.
+        if times is not None:  # On CUDA these are the previous iteration's.
             total.compute_s += times.compute_s()
             total.exchange_wait_s += times.exchange_wait_s()
         total.planning_stall_s += 0.0 if data is None else data.planning_stall_s
@@ -157,7 +157,7 @@ class RunMetrics(Callback):
 
 @dataclass
 class _Sums:
-    """The sums of one rank between two rows of the log."""
+    """One rank's sums since the last logged row."""
 
     num_iterations: float = 0.0
     wall_s: float = 0.0
@@ -167,12 +167,12 @@ class _Sums:
     num_tokens: float = 0.0
     flops: float = 0.0
     peak_flops_per_s: float = 0.0
-    """The most that the device could do; 0 where that isn't known."""
+    """The device's peak; 0 if unknown."""
     checkpoint_stall_s: float = math.nan
-    """The time of the last checkpoint; nan if there was none."""
+    """Seconds for which the last checkpoint held this rank up; nan if there was none."""
     generation: float = 0.0
     idle_s: float = 0.0
-    """The cost of changes of ranks since this process, or the run, began."""
+    """Seconds without a step in changes of ranks since this process, or the run, began."""
     steps_again: float = 0.0
 
 

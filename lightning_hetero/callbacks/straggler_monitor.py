@@ -1,15 +1,14 @@
 """`StragglerMonitor`: watch a run for stragglers and work around them, from Lightning's hooks.
 
-A thin adapter; what is decided is decided in `lightning_hetero.straggler`. After every optimizer
-step
+A thin adapter; all decisions are made in `lightning_hetero.straggler`. After every optimizer step
 
 1. each rank notes what the step took, and whether its own pace has changed (`RankHistory`),
 2. rank 0 gets all notes and gives an order (`RunWatch`): two small messages on CPU,
-3. if it says look, all ranks report and probe, and rank 0 draws its conclusions (`look`),
+3. if the order is to look, all ranks report and probe, and rank 0 finds the cause (`look`),
 4. if there is something to do, all ranks do it: another plan, or a restart.
 
-Any strategy can be watched: computing is told from waiting by `HeteroStrategy`'s clock, elsewhere
-the forward is timed, which waits for nobody under DDP. Only `HeteroStrategy` can run another plan.
+Any strategy can be watched. `HeteroStrategy`'s clock tells computing from waiting; elsewhere the
+forward pass is timed, which under DDP waits for nobody. Only `HeteroStrategy` can run another plan.
 """
 
 from dataclasses import replace
@@ -49,18 +48,18 @@ class StragglerMonitor(Callback):
 
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor()])
 
-    Nothing of it is in checkpoints: after a restart machines, ranks and plan may be others, so what
-    is usual is learnt anew. A machine that was left out stays away because its agent has ended.
+    It keeps no state in checkpoints: after a restart machines, ranks and plan may have changed, so
+    the usual times are learnt anew. An excluded machine stays away because its agent has ended.
 
     Args:
         dry_run: Only report what would be done.
         events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
-            a relative path lies in the Trainer's `default_root_dir`. It may be a `RunLog`'s, whose
-            default it shares: one log of the run, then. None writes none.
-        policy: What mitigations cost until that is measured, and which are allowed; its `dry_run`
-            counts, too.
+            a relative path lies in the Trainer's `default_root_dir`. By default it is the same file
+            as a `RunLog`'s: then the run has one log. None writes none.
+        policy: First guesses of what mitigations cost, and which are allowed; its `dry_run` counts,
+            too.
         detector: When a level counts as changed.
-        recheck_share: Share of the time that probing a known slow link again may take.
+        recheck_share: Share of the time that may be spent on probing a known slow link again.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class StragglerMonitor(Callback):
                 logger.log_metrics(scalars, step=trainer.global_step)
 
     def _config_of(self, restart_s: float | None) -> WatchConfig:
-        """Return what to watch with, given what a restart has taken."""
+        """Return the configuration with the measured cost of a restart, if that is known."""
         policy = self.config.policy
         if restart_s is None or policy.restart_cost_s is not None:
             return self.config

@@ -1,8 +1,8 @@
-"""One rank's access to the places of a run: who may write there, which run it is, and the writer.
+"""One rank's access to the places where a run keeps checkpoints: leases, run identity, writer.
 
-Where a fit begins from a checkpoint the ranks enter the places first, together. Where they go on
-from what they still had, nothing is read, so they enter beside the training, once they have trained
-a step: a save waits for it, and what went wrong is raised there, by all ranks.
+To *enter* is to take the leases and make the writer. If a fit begins from a checkpoint, all ranks
+enter first. If they go on from what they still had, nothing is read, so they enter in the
+background, after the first step: a save waits for that, and raises its error on all ranks.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from lightning_hetero.checkpoint.deadlines import BackgroundThread
 __all__ = ["Access"]
 
 _PATIENCE_S = 3600.0
-"""Longer than any place is waited for: it is given up by itself where nothing moves."""
+"""Longer than any place is waited for: a place that makes no progress is given up by itself."""
 
 
 @dataclass(kw_only=True)
 class _Entered:
-    """A rank's tiers, leases and writer, once all have entered."""
+    """A rank's tiers, leases and writer, once all ranks have entered."""
 
     joined: Joined
     writer: CheckpointWriter
@@ -44,13 +44,13 @@ class _Entered:
 
 
 class Access:
-    """Entered once, and left; all ranks make the same calls.
+    """One rank's access: `enter` or `enter_later`, then `leave`; all ranks make the same calls.
 
     Args:
-        places: This node's.
-        transport: All ranks; used by one thread at a time.
+        places: This node's places.
+        transport: Connects all ranks; used by one thread at a time.
         is_first_of_node: Whether this rank looks after its node's places.
-        options: How to write.
+        options: The writer's.
         skip_unreadable: Go on without places that can't be read.
     """
 
@@ -70,16 +70,16 @@ class Access:
         self._skip_unreadable = skip_unreadable
         self._entered: Future[_Entered] = Future()
         self._to_enter: Callable[[], object] | None = None
-        """Enters when it is called: later than the start."""
+        """Enters; kept until `begin` is called, if that is to be done after the start."""
 
     def enter(
         self, look: Callable[..., Recovered | None], *, anew: bool, tidies: bool = True
     ) -> CheckpointId:
-        """Enter, and find out what is there; communicates.
+        """Enter, and look for a state to recover; every rank calls it. Communicates.
 
         Args:
-            look: Returns what is recovered, given the tiers and what `recover` takes besides.
-            anew: Whether a new run begins, whatever the places know.
+            look: Returns the recovered state, given the tiers and further arguments of `recover`.
+            anew: Whether a new run begins, whatever is in the places.
             tidies: See `join`.
 
         Returns:
@@ -114,9 +114,9 @@ class Access:
         return start
 
     def enter_later(self, recovered: Recovered) -> CheckpointId:
-        """Enter once `begin` is called, or where it is needed first: training goes on before it.
+        """Enter when `begin` is called or the writer is first needed; training goes on meanwhile.
 
-        Nobody else may use the transport from then on.
+        From then on nobody else may use the transport.
 
         Returns:
             Step 0 of the attempt that begins.
@@ -125,7 +125,7 @@ class Access:
         return CheckpointId(0, recovered.report.attempt, recovered.id.run)
 
     def begin(self) -> None:
-        """Begin to enter beside the training, if that was to be done later."""
+        """Begin to enter in the background, if `enter_later` was called."""
         enter, self._to_enter = self._to_enter, None
         if enter is None:
             return
@@ -155,7 +155,7 @@ class Access:
         """The writer of this rank's checkpoints; waits until all have entered.
 
         Raises:
-            CheckpointError: They couldn't, or another job has taken a place since.
+            CheckpointError: Entering failed, or another job has taken a place since.
         """
         entered = self._wait()
         for lease in entered.joined.leases:
@@ -169,7 +169,7 @@ class Access:
         entered.writer.close()
 
     def leave(self) -> None:
-        """Give all up, also what would be entered only later."""
+        """Release the leases and give up unfinished writes; nothing is entered later."""
         self._to_enter = None
         self._entered.add_done_callback(_leave)
 

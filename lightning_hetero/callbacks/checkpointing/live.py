@@ -1,16 +1,16 @@
-"""The state that a rank keeps after each step, so that others may be lost and no step with them.
+"""Keep each step's state in memory, so that other ranks may be lost without losing the step.
 
 The slices change in the optimizer's step only, so they needn't be copied: it is enough to know that
-they are still those of the last step when a rank is lost. What else a checkpoint holds and an
-iteration changes is noted at the end of each step, at the same point at which a step is saved:
-counters of loops, schedulers, callbacks, the data's progress and random numbers. All that stays is
-read when a rank is lost. A validation that follows a step is done again after a loss, and so is the
-end of an epoch, or of training, whose validation a loss has cut short. While the hooks of an
-epoch's end run nothing is held; when the next one begins, what they have changed is noted anew.
+they are still those of the last step when a rank is lost. Whatever else of a checkpoint an
+iteration changes is noted at the end of each step, where the step would be saved: counters of
+loops, schedulers, callbacks, the data's progress and random numbers. What doesn't change is read
+when a rank is lost. A validation that follows a step is run again after a loss, and so is the end
+of an epoch, or of training, if a loss has cut its validation short. While the hooks of an epoch's
+end run, no state is held; when the next epoch begins, what they have changed is noted anew.
 
-Counted: 0.15 to 0.25 ms a step on one busy core for a toy of 49 tensors, a third of it for the
-generators of random numbers, and 0.3 µs for each tensor more. A module or a callback with a hook
-`on_save_checkpoint` is asked after each step, which takes as long as its hook, and 0.4 ms.
+Measured: 0.15 to 0.25 ms a step on one busy core for a toy of 49 tensors, a third of it for the
+generators of random numbers, and 0.3 µs for each further tensor. If a module or a callback has a
+hook `on_save_checkpoint`, that is called after each step, which costs its time and 0.4 ms.
 """
 
 from collections.abc import Collection, Sequence
@@ -87,13 +87,13 @@ class Found:
     """The state that a fit begins with."""
 
     recovered: Recovered | None
-    """None where it begins anew."""
+    """None if training begins anew."""
     is_live: bool = False
-    """Whether it is what the ranks still held in memory, not a checkpoint."""
+    """Whether it comes from the ranks' memory, not from a checkpoint."""
     has_newcomers: bool = False
-    """Whether a rank has joined and not trained a step yet, so that it has gathered nothing."""
+    """Whether a rank has joined that has trained no step yet, so its metrics hold nothing."""
     why_not_live: str | None = None
-    """Why ranks didn't go on from memory after one was lost; None if none was."""
+    """Why ranks didn't go on from memory after one was lost; None if none was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,55 +102,55 @@ class _Noted:
 
     step: int
     versions: int
-    """Of all that has to stay as it is."""
+    """`LiveSteps._versions` of the tensors that must not have changed since."""
     metadata: dict[str, Any]
-    """Entries that an iteration changes, by their names in a checkpoint; or all of them."""
+    """Entries that an iteration changes, by their names in a checkpoint; all if `is_whole`."""
     counts: list[dict[str, Any]]
-    """The state of each counter of the loops."""
+    """The attributes of each of the loops' counters."""
     num_stepped: int
     random_state: RandomState
     is_whole: bool
-    """Whether the metadata are complete, because hooks had to be asked."""
+    """Whether the metadata are complete, because hooks had to be called."""
     is_validation_due: bool
-    """Whether a validation follows the step; a run that goes on from it repeats that."""
+    """Whether a validation follows the step; a run that goes on from the step repeats it."""
     follows: Follows
     gathered: Gathered
 
 
 class LiveSteps:
-    """One rank's last step; called by every rank alike, and `keep` by those that are left."""
+    """One rank's record of the last step. Every rank makes the same calls; `keep` after a loss."""
 
     def __init__(self) -> None:
         self.state: LiveState | NothingLive | Newcomer = Newcomer()
         """The step to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
-        """Where the tensors are that have to stay as they are."""
+        """Dict and key of each tensor that must not change between steps."""
         self._trackers: list[Any] = []
         """The counters of the loops."""
         self._metrics: list[Metric] = []
         self._ended: _Noted | None = None
         """The last step of an epoch whose end is under way."""
         self._before_evaluation: Gathered | None = None
-        """Gathered by the module before the validation that is under way."""
+        """The module's metrics, lists and means from before the validation that is under way."""
         self._before_first_step: Gathered | None = None
-        """The same before the first step that is trained from `state` on."""
+        """The same from before the first step that is trained after `state`."""
         self._means: Any = None
-        """The means of the epoch that were logged by the step of `state`."""
+        """The epoch's logged means at the step of `state`."""
         self._newest: dict[str, Any] = {}
-        """The newest values that were logged by then, which callbacks may monitor."""
+        """The newest logged values at that step, which callbacks may monitor."""
 
     def begin_change(self) -> None:
-        """Count the slices as changing, from before an optimizer's step to the step's end.
+        """Hold no state from now to the step's end: an optimizer is about to change the slices.
 
-        Not from its hooks and clipping on, in which ranks wait for each other: they change nothing
-        that is noted.
+        Called after the step's hooks and clipping, in which ranks wait for each other: these change
+        nothing that is noted.
         """
         if not isinstance(self._noted, NothingLive):
             self._noted = _IN_STEP
 
     def begin_evaluation(self, trainer: pl.Trainer) -> None:
-        """Count callbacks and schedulers as changing, from before a validation on, unless noted."""
+        """Note that a validation begins; hold no state from now on, unless it follows the step."""
         metrics = list(metrics_of(trainer.lightning_module))
         self._before_evaluation = Gathered(trainer, metrics)
         noted = self._noted
@@ -166,20 +166,20 @@ class LiveSteps:
             self._noted = _IN_EVALUATION
 
     def end_evaluation(self) -> None:
-        """Keep what a validation has left in the module."""
+        """Note that a validation has ended: what it has left in the module stays."""
         self._before_evaluation = None
 
     def begin_epoch_end(self) -> None:
-        """Count all as changing that hooks of an epoch's end change, which can't be run again."""
+        """Hold no state from now on: hooks of an epoch's end can't be run again."""
         if not isinstance(self._noted, NothingLive):
             self._ended, self._noted = self._noted, _IN_EVALUATION
         if isinstance(self.state, LiveState):
             self.state = _IN_EVALUATION
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
-        """Note what the end of an epoch has changed; communicates nothing.
+        """Note what the end of the last epoch has changed; doesn't communicate.
 
-        Whoever goes on from it begins the epoch again, after the last step of the one before.
+        A run that goes on from it begins this epoch again, after the last step of the one before.
         """
         ended, self._ended = self._ended, None
         if ended is None:
@@ -192,7 +192,7 @@ class LiveSteps:
         self._noted = replace(new, metadata=metadata, follows=Follows.EPOCH, **kept)
 
     def note_step(self, trainer: pl.Trainer) -> None:
-        """Note a step's end, where a checkpoint would be saved; communicates nothing."""
+        """Note the end of a step, where a checkpoint would be saved; doesn't communicate."""
         strategy = run_of(trainer).strategy
         if strategy is None or not strategy.processes.outlives_ranks:
             return
@@ -234,21 +234,21 @@ class LiveSteps:
         )
 
     def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether the last step is held here, and every row of it by some rank not `leaving`."""
+        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
         if isinstance(self._noted, NothingLive) or self._noted.follows is Follows.END:
             return False
         return not serve_without(_keepers(trainer).slices, leaving).missing
 
     def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int) -> bool:
-        """Hold on to the last step's state, if it is still there; communicates nothing.
+        """Keep the last step's state in `state`, if it is unchanged; doesn't communicate.
 
         Args:
-            trainer: Whose fit has ended because ranks are lost, leave or come; not torn down yet.
+            trainer: Not torn down yet; its fit was ended by ranks lost, leaving or joining.
             start: Names the run's checkpoints.
             generation: Number of the generation that has ended.
 
         Returns:
-            Whether it is.
+            Whether it is kept.
         """
         noted, self._noted, self._ended = self._noted, _NO_STEP, None
         cut_short, self._before_evaluation = self._before_evaluation, None
@@ -257,14 +257,14 @@ class LiveSteps:
         if self._before_first_step is not None:
             self._before_first_step.put_back()
         if isinstance(noted, NothingLive):
-            # What a generation that has trained no step began with is there still.
+            # A generation that has trained no step still has the state that it began with.
             if noted is not _NO_STEP:
                 self.state = noted
         else:
             try:
                 self.state = self._kept(trainer, noted, start, generation)
             except Exception as error:
-                # What a user's object raises mustn't end a rank that can go on otherwise.
+                # An error of a user's object mustn't end a rank that can go on from a checkpoint.
                 self.state = NothingLive(f"{type(error).__name__}: {error}")
         self._watched, self._trackers = [], []
         return isinstance(self.state, LiveState)
@@ -298,24 +298,24 @@ class LiveSteps:
     def recover(
         self, trainer: pl.Trainer, needs: Sequence[SliceNeed], transport: Transport
     ) -> Found:
-        """Return what the ranks of this generation still have; every rank calls it. Communicates.
+        """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
-            trainer: Whose fit begins.
-            needs: What this rank keeps from now on.
-            transport: The ranks.
+            trainer: The Trainer whose fit begins.
+            needs: The slices that this rank keeps from now on.
+            transport: Connects the ranks.
         """
         live = recover_from_survivors(needs, _keepers(trainer), self.state, transport)
         if not isinstance(live, NothingLive):
-            # The generation in which they came may have trained none: then they still are.
+            # Newcomers stay new until they have trained a step, even over several generations.
             are_new = gather_json(transport, isinstance(self.state, Newcomer))
             return Found(live, is_live=True, has_newcomers=any(are_new))
         rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
-        self.state = live  # Nobody goes on from what was later than that checkpoint any more.
+        self.state = live  # Nobody may go on from a state later than that checkpoint any more.
         return Found(None, why_not_live=live.why)
 
     def go_on(self, trainer: pl.Trainer, found: Found) -> None:
-        """Let what this process has besides go with the state that was found and restored."""
+        """Adapt metrics, means and loops of this process to the state that was restored."""
         if found.is_live and not found.has_newcomers:
             assert isinstance(self.state, LiveState)
             assert found.recovered is not None
@@ -325,13 +325,13 @@ class LiveSteps:
             trainer._logger_connector._callback_metrics.update(self._newest)
             self._before_first_step = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
         elif found.is_live or found.why_not_live is not None:
-            # As in a new process, which newcomers are: all ranks must have gathered the same. And
-            # steps that are trained again would count twice.
+            # As in a newcomer's process: all ranks must have gathered the same. And steps that are
+            # trained again would count twice.
             for metric in metrics_of(trainer.lightning_module):
                 metric.reset()
 
     def begin_training(self, trainer: pl.Trainer) -> None:
-        """Have what was logged again, which Lightning has reset since the fit began."""
+        """Restore logged values once more, since Lightning has reset them at the fit's start."""
         if self._before_first_step is not None:
             self._before_first_step.put_back()
             connector = trainer._logger_connector
@@ -339,7 +339,7 @@ class LiveSteps:
             if isinstance(self.state, LiveState) and self.state.follows is Follows.STEP:
                 # Else the epoch's means would begin with the next batch, as with its first one.
                 connector._first_loop_iter = True
-            # What was put back may be changed in place.
+            # A new copy, since what was put back may be changed in place.
             self._before_first_step = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
 
     def _rewind(self, trainer: pl.Trainer, noted: _Noted) -> None:
@@ -350,9 +350,9 @@ class LiveSteps:
         epoch_loop._batches_that_stepped = noted.num_stepped
 
     def _versions(self) -> int:
-        """Return a number that is another one after any change of what has to stay."""
+        """Return a number that changes whenever a watched tensor is changed or replaced."""
         tensors = [registered[name] for registered, name in self._watched]
-        # Another tensor has another id, one that evaluation has made no version.
+        # A new tensor has another id; one made in inference mode has no version.
         try:
             versions: int = sum(map(_version_of, tensors))
         except RuntimeError:
@@ -366,10 +366,10 @@ def find_saved(
     """Return the newest checkpoint's state; every rank calls it. Communicates.
 
     Args:
-        needs: What this rank keeps from now on.
+        needs: The slices that this rank keeps from now on.
         tiers: Where checkpoints are.
-        why_not_live: Why it has to do, where a rank was lost and this generation follows.
-        **seen: What `recover` takes.
+        why_not_live: Why ranks can't go on from memory after a loss; None if none was lost.
+        **seen: Further arguments of `recover`.
 
     Raises:
         CheckpointError: A rank was lost, and there is nothing to go on from; and see `recover`.

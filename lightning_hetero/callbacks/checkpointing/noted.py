@@ -1,9 +1,9 @@
-"""Notes of a step's end, and how a checkpoint is made of them once a rank is lost.
+"""Note the state at a step's end, and make a checkpoint's metadata of it once a rank is lost.
 
-An iteration changes little of what a checkpoint holds besides slices: that is copied at each step's
-end, and the rest is read when it is needed. What the module has gathered over steps in metrics,
-lists and logged means stays in the process; what an iteration or a validation that was cut short
-has added to it is taken out again, since either is done again.
+Besides slices, an iteration changes little of what a checkpoint holds: that little is copied at
+each step's end, and the rest is read when it is needed. What the module has gathered over steps in
+metrics, lists and logged means stays in the process; what an interrupted iteration or validation
+has added is taken out again, since it will be run again.
 """
 
 import copy
@@ -43,7 +43,7 @@ _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 def places_of(trainer: pl.Trainer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where masters, averages and buffers are registered."""
+    """Yield (dict, key) under which each master, average and buffer is registered."""
     for root in (trainer.lightning_module, *(model.module for model in average_models(trainer))):
         for module in root.modules():
             for registered in (module._parameters, module._buffers):
@@ -53,7 +53,7 @@ def places_of(trainer: pl.Trainer) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def trackers_of(loop: Any) -> Iterator[Any]:
-    """Yield the counters of a loop and of those inside of it, also those that others consist of."""
+    """Yield the counters of a loop and of the loops in it, and the counters inside counters."""
     for item in vars(loop).values():
         if isinstance(item, _BaseProgress):
             yield item
@@ -62,7 +62,7 @@ def trackers_of(loop: Any) -> Iterator[Any]:
 
 
 def dump_step(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what an iteration, or the end of an epoch, changes of a checkpoint's metadata."""
+    """Return the part of a checkpoint's metadata that an iteration or an epoch's end changes."""
     loader = trainer.fit_loop._combined_loader
     return {
         **dump_changing(trainer),
@@ -77,7 +77,7 @@ def dump_step(trainer: pl.Trainer) -> dict[str, Any]:
 def complete(
     metadata: dict[str, Any], changing: dict[str, Any], trainer: pl.Trainer
 ) -> dict[str, Any]:
-    """Return a checkpoint's metadata as they were when `changing` was noted."""
+    """Return `metadata` as it was when `changing` was noted (by `dump_step`)."""
     was = dict(changing)
     loaders, groups = was.pop(LOADERS), was.pop(_GROUPS)
     state = metadata["loops"]["fit_loop"]["state_dict"]
@@ -103,7 +103,7 @@ def copied(value: Any) -> Any:
 
 
 def on_host(content: CheckpointContent) -> CheckpointContent:
-    """Return a state whose tensors take no memory of the device."""
+    """Return the same content with its tensors on the host."""
     return replace(content, slices=tuple(map(_slice_on_host, content.slices)))
 
 
@@ -122,7 +122,7 @@ _State = dict[str, Any]
 
 
 class Gathered:
-    """A module's metrics and lists and the means that it logs, as they are when this is made.
+    """A copy of a module's metrics, lists and logged means, made when this is.
 
     ::
 
@@ -131,20 +131,20 @@ class Gathered:
         gathered.put_back()
 
     Args:
-        trainer: Who fits.
-        metrics: The module's.
+        trainer: The Trainer that fits.
+        metrics: The module's metrics.
     """
 
     def __init__(self, trainer: pl.Trainer, metrics: Sequence[Metric]) -> None:
         self.results = trainer.fit_loop.epoch_loop._results
-        """The means of the epoch that Lightning has gathered."""
+        """Lightning's accumulated means of the epoch."""
         self._keys = tuple(self.results)
         self._states = [(item, _state_of(item)) for item in (*metrics, *self.results.values())]
         self._lists = AppendedLists(trainer.lightning_module)
         self._lists.begin()
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore all of it."""
         for key in set(self.results).difference(self._keys):
             del self.results[key]
         for metric, state in self._states:
@@ -160,7 +160,7 @@ def metrics_of(module: pl.LightningModule) -> Iterator[Metric]:
 def _state_of(metric: Metric) -> _State:
     state: _State = {"_update_count": metric._update_count}
     if isinstance(metric, _ResultMetric):
-        # It puts new tensors in their places, and changes none.
+        # It replaces its tensors and changes none in place, so they needn't be copied.
         state |= {name: getattr(metric, name) for name in metric._defaults}
         return {**state, "has_reset": metric.has_reset, "_forward_cache": metric._forward_cache}
     for name in metric._defaults:

@@ -1,9 +1,9 @@
-"""States that one rank owns of a run: slices of parameters, their optimizer state and averages.
+"""The part of a run's state that one rank owns: slices, their optimizer state and averages.
 
-Under `HeteroStrategy` that are the rank's master slices; under single-device Lightning every
-parameter is one slice. What a rank keeps as a standby it gets back and doesn't save. Checkpoints
-know nothing else of the strategy, so they go from any plan, and from one device, to any other
-(AutoHet §IV-C).
+Under `HeteroStrategy` these are the rank's master slices; under single-device Lightning every
+parameter is one slice. Rows that a rank keeps as a standby are recovered, but not saved.
+Checkpoints know nothing else of the strategy, so they go from any plan, or from one device, to any
+other (AutoHet §IV-C).
 """
 
 from collections import defaultdict
@@ -43,9 +43,9 @@ class OwnedSlice:
     kept: tuple[Interval, ...]
     """The rows that it keeps, laid end to end."""
     owned: tuple[Interval, ...]
-    """Those that it saves: no other rank does."""
+    """The rows that it saves: no other rank does."""
     parameter: nn.Parameter
-    """The rows, as the optimizer knows them; empty if there are none."""
+    """The optimizer's parameter of the kept rows; empty if there are none."""
 
     def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return rows of the parameter out of a tensor like `parameter`."""
@@ -57,7 +57,7 @@ class OwnedSlice:
 
 
 class OwnedState:
-    """One rank's share of the state of a run that has been set up.
+    """The part of a run's state that one rank owns.
 
     Args:
         trainer: A trainer whose strategy has been set up.
@@ -72,7 +72,7 @@ class OwnedState:
         self._keeps_whole = False
         if hetero is not None:
             engine = hetero.engine
-            engine.settle()  # What is bad isn't saved.
+            engine.settle()  # Raises if the last iteration's numbers are bad: save none.
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
             self._keeps_whole = engine.config.ownership is Ownership.PARAMETER
@@ -110,15 +110,15 @@ class OwnedState:
         self._averages = tuple(model.module for model in average_models(trainer))
 
     def contents(self) -> tuple[SliceContent, ...]:
-        """Return what is to be saved; the tensors are the originals."""
+        """Return the slices to save; their tensors are the originals, not copies."""
         return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
     def kept_contents(self) -> tuple[SliceContent, ...]:
-        """Return the same with what this rank keeps as a standby."""
+        """Return the same, and the rows that this rank keeps as a standby."""
         return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
 
     def needs(self) -> list[SliceNeed]:
-        """Return what is to be recovered."""
+        """Return the slices to recover: all that this rank keeps."""
         return [
             SliceNeed(item.spec.name, item.spec.shape, item.spec.cut_dim, *rows)
             for item in self.slices
@@ -126,7 +126,7 @@ class OwnedState:
         ]
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
-        """Return each optimizer's groups as in its `state_dict`, with names of parameters."""
+        """Return each optimizer's groups as in its `state_dict`, but with parameters' names."""
         names = self._names()
         return [
             {
@@ -144,7 +144,7 @@ class OwnedState:
         """Take over recovered slices, their optimizer state and the optimizers' groups.
 
         Raises:
-            CheckpointError: The optimizers have other groups than when it was saved.
+            CheckpointError: The optimizers' groups differ from those that were saved.
         """
         dims = {item.spec.name: item.spec.cut_dim for item in self.slices}
         pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
@@ -201,8 +201,8 @@ class OwnedState:
     def _is_whole(self, optimizer: Optimizer | None) -> bool:
         """Whether an optimizer's state must never be cut, even where it has the parameter's shape.
 
-        The preconditioner of a square matrix looks like momentum. Optimizers of torch are known to
-        keep such state element by element.
+        For the preconditioner of a square matrix has the shape of a momentum. Torch's own
+        optimizers are known to keep only state that can be cut.
         """
         bases = type(optimizer).__mro__ if optimizer is not None else ()
         known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
@@ -222,10 +222,10 @@ class OwnedState:
 def _optimizer_state(
     optimizer: Optimizer | None, item: OwnedSlice
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors that an optimizer keeps of a slice, and its other values.
+    """Return an optimizer's tensors of a slice, and its other values.
 
     Raises:
-        ConfigurationError: One can't be saved.
+        ConfigurationError: A value can't be saved.
     """
     state = {} if optimizer is None else optimizer.state[item.parameter]
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}

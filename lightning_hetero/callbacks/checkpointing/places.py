@@ -1,6 +1,6 @@
-"""Where a node keeps its checkpoints, and how far training had come when it was interrupted.
+"""The places where a node keeps its checkpoints, and a note there of the last finished step.
 
-The ranks of a job come together at these places all, or none of them does.
+`join` opens them on all ranks of a job, or fails on all of them.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
 _log = logging.getLogger(__name__)
 _LONGEST_NOTE_S = 1.0
 _KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
-"""How long shared memory keeps what a failed run has left, from its last step on."""
+"""How long after its last step a failed run's data stay in shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Places:
     """For fsspec's filesystem."""
     retry: RetryPolicy | None
     stall_s: float = 300.0
-    """Seconds after which what hangs in a local place is given up."""
+    """Seconds after which an operation that hangs in a local place is given up."""
     _noting: Deadline = field(
         default_factory=lambda: Deadline(_LONGEST_NOTE_S, max_hanging=1), repr=False, compare=False
     )
@@ -95,10 +95,10 @@ class Places:
             )
 
     def identify_node(self) -> tuple[str, str]:
-        """Return a name for this node and one for its disk; makes what tells them from others.
+        """Return a name for this node and one for its disk; may write files that identify them.
 
-        Processes that share shared memory and the local folder get the same names, two machines
-        never do, whatever they are called.
+        Processes that share the shared memory and the local folder get the same names; two machines
+        never do, even with the same host name.
         """
         host = socket.gethostname()
         memory = _random_name(make_own_folder()) if self.memory_dir is not None else ""
@@ -108,7 +108,7 @@ class Places:
 
     @property
     def memory_dir(self) -> Path | None:
-        """Folder in shared memory, None if there is none; another one for other places or users."""
+        """Folder in shared memory, of its own for each user and set of places; None without one."""
         if not self.shared_memory or not has_shared_memory():
             return None
         endpoint = self.storage_options.get("endpoint_url")
@@ -122,7 +122,7 @@ class Places:
         """Return the tiers, fastest first.
 
         Raises:
-            ConfigurationError: Somebody else has made this user's folder in shared memory.
+            ConfigurationError: Another user has made this user's folder in shared memory.
         """
         tiers = []
         if self.memory_dir is not None:
@@ -145,18 +145,18 @@ class Places:
             text = json.dumps([finished.step, finished.at_s, finished.run])
 
             def write(_: Progress) -> None:
-                # Whole: this process may be killed now, and the step before is to stay known.
+                # Replaced whole: if this process is killed now, the step before stays known.
                 write_whole(path, lambda new: new.write_text(text))
 
-            # It is for a line in the log: a place that is full or hangs mustn't hold training up.
+            # Only a log message depends on it: a place that is full or hangs mustn't stop training.
             with contextlib.suppress(OSError):
                 if self._noted_in_memory is None:
                     self._noting.run(write)
                 else:
-                    write(Progress())  # Memory never hangs, so it takes no thread of its own.
+                    write(Progress())  # Memory never hangs, so no thread of its own is needed.
 
     def last_finished(self) -> FinishedStep | None:
-        """Return what an earlier process noted last, None if nothing readable."""
+        """Return the step that an earlier process noted last; None if there is nothing readable."""
         if self._progress_path is None:
             return None
         try:
@@ -166,7 +166,7 @@ class Places:
             return None
 
     def forget_other_runs(self, run: str) -> None:
-        """Free the shared memory of what another run has left: its lasting places are gone."""
+        """Free the shared memory that other runs have left here: their lasting places are gone."""
         if self.memory_dir is not None:
             store = LocalStore(self.memory_dir, stall_s=self.stall_s)
             files = store.list()
@@ -174,9 +174,9 @@ class Places:
             store.remove([name for name in files if name.partition("/")[0] in others])
 
     def forget_old_memory(self) -> None:
-        """Free the shared memory of this user's runs that nobody has gone on with for a week.
+        """Free the shared memory of this user's runs that have written nothing for a week.
 
-        Runs that still train note every step there, so theirs is never so old.
+        Runs that still train note every step there, so they aren't affected.
         """
         own = self.memory_dir
         for place in () if own is None else memory_places():
@@ -191,13 +191,13 @@ class Places:
                 shutil.rmtree(place.folder, ignore_errors=True)
 
     def forget_memory(self) -> None:
-        """Free the shared memory: the run has ended, and the other places have all."""
+        """Free this run's shared memory: it has ended, and other places have all checkpoints."""
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
 
     @cached_property
     def _noted_in_memory(self) -> Path | None:
-        """`memory_dir` when steps were first noted: to find it takes longer than a note."""
+        """`memory_dir` at the first note; cached, since finding it takes longer than a note."""
         return self.memory_dir
 
     @property
@@ -207,10 +207,10 @@ class Places:
 
 
 def _random_name(folder: Path) -> str:
-    """Return what a file in a folder says, made up by the first process that asks.
+    """Return the random name in a folder's file, which the first process to ask writes.
 
     Returns:
-        Nothing where the folder can't be written; the first save says so.
+        The name; "" if the folder can't be written, which the first save will report.
     """
     path, temporary = folder / "node", folder / f".tmp-{uuid.uuid4().hex}"
     try:
@@ -247,11 +247,11 @@ def join(
         places: This node's.
         transport: All ranks.
         is_first_of_node: Whether this rank looks after its node's places.
-        tidies: Whether old leftovers are looked for: once a start, since there may be many.
+        tidies: Whether to remove old leftovers: once per start, since there may be many.
 
     Raises:
-        CheckpointError: A place can't be used, another job uses it, or machines share what should
-            be each one's own; all ranks raise it.
+        CheckpointError: A place can't be used, another job uses it, or machines share a
+            `local_dir`; all ranks raise it.
     """
     leases: list[Lease] = []
 
@@ -272,7 +272,7 @@ def join(
 
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: release(leases))
-        # Who waits to see whether an owner lives, or for a slow place, is waited for.
+        # Ranks wait for one that checks whether a lease's owner lives, or waits for a slow place.
         entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
         _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
         undo.pop_all()
@@ -282,18 +282,18 @@ def join(
 
 
 def release(leases: Iterable[Lease]) -> None:
-    """Let others write to the places."""
+    """Release leases, so that others may write to the places."""
     for lease in leases:
         lease.release()
 
 
 def probe(places: Places, transport: Transport, *, is_first_of_node: bool) -> None:
-    """Ask the remote store, if there is one, whether it takes checkpoints; every rank calls it.
+    """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
 
-    Communicates. A store that doesn't answer is waited for where this run has been before.
+    Communicates. A store that doesn't answer is waited for if this run has used it before.
 
     Raises:
-        CheckpointError: It won't; all ranks raise it.
+        CheckpointError: It takes none; all ranks raise it.
     """
 
     def ask(_: Progress) -> None:

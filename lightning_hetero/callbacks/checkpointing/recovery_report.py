@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class StartTimes:
-    """When a start of a run had come how far, in seconds since the epoch."""
+    """When a start had reached each stage, in seconds since the epoch."""
 
     made_s: float
     """The callback was made."""
@@ -47,10 +47,10 @@ def report_recovery(
     places: Places,
     transport: Transport,
 ) -> float | None:
-    """Print and note it on rank 0, once the state is loaded; collective.
+    """Print and log a recovery on rank 0, once the state is loaded; collective.
 
     Returns:
-        The seconds since the last step that was finished; None where nobody knows of one.
+        The seconds since the last finished step; None if no rank knows of one.
     """
     recovered = found.recovered
     assert recovered is not None
@@ -66,7 +66,7 @@ def report_recovery(
         {
             "bytes": [[int(source), count] for source, count in own.items()],
             "finished": None if noted is None else asdict(noted),
-            # As nodes tell themselves apart, who may not have met yet.
+            # Identifies the node; names of nodes may not have been agreed on yet.
             "node": f"{machine_id()} {places.local_dir}",
         },
     )
@@ -76,7 +76,7 @@ def report_recovery(
     finished = _last_finished([row["finished"] for row in rows], run=recovered.id.run)
     lost, lost_steps = "", None
     if finished is not None:
-        # Who notes finished steps may have been lost before it had noted its last one.
+        # Not below 0: the rank that notes steps may have been lost before it noted its last one.
         lost_steps = max(0, finished.step - recovered.id.step)
         seconds["restart"] = times.made_s - finished.at_s
         lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
@@ -101,7 +101,7 @@ def report_recovery(
 
 
 def _last_finished(noted: Sequence[Mapping[str, Any] | None], *, run: str) -> FinishedStep | None:
-    """Return how far any node that is left saw a run's training come."""
+    """Return the newest finished step of a run that any remaining node has noted."""
     known = [FinishedStep(**item) for item in noted if item is not None]
     return max((item for item in known if item.run == run), key=lambda i: i.at_s, default=None)
 

@@ -1,7 +1,7 @@
-"""Everything of a run but its slices: loops, schedulers, callbacks, data, buffers, random numbers.
+"""A run's state besides its slices: loops, schedulers, callbacks, data, buffers, random numbers.
 
 It mirrors what Lightning puts into a checkpoint, with two differences: parameters stay in slices,
-and all of it must be readable with `weights_only=True`, so there is no pickle of objects.
+and all of it must be readable with `weights_only=True`, so no objects are pickled.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,9 +51,9 @@ def content_of(
     *,
     with_standbys: bool = False,
 ) -> CheckpointContent:
-    """Return what this rank saves at a step's end: all that it owns, and its random numbers.
+    """Return what this rank saves at a step's end: all that it owns, and its random state.
 
-    With what it keeps as a standby, which others save, if that is asked for.
+    With `with_standbys`, also the rows that it keeps as a standby, which other ranks save.
     """
     return CheckpointContent(
         id=id_,
@@ -68,9 +68,9 @@ def content_of(
 
 
 def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
-    """Return what is the same on all ranks, under Lightning's names of a checkpoint's entries.
+    """Return the entries of a checkpoint that are the same on all ranks, by Lightning's names.
 
-    Called by every rank; collective where buffers have changed.
+    Called by every rank; communicates if buffers have changed.
     """
     strategy = run_of(trainer).strategy
     if strategy is not None:
@@ -99,7 +99,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
 
 
 def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the part of `dump_metadata` that is the callbacks', schedulers' and data module's."""
+    """Return the state of callbacks, schedulers, data module and precision: it changes in steps."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     plugin = trainer.precision_plugin
     states = {
@@ -116,7 +116,7 @@ def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def stop_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the part of `dump_changing` that says whether anybody has asked training to stop."""
+    """Return the entry of `dump_changing` that tells whether training was asked to stop."""
     return {_STOPS: bool(trainer.should_stop)}
 
 
@@ -138,7 +138,7 @@ def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> Non
     """Put a recovered state into a run that has been set up but hasn't started.
 
     Raises:
-        CheckpointError: The optimizers have other parameters than when it was saved.
+        CheckpointError: The optimizers' parameters differ from those that were saved.
     """
     metadata = dict(recovered.metadata)
     own = metadata.pop(_OWN)
@@ -179,12 +179,12 @@ def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
 def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     """Let Lightning go on from a restored state; called when training starts."""
     # Not earlier, because making the loader's iterator has drawn a number.
-    if recovered.rank_metadata is not None:  # As many ranks have saved theirs.
+    if recovered.rank_metadata is not None:  # None unless as many ranks had saved theirs.
         RandomState.from_dict(recovered.rank_metadata).put_back()
     if _begins_at_end(trainer):
         return
     if has_finished_epoch(trainer):
-        # That of the next epoch would have been drawn now.
+        # The next epoch's iterator would have drawn its number by now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
@@ -192,14 +192,14 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
 
 
 def go_on_after_step(trainer: pl.Trainer, recovered: Recovered, *, ends: bool) -> None:
-    """Let Lightning go on from what ranks kept of a step's end, in the processes that trained it.
+    """Let Lightning go on from a step's end, in the very processes that have trained the step.
 
-    Whatever else these hold is there: with it the end of an epoch, or of training, can follow.
+    These still hold what isn't in `recovered`, so the end of an epoch, or of training, can follow.
 
     Args:
-        trainer: Whose state is restored.
+        trainer: The Trainer, whose state is restored.
         recovered: That state.
-        ends: Whether the step is followed by the end of the epoch, or of training.
+        ends: Whether the end of the epoch, or of training, follows the step.
     """
     trainer.should_stop = recovered.metadata[_STOPS]
     assert isinstance(trainer.fit_loop, FitLoop)
@@ -219,11 +219,11 @@ def _loops(trainer: pl.Trainer) -> dict[str, Any]:
     loops: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     if batches.is_last_batch:
-        # Wound forward to the end of this epoch, a loader would make the next one an empty one.
+        # A loader restored to the end of this epoch would make the next epoch empty.
         loops["fit_loop"]["state_dict"].pop("combined_loader", None)
     if batches.current.completed < batches.current.processed:
-        # An epoch runs. Lightning doesn't count that it began where training was resumed at the end
-        # of the one before, and resumed from such a count it is an epoch behind ever after.
+        # In mid-epoch. If training was resumed at the end of the epoch before, Lightning hasn't
+        # counted this one's beginning, and a run resumed from that would stay an epoch behind.
         for epochs in loops["fit_loop"]["epoch_progress"].values():
             epochs["ready"] = epochs["started"] = epochs["processed"] + 1
             epochs["completed"] = epochs["processed"]
@@ -231,26 +231,26 @@ def _loops(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the callbacks whose hooks can do without whole weights in the checkpoint."""
+    """Return the callbacks whose hooks don't need whole weights in the checkpoint."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [item for item in callbacks if not isinstance(item, WeightAveraging)]
 
 
 def _begin_next_epoch(trainer: pl.Trainer) -> None:
-    """Let Lightning count the epoch that begins where a run goes on from the end of one.
+    """Make Lightning count the epoch that begins after a resume at the end of another one.
 
-    It would take it for the rest of the one before, so what is saved in it would look complete,
-    and a second restart would begin it anew.
+    Else it would take it for the rest of that one: checkpoints saved in it would look complete, and
+    a second restart would begin it anew.
     """
     if trainer.num_training_batches != float("inf"):
         trainer.fit_loop.reset_restart_stage()
 
 
 def is_complete(trainer: pl.Trainer) -> bool:
-    """Whether a run that goes on has nothing left to train."""
+    """Whether a resumed run has nothing left to train."""
     if _begins_at_end(trainer):
         return False
-    # A checkpoint of the last batch is older than what the loop looks at.
+    # A checkpoint of the last batch was saved before the epoch counts as done.
     is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))
 
@@ -283,12 +283,12 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
 
 
 def _make_up_validation(trainer: pl.Trainer) -> None:
-    """Let Lightning validate before it trains, since that was due when the state was saved.
+    """Make Lightning validate before it trains, since that was due when the state was saved.
 
-    It would take a state of a step's end for one that a validation has followed.
+    By itself it assumes that the validation after the saved step has been done.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    # As if the first batch of that validation had been begun.
+    # As if the first batch of that validation had begun.
     epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
     epoch_loop.val_loop.batch_progress.reset_on_run()
     # Loggers' steps: the end of the step that was saved is counted once more.

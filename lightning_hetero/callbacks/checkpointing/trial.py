@@ -1,7 +1,7 @@
-"""The first steps after a recovery are on probation; what fails is put aside for the next start.
+"""Put the first steps after a recovery on probation; a copy that fails is set aside.
 
-No judgement lives here; see `checkpoint.probation`. This class gathers what steps were like, on all
-ranks alike, keeps it for the checkpoints, and carries a verdict out.
+`checkpoint.probation` judges. This class gathers losses and gradient norms of steps, the same on
+all ranks, keeps them for the checkpoints, and carries out the verdict.
 """
 
 import logging
@@ -48,19 +48,19 @@ class _Tried:
 
     recovered: Recovered
     tiers: Sequence[Tier]
-    """Those in which this rank says so if it fails."""
+    """The tiers in which this rank records a failure."""
     probation: Probation
     failed: list[FailedTry] = field(default_factory=list)
 
 
 class Trial:
-    """Facts that `LayerwiseCheckpoint` has of steps; called by all ranks alike."""
+    """Losses and gradient norms of steps, and the probation; every rank makes the same calls."""
 
     def __init__(self) -> None:
         self._tried: _Tried | None = None
         self._facts: deque[StepFacts] = deque(maxlen=_NUM_REMEMBERED)
         self._pending: list[tuple[int, Tensor | None, Tensor | None]] = []
-        """Steps whose numbers still lie on the device; norms squared, of this rank's slices."""
+        """(step, loss, squared norm of this rank's gradients), still on the device."""
         self._square: Tensor | None = None
         self._batch: Any = None
 
@@ -95,18 +95,18 @@ class Trial:
         self._tried = _Tried(recovered, looked, probation, failed)
 
     def history(self, trainer: pl.Trainer) -> list[list[Any]]:
-        """Return what the last steps were like, for the checkpoint. Communicates."""
+        """Return [step, loss, gradient norm] of the last steps, for a checkpoint. Communicates."""
         self._settle(trainer)
         return [[f.step, f.loss, f.gradient_norm] for f in self._facts]
 
     # -- steps ------------------------------------------------------------------------------------
 
     def see_batch(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Remember on what a step on probation trains."""
+        """Remember the batch of a step on probation."""
         self._batch = batch if self._covers(trainer.global_step + 1) else None
 
     def see_gradients(self, optimizer: Optimizer) -> None:
-        """Take the size of this rank's gradients, before they are clipped."""
+        """Add up the squares of this rank's gradients, before they are clipped."""
         gradients = [
             gradient
             for group in optimizer.param_groups
@@ -118,7 +118,7 @@ class Trial:
             self._square = square if self._square is None else self._square + square
 
     def see_step(self, trainer: pl.Trainer, outputs: Tensor | Mapping[str, Any] | None) -> None:
-        """Judge a step that has ended, if it is on probation. Communicates then.
+        """Record a step that has ended, and judge it if it is on probation. Communicates then.
 
         Raises:
             CheckpointError: The recovered state can't be trusted, or the step's data is at fault;
@@ -136,12 +136,12 @@ class Trial:
             try:
                 self._judge(trainer, self._facts[-1])
             except CheckpointError:
-                # A restart must find what was put aside, and it begins when the first rank ends.
+                # A restart begins when the first rank ends, and must find what all have set aside.
                 trainer.strategy.barrier("what failed is put aside")
                 raise
 
     def see_exception(self, trainer: pl.Trainer, exception: BaseException) -> None:
-        """Condemn what was recovered if the strategy has refused its gradients."""
+        """Judge the recovered state if the strategy has refused non-finite gradients."""
         strategy, step = run_of(trainer).strategy, trainer.global_step + 1
         if isinstance(exception, CheckpointError) or not self._covers(step):
             return
@@ -155,7 +155,7 @@ class Trial:
         return self._tried is not None and self._tried.probation.covers(step)
 
     def _settle(self, trainer: pl.Trainer) -> None:
-        """Turn what lies on the device into numbers, summed over all ranks."""
+        """Turn pending steps into numbers; gradient norms are over all ranks. Communicates."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -212,17 +212,17 @@ def _square_of(gradients: list[Tensor]) -> Tensor:
 
 
 def _left_out(trainer: pl.Trainer) -> bool:
-    """Whether the user wants steps like the last one to be left out."""
+    """Whether the last step may have been skipped for non-finite gradients, as the user wants."""
     strategy = run_of(trainer).strategy
     if strategy is not None:
         answer = strategy.engine.config.nonfinite_gradients
         return answer is NonfiniteGradients.SKIP and not strategy.engine.gradients_are_finite
-    # A scaler finds its scale by overflows.
+    # A gradient scaler finds its scale by overflowing.
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def _describe(trainer: pl.Trainer, batch: Any) -> str:
-    """Name a batch so that it can be found."""
+    """Return a description by which a batch can be found."""
     place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
     leaves = [tensor for tensor in tensors_of(batch) if tensor.numel()]
     if not leaves:

@@ -1,7 +1,7 @@
-"""One rank's part in watching one fit: tell, hear, look and act together with the others.
+"""One rank's part in watching one fit for stragglers: report, look and act with the others.
 
-Methods that communicate are called by every rank at the same step. Rank 0 leads: it alone has a
-`RunWatch`, and the others do what it says.
+Methods that communicate are called by every rank at the same step. Rank 0 leads: only it has a
+`RunWatch`, and the others follow its orders.
 """
 
 import socket
@@ -37,14 +37,14 @@ __all__ = ["StragglerSession"]
 
 
 class StragglerSession:
-    """Watches one fit on one rank; made by all ranks at once, which then probe.
+    """Watches one fit on one rank; all ranks make it together, which probes devices and links.
 
     Args:
         run: The run.
         ranks: Its ranks.
         config: How eagerly to watch.
-        report: Takes events; called on rank 0.
-        say: Takes lines for people; called on rank 0.
+        report: Gets events; called on rank 0.
+        say: Gets lines for people; called on rank 0.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StragglerSession:
 
     @property
     def mitigation(self) -> Mitigation:
-        """The step in force; on rank 0."""
+        """The mitigation in force, on rank 0; IGNORE on other ranks."""
         return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
 
     def after_step(
@@ -82,12 +82,12 @@ class StragglerSession:
         iteration_s: float,
         predicted_s: float | None = None,
     ) -> None:
-        """Tell what a step took, hear what to do, and do it; collective.
+        """Report a step to rank 0, get its order, and carry it out; collective.
 
         Args:
-            observation: What this rank saw.
-            iteration_s: What the step took here.
-            predicted_s: What was predicted, for the record.
+            observation: This rank's observation of the step.
+            iteration_s: Seconds that the step took here.
+            predicted_s: Predicted seconds, for the log.
         """
         is_changing = self._run.is_changing()
         if not is_changing:
@@ -113,7 +113,7 @@ class StragglerSession:
             self._obey()
 
     def _look(self, step: int, since_step: int) -> None:
-        """Find out together what is slow, and tell the watch."""
+        """Find out what is slow, with all ranks, and tell the leader's `RunWatch`."""
         start_s = time.perf_counter()
         self._history.settle(since_step)
         reports = self._ranks.gather(self._history.report(since_step))
@@ -143,7 +143,7 @@ class StragglerSession:
         rounds: Sequence[Sequence[Pair]],
         hosts: tuple[str, ...],
     ) -> Probes:
-        """Probe what is suspected; collective."""
+        """Probe suspected devices and links; collective."""
         if self._ranks.world_size == 1:
             return Probes(hosts=hosts)
         clock, device = self._run.clock, self._run.device
@@ -159,7 +159,7 @@ class StragglerSession:
         return Probes(device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=hosts)
 
     def _obey(self) -> None:
-        """Hear from the leader whether a fault is known and what to do; do it."""
+        """Get from the leader whether a fault is known and what to do, and do it; collective."""
         verdict: tuple[bool, Decision | None] = (False, None)
         if self._watch is not None:
             verdict = bool(self._watch.known), self._watch.next_decision()
@@ -184,7 +184,7 @@ class StragglerSession:
             self._watch.began(time.perf_counter() - start_s, refusal=refusal)
 
     def _arrive(self) -> None:
-        """Compare this rank with what is usual in its new place from now on."""
+        """Note that the new plan runs: compare this rank with its new place's usual pace."""
         self._history.move(self._factor)
         if self._recovers:
             self._recovers = False

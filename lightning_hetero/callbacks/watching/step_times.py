@@ -1,7 +1,7 @@
-"""Measures of one optimizer step on one rank, over all its batches: times, waits and work.
+"""Measure one optimizer step on one rank, over all its batches: times, waits and work.
 
-A step is timed from the start to the end of its batches, so loading data, validation and
-checkpoints between batches don't count.
+Each batch is timed from its start to its end, so loading data, validation and checkpoints between
+batches don't count.
 """
 
 import math
@@ -18,17 +18,17 @@ __all__ = ["StepTimes"]
 
 
 class StepTimes:
-    """Times the batches of a step; `index` is the number of steps that have ended.
+    """Times the batches of a step.
 
     Args:
-        index: Steps before the first one timed.
+        index: The number of optimizer steps before the first one timed.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self._start_s = 0.0
         self._untimed: tuple[float, float, float] | None = None
-        """Seconds, work and share of a batch whose times come with the next one."""
+        """Seconds, work and share of a batch, whose clock times come with the next batch."""
         self._clear()
 
     def _clear(self) -> None:
@@ -47,7 +47,7 @@ class StepTimes:
         self._start_s = time.perf_counter()
 
     def end_forward(self) -> None:
-        """Note that the batch's backward begins, where one call computes the whole batch."""
+        """Note that the batch's backward pass begins; called where no engine's clock times it."""
         self._hook_forward_s = time.perf_counter() - self._start_s
 
     def end_batch(
@@ -56,9 +56,9 @@ class StepTimes:
         """Note the end of a batch.
 
         Args:
-            times: What the engine's clock says of it; None where there is none.
+            times: The engine's clock times of it; None without an engine.
             share: Share of the model that this rank had under the batch's plan.
-            is_late: Whether the times are of the batch before, which then counts in its place.
+            is_late: Whether the times are those of the previous batch, which is counted now.
         """
         ended = time.perf_counter() - self._start_s, self._batch_work, share
         timed, self._untimed = (self._untimed, ended) if is_late else (ended, None)
@@ -84,7 +84,7 @@ class StepTimes:
         self._hidden_bytes = max(self._hidden_bytes, *hidden, 0)
 
     def finish(self, index: int) -> tuple[Observation, float]:
-        """Return what the rank saw of the step, and the step's seconds; begin the next one."""
+        """Return this rank's observation of the step, and its seconds; begin the next step."""
         self.index = index
         count = self._num_microbatches
         observation = Observation(

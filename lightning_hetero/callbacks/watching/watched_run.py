@@ -1,4 +1,4 @@
-"""Remedies for a straggler in a run: another plan in a hetero one, a restart in any."""
+"""Find and apply remedies for stragglers: another plan under `HeteroStrategy`, or a restart."""
 
 import math
 import statistics
@@ -38,8 +38,8 @@ class PlainRun:
     """The run that a session watches, under any strategy.
 
     Args:
-        trainer: The run's.
-        restarters: Who can restart it; the first one is asked.
+        trainer: The run's Trainer.
+        restarters: Callbacks that can restart it; the first one is used.
     """
 
     def __init__(self, trainer: pl.Trainer, restarters: Sequence[RestartsRun]) -> None:
@@ -49,16 +49,16 @@ class PlainRun:
 
     @property
     def message_bytes(self) -> int:
-        """DDP's usual bucket; how other strategies send isn't known."""
+        """Bytes of DDP's usual bucket; how other strategies send isn't known."""
         return _BUCKET_BYTES
 
     @property
     def clock(self) -> ComputeClock | None:
-        """None: nothing tells this run's computing from its waiting."""
+        """None: no clock tells this run's computing from its waiting."""
         return None
 
     def where(self, findings: Sequence[Finding]) -> str:
-        """Return whose slowness it is: "pipeline 1"."""
+        """Return which part of the run the findings concern, such as "pipeline 1"."""
         return "the run"
 
     def find_mitigations(
@@ -69,7 +69,7 @@ class PlainRun:
         healthy_s: float,
         probes: Probes,
     ) -> Sequence[PossibleMitigation]:
-        """Return what could be done, S4 if a callback can restart the run; on rank 0 only."""
+        """Return the possible mitigations: S4 if a callback can restart the run; on rank 0 only."""
         if self._restarter is None:
             return ()
         restart = restart_mitigation(
@@ -81,14 +81,14 @@ class PlainRun:
         return () if restart is None else (restart,)
 
     def act(self, decision: Decision) -> str | None:
-        """Ask for a restart; called by all ranks. Returns why not, if it can't be done."""
+        """Request a restart; called by all ranks. Return why it can't be done, None if it can."""
         if self._restarter is not None:
             choice = decision.choice
             self._restarter.request_restart(choice.effect, exclude=choice.exclude)
         return None
 
     def is_changing(self) -> bool:
-        """Return whether the last iteration still ran as before the last act; a restart never."""
+        """Whether the last iteration still ran under the plan from before the last `act`: never."""
         return False
 
 
@@ -114,11 +114,11 @@ class HeteroRun(PlainRun):
 
     @property
     def clock(self) -> ComputeClock:
-        """The engine's."""
+        """The engine's clock."""
         return self._strategy.engine.clock
 
     def where(self, findings: Sequence[Finding]) -> str:
-        """Return the pipeline that all findings have in common, else the run."""
+        """Return the pipeline that all findings concern, else "the run"."""
         places = [self._strategy.plan.place(rank) for f in findings for rank in f.ranks]
         indices = {place.pipeline_index for place in places if place is not None}
         return f"pipeline {indices.pop()}" if len(indices) == 1 else "the run"
@@ -131,7 +131,7 @@ class HeteroRun(PlainRun):
         healthy_s: float,
         probes: Probes,
     ) -> Sequence[PossibleMitigation]:
-        """Return S2 and S3 where what was measured tells what they would give; and S4."""
+        """Return S2 and S3, if measurements allow a prediction, and S4; on rank 0 only."""
         restarts = super().find_mitigations(reports, findings, healthy_s=healthy_s, probes=probes)
         slowness = Slowness.of(findings, self._world_size)
         plans = self._plans_without_fault()
@@ -147,7 +147,7 @@ class HeteroRun(PlainRun):
         return (*find_mitigations(watched, slowness), *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
-        """Return the plans that ran before the fault, whatever was done since."""
+        """Return the plans from before the fault, whatever has been changed since."""
         if self._first_plans:
             return self._first_plans
         return (self._strategy.plan,) if self._datamodule is None else self._datamodule.plans
@@ -159,7 +159,7 @@ class HeteroRun(PlainRun):
         healthy_s: float,
         probes: Probes,
     ) -> Iterator[MeasuredRun]:
-        """Yield what the run showed of plans while nothing was slow, where it did."""
+        """Yield the measurements of each plan that ran while nothing was slow."""
         engine = self._strategy.engine
         device_s = probes.device_s
         equal = not device_s or max(device_s.values()) < _EQUAL_DEVICES * min(device_s.values())
@@ -182,7 +182,7 @@ class HeteroRun(PlainRun):
             )
 
     def _shares(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, float]]:
-        """Return those of the plans that ran, and the share of iterations that did."""
+        """Return the plans that ran, each with its share of the iterations."""
         if self._datamodule is None:
             return [(plan, 1.0) for plan in plans]
         counts = {plan: self._datamodule.num_dealt[plan] for plan in plans}
@@ -221,7 +221,7 @@ class HeteroRun(PlainRun):
         return None
 
     def is_changing(self) -> bool:
-        """Return whether batches of before the last act are still being run."""
+        """Whether batches that were dealt before the last `act` are still being run."""
         if self._datamodule is not None:
             return self._trainer.fit_loop.total_batch_idx <= self._last_before
         return self._strategy.plan != self._wanted
