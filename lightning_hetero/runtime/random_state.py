@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -21,7 +22,10 @@ __all__ = [
     "seed_everything",
     "seed_of",
     "seed_torch",
+    "seeds_of",
 ]
+
+_HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def seed_of(*parts: int) -> int:
@@ -30,10 +34,17 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+def seeds_of(count: int, *parts: int) -> tuple[int, ...]:
+    """Return `count` such seeds, in a fraction of the time of as many calls of `seed_of`."""
+    text = ",".join(map(str, parts)).encode()
+    drawn = struct.unpack(f">{count}Q", hashlib.shake_128(text).digest(8 * count))
+    return tuple([seed >> 1 for seed in drawn])
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch's generators, on CPU and on the current CUDA device."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if _HAS_CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
 
 

@@ -16,10 +16,11 @@ Messages in and out: 22 before, 6 since (pull, push, what ranks agree on). Of th
 (main thread, on two loaded cores): what ranks agree on 0.7 ms, the step's functions watched 0.3 (9
 of them) and its layers entered 0.2, gloo's sends and receives 0.25, for they begin on the main
 thread, random states kept 0.2 (0.11 of it NumPy's, whose 624 numbers are copied one by one).
-Two stages with 8 micro-batches: 7,260 and 10,960 (the last stage, whose step goes on to the loss),
-8,620 and 12,190 before what layers leave and steps append was compared all at once, 9,900 and
-15,200 before that. Of one action the bare loop makes 139, and torch's own Schedule1F1B 245. Of the
-last stage's torch, Lightning, the optimizer and the toy make 5,500.
+Two stages with 8 micro-batches: 7,070 and 10,640 (the last stage, whose step goes on to the loss),
+7,570 and 11,160 before all seeds of a micro-batch were drawn by one hash, 8,620 and 12,190 before
+what layers leave and steps append was compared all at once, 9,900 and 15,200 before that. Of one
+action the bare loop makes 139, and torch's own Schedule1F1B 245. Of the last stage's torch,
+Lightning, the optimizer and the toy make 5,500.
 
 The figures are CPU seconds of the main thread: what Python adds is computed there, and wall time on
 a machine that others use says more of them. Notes give the same of wall time. Each is a tenth

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_hetero.runtime.random_state import seed_of
+from lightning_hetero.runtime.random_state import seeds_of
 from tests.fuzz.recipes import NUM_LAYERS, Recipe
 from tests.toy import CONTEXT, VOCABULARY, TokenRows
 
@@ -283,16 +283,19 @@ class SeededModule(FuzzedModule):
         self.parts: tuple[int, ...] = ()
         for index, layer in enumerate(self.model.layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._seed(index))
-        self.model.norm.register_forward_pre_hook(lambda *_: self._seed(-1))
+        num_layers = len(self.model.layers)
+        self.model.norm.register_forward_pre_hook(lambda *_: self._seed(num_layers))
 
-    def _seed(self, *more: int) -> None:
+    def _seed(self, layer: int) -> None:
+        """Seed as before a layer; -1 stands for the step before them, their number for the rest."""
         if self.training:
-            torch.manual_seed(seed_of(*self.parts, *more))
+            seeds = seeds_of(len(self.model.layers) + 2, *self.parts)
+            torch.manual_seed(seeds[layer + 1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         iteration, index = divmod(batch_idx, self.num_microbatches)
         self.parts = (SEED, 0, self.current_epoch, iteration, index)
-        self._seed()
+        self._seed(-1)
         return super().training_step(batch, batch_idx)
 
 

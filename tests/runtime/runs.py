@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
 from lightning_hetero.models.loss import packed_cross_entropy
-from lightning_hetero.runtime.random_state import seed_of
+from lightning_hetero.runtime.random_state import seeds_of
 from tests.toy import ADAM_EPS, CONTEXT, GPT, VOCABULARY, TokenRows, quiet
 
 SEED = 11
@@ -238,18 +238,23 @@ class SeededMaskingModule(MaskingModule):
         self.parts: tuple[int, ...] = ()
         for index, block in enumerate(self.model.blocks):
             block.register_forward_pre_hook(lambda *_, index=index: self.seed_torch(index))
-        self.model.blocks[-1].register_forward_hook(lambda *_: self.seed_torch(-1))
+        self.model.blocks[-1].register_forward_hook(lambda *_: self.seed_torch(self.num_layers))
 
-    def seed_torch(self, *more: int) -> None:
-        torch.manual_seed(seed_of(*self.parts, *more))
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.blocks)
+
+    def seed_torch(self, layer: int) -> None:
+        """Seed as before a layer; -1 stands for the step before them, their number for the rest."""
+        torch.manual_seed(seeds_of(self.num_layers + 2, *self.parts)[layer + 1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         iteration, index = divmod(batch_idx, self.per_iteration)
         self.parts = (SEED, 0, self.current_epoch, iteration, index)
-        seed = seed_of(*self.parts)
+        seed = seeds_of(1, *self.parts)[0]
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self.seed_torch()
+        self.seed_torch(-1)
         return super().training_step(batch, batch_idx)
 
 

@@ -11,6 +11,7 @@ from lightning_hetero.runtime.random_state import (
     PreservedRandomState,
     RandomState,
     seed_of,
+    seeds_of,
 )
 
 
@@ -19,6 +20,14 @@ def test_seeds_depend_on_every_part_and_their_order() -> None:
     assert len(seeds) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert seed_of(1, 2) == seed_of(1, 2)
+
+
+def test_seeds_drawn_together_differ_and_depend_on_every_part() -> None:
+    seeds = [*seeds_of(4, 1, 2), *seeds_of(4, 2, 1), *seeds_of(4, 12)]
+    assert len(set(seeds)) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # How many there are changes none of them: stages of other lengths draw alike.
+    assert seeds_of(9, 1, 2)[:4] == seeds_of(4, 1, 2)
 
 
 def test_generators_are_left_as_they_were_found() -> None:

@@ -94,9 +94,10 @@ class StagePasses:
         Raises:
             StepError, ModelError: The step or the model does what a stage can't.
         """
-        are_traced = is_traced()
+        are_traced, gets_gradients = is_traced(), self._running.link.following is not None
         for action, upcoming in zip_longest(schedule, schedule[1:]):
-            self._expect_gradient(action, upcoming)
+            if gets_gradients:
+                self._expect_gradient(action, upcoming)
             with clock.action(action.kind, action.microbatch_index):
                 if are_traced:
                     with traced(action):
@@ -121,7 +122,6 @@ class StagePasses:
             upcoming is not None
             and upcoming.kind is ActionKind.BACKWARD
             and action.kind is ActionKind.FORWARD
-            and self._running.link.following is not None
             and upcoming.microbatch_index in self._in_flight
         ):
             outputs = self._in_flight[upcoming.microbatch_index].outputs

@@ -151,15 +151,15 @@ class ActivationLink:
         self._gradients: dict[int, _Posted] = {}
         self._sent_forward = _Sends()
         self._sent_backward = _Sends()
+        self._gets_headers_apart = previous is not None and self._is_apart(previous.received)
+        self._sends_headers_apart = any(map(self._is_apart, following.sent if following else ()))
 
     def expect_activation(self) -> None:
         """Begin to receive what the stage before hands on next, if that hasn't begun yet."""
         assert self.previous is not None
         if self._inbox.work is None:
-            piece = self.previous.received
-            is_apart = self._is_apart(piece)
-            group = self._comms.control if is_apart else self._comms.forward
-            self._inbox.post(piece.sender, group)
+            group = self._comms.control if self._gets_headers_apart else self._comms.forward
+            self._inbox.post(self.previous.received.sender, group)
 
     def receive_activation(self) -> Handover:
         """Return what the stage before hands on for its next micro-batch.
@@ -167,17 +167,17 @@ class ActivationLink:
         The tensors ask for gradients where those sent did.
         """
         assert self.previous is not None
-        self.expect_activation()
         inbox, piece = self._inbox, self.previous.received
-        is_apart = self._is_apart(piece)
-        while inbox.work is not None:
+        is_apart, opened = self._gets_headers_apart, None
+        while opened is None:
+            self.expect_activation()
+            assert inbox.work is not None
             # What only announces counts no bytes of its own.
             is_payload = not is_apart and inbox.capacity > LENGTHS_BYTES
             num_bytes = inbox.capacity if is_payload else 0
             self._clock.wait_for(inbox.work, peer=piece.sender, num_bytes=num_bytes)
-            if inbox.must_grow():
-                self.expect_activation()
-        header, payload = inbox.open()
+            opened = inbox.open()
+        header, payload = opened
         if is_apart:
             received = self._wait(self._post(header.tensors, piece, self._comms.forward))
         else:
@@ -193,12 +193,11 @@ class ActivationLink:
             return
         self._clock.before_send()
         self._sent_forward.make_room(self._clock)
-        pieces = self.following.sent
-        is_apart = self._is_apart(pieces[0])
+        is_apart = self._sends_headers_apart
         first_group = self._comms.control if is_apart else self._comms.forward
         headers = self._outbox.messages(_Header.of(sent), [] if is_apart else sent.tensors)
         payload = payload_of(sent.tensors) if is_apart else []
-        for piece in pieces:
+        for piece in self.following.sent:
             for header in headers:
                 self._sent_forward.add(header, piece.receiver, first_group)
             for part in payload:
@@ -287,20 +286,18 @@ class _Inbox:
         self._buffer = torch.empty(self.capacity, dtype=torch.uint8)
         self.work = dist.irecv(self._buffer, peer, group=group)
 
-    def must_grow(self) -> bool:
-        """Take what has arrived; returns whether it only announces a longer message."""
-        self.work = None
-        _, length = _LENGTHS.unpack_from(self._buffer.numpy().data)
-        if length <= self.capacity:
-            return False
-        self.capacity = length
-        return True
+    def open(self) -> tuple[_Header, Tensor] | None:
+        """Return the header of what has arrived, and the bytes after it.
 
-    def open(self) -> tuple[_Header, Tensor]:
-        """Return the header of what has arrived, and the bytes after it."""
+        None if it only announces a longer message.
+        """
+        self.work = None
         message = self._buffer.numpy().data
-        length, _ = _LENGTHS.unpack_from(message)
-        content = bytes(message[LENGTHS_BYTES : LENGTHS_BYTES + length])
+        header_length, length = _LENGTHS.unpack_from(message)
+        if length > self.capacity:
+            self.capacity = length
+            return None
+        content = bytes(message[LENGTHS_BYTES : LENGTHS_BYTES + header_length])
         if self._last is None or self._last[0] != content:
             self._last = content, _Header(*pickle.loads(content))
         payload = self._buffer[_header_bytes(content) :]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetero.core.errors import ModelError, StepError
-from lightning_hetero.runtime.random_state import seed_of, seed_torch
+from lightning_hetero.runtime.random_state import seed_of, seed_torch, seeds_of
 from lightning_hetero.runtime.results.appended_lists import AppendedLists
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.activations import Handover
@@ -24,8 +24,6 @@ from lightning_hetero.runtime.stage.recomputation import Recomputation
 
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 
-_AFTER_LAYERS = -1
-"""Stands for the code after the layers where a layer index seeds the generators."""
 _UNCOUNTED = -1
 """Stands for the version of a tensor that has none."""
 
@@ -97,7 +95,9 @@ class MicrobatchPass:
         """Whether other stages run layers of the model, too."""
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
-        self.step_seed = self._last_seed = seed_of(*self.seed)
+        self._drawn = seeds_of(self.num_layers + 2, *self.seed)
+        """Seeds of the step, of the first call of each layer, and of what comes after them all."""
+        self.step_seed = self._last_seed = self._drawn[0]
         """Of all generators, where the step begins."""
         self.is_free = False
         """Whether layers are called as the user likes."""
@@ -152,22 +152,17 @@ class MicrobatchPass:
         """
         drawn = torch.default_generator.initial_seed()
         if again:
-            seed = self._seeds.get((drawn, index))
-            seed_torch(self._seed_of(index, 0) if seed is None else seed)
+            seed_torch(self._seeds.get((drawn, index), self._drawn[index + 1]))
             return
         if drawn not in (self._last_seed, self.step_seed):
             _warn_of_seeding()
-        seed = self._seed_of(index, self._times[index])
+        times = self._times[index]
+        seed = seed_of(*self.seed, index, times) if times else self._drawn[index + 1]
         self._times[index] += 1
         self._seeds[drawn, index] = self._last_seed = seed
         seed_torch(seed)
         if self.wait_unit is not None:
             self.wait_unit(index)
-
-    def _seed_of(self, index: int, times: int) -> int:
-        """Return the seed of layer `index`, or of what comes after them, when it is called anew."""
-        part = index if index < self.num_layers else _AFTER_LAYERS
-        return seed_of(*self.seed, part, *([times] if times else ()))
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember what a layer returned."""

@@ -27,7 +27,7 @@ from lightning_hetero.runtime.held_values import HeldValues
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
-__all__ = ["LayerLeavings", "Spaces"]
+__all__ = ["RECORDER", "LayerLeavings", "Spaces"]
 
 _REMEDY = (
     "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
@@ -35,6 +35,8 @@ _REMEDY = (
 )
 _REST = "the rest of its output"
 _RECORDED = ("", "recorded")
+RECORDER = "transformers.utils.output_capturing"
+"""Where hooks come from that record outputs of submodules."""
 _CONTAINERS = frozenset((list, dict))
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -107,7 +109,8 @@ class LayerLeavings:
 
     def look(self, index: int) -> Spaces:
         """Return what is there before layer `index` runs or is skipped."""
-        recorded, last = _recorded_outputs(), self._last.get(index)
+        recorded = _recorded_outputs() if RECORDER in sys.modules else None
+        last = self._last.get(index)
         is_known = last is not None and last.recorded is recorded and not last.with_contents
         if last is None or not is_known or not last.are_same():
             modules, places = self._modules[index], [] if recorded is None else [recorded]
@@ -129,7 +132,7 @@ class LayerLeavings:
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
         has_left = bool(rest or before.with_contents) or not before.are_same()
         handover.left.append(self._dumped(before, rest, handover.tensors) if has_left else b"")
-        is_kept = any(_is_large(item, hidden) for item in tree_leaves(rest))
+        is_kept = bool(rest) and any(_is_large(item, hidden) for item in tree_leaves(rest))
         handover.kept = rest if is_kept else ()
 
     def _dumped(self, before: Spaces, rest: Rest, sides: list[Tensor]) -> bytes:
@@ -224,10 +227,7 @@ def _names_of(layer: nn.Module) -> list[tuple[str, str]]:
 
 def _recorded_outputs() -> dict[str, Any] | None:
     """Return where Hugging Face models record outputs of submodules; None unless one is asked."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    found: dict[str, Any] | None = None
-    if capturing is not None:
-        found = capturing._active_collector.get()
+    found: dict[str, Any] | None = sys.modules[RECORDER]._active_collector.get()
     return found
 
 

@@ -25,7 +25,7 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.activations import HiddenForm
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output, is_cache
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
-from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
+from lightning_hetero.runtime.stage.side_tensors import RECORDER, LayerLeavings
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["SkippedLayer"]
@@ -34,8 +34,6 @@ _REMEDY = (
     "Another stage computes it, and here only the next layer may take it, as its hidden state. "
     "Compute what needs it inside the layers, or use a plan whose pipelines have one stage."
 )
-_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
-"""Where hooks come from that `LayerLeavings` stands in for."""
 _SIMPLE = (bool, str, type(None), torch.dtype)
 _TENSORS = (Tensor, Unknown)
 _PLAIN = (*_SIMPLE, int, torch.device)
@@ -125,7 +123,7 @@ class SkippedLayer:
     def _has_hooks(self) -> bool:
         """Whether hooks inside the layer look at what it computes."""
         return any(self._hooks) and any(
-            getattr(hook, "__module__", None) != _RECORDS_OUTPUTS
+            getattr(hook, "__module__", None) != RECORDER
             for hooks in self._hooks
             for hook in hooks.values()
         )
