@@ -13,7 +13,7 @@ from functools import lru_cache
 __all__ = ["MAX_KEPT_SENDS", "Action", "ActionKind", "schedule_1f1b", "schedule_forward"]
 
 MAX_KEPT_SENDS = 2
-"""How many messages to a neighbouring stage may be on their way in each direction."""
+"""Most messages to a neighbouring stage that may be under way in each direction."""
 
 
 class ActionKind(StrEnum):
@@ -25,7 +25,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One forward or backward of one micro-batch on one stage; `F3` is forward of micro-batch 3."""
+    """One forward or backward pass of a micro-batch on a stage; `F3`: forward of micro-batch 3."""
 
     kind: ActionKind
     stage_index: int

@@ -24,11 +24,11 @@ class Assignment:
     plan_index: int
     """Index of the plan among the candidates."""
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each pipeline of the plan its micro-batches, each the indices of its samples."""
+    """For each pipeline its micro-batches, each as the indices of its samples."""
     latency_s: float
     """Estimated seconds of all passes."""
     lower_bound_s: float
-    """Seconds below which no candidate could finish."""
+    """Lower bound on the seconds of any candidate plan."""
 
     def __post_init__(self) -> None:
         seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""The log of a run: one event a line, as a JSON object, appended by processes that may die in it.
+"""The log of a run: one JSON object per line, appended by processes that may die while writing.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
 since the epoch. A line that a crash has torn is ended by whoever appends next, and left out, with a
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:
-    """Append an event at once, as a line of its own, whatever is at the end of the file.
+    """Append an event at once, as a line of its own, even after a torn line.
 
-    A disk that takes no more costs the line, with a warning, and not the run.
+    If the disk is full, the line is lost, with a warning; the run goes on.
 
     Args:
-        path: The file; it and its folder are made where they are missing.
+        path: The file; it and its folder are made if they are missing.
         event: Name of the event.
-        fields: What else is known of it; tensors become numbers, infinities and NaN strings.
+        fields: The event's other keys; tensors become numbers, infinities and NaN strings.
     """
     entry = {"event": event, "at_s": time.time(), **fields}
     line = json.dumps(_plain(entry)).encode() + b"\n"
@@ -46,7 +46,7 @@ def append_event(path: Path, event: str, **fields: Any) -> None:
 
 
 def read_entries(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of each whole line; one that is being written is left out.
+    """Yield the number and content of each whole line; torn ones are left out.
 
     Raises:
         OSError: The file can't be read.
@@ -63,7 +63,7 @@ def read_entries(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has words for; no infinities, no tensors."""
+    """Return a value that JSON can hold: without infinities and tensors."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

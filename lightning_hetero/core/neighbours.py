@@ -1,11 +1,11 @@
-"""Decide which ranks of one stage send to which ranks of the next, and which part of a message.
+"""Decide which rank of one stage sends which part of a message to which rank of the next stage.
 
 Every rank of a stage's group has the whole activation, and every rank of the next one needs it;
-gradients go back the same way. Groups of equal size send rank by rank. Where the receiving group is
-smaller, some senders have nothing to do. Where it is larger, a sender serves several ranks: each
-gets a piece, and the group puts the pieces together over its own links, which are the faster ones.
-So b receivers of a senders take ⌈b/a⌉/b of an activation from a sender's link in place of ⌈b/a⌉
-whole ones, and (b - 1)/b of one inside the group.
+gradients go back the same way. Groups of equal size send rank by rank. If the receiving group is
+smaller, some senders have nothing to do. If it is larger, a sender serves several ranks: each gets
+a piece, and the group puts the pieces together over its own, faster links. So with a senders and b
+receivers, a sender's link carries ⌈b/a⌉/b of an activation instead of ⌈b/a⌉ whole ones, and each
+receiver gets the other (b - 1)/b inside the group.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["Neighbour", "SentPiece", "deal_pieces", "find_neighbour"]
 
 @dataclass(frozen=True, slots=True)
 class SentPiece:
-    """A piece of a message's bytes from one rank to another: one of `count` equal ones."""
+    """One of `count` equal pieces of a message's bytes, sent from one rank to another."""
 
     sender: int
     receiver: int
@@ -24,7 +24,7 @@ class SentPiece:
     count: int = 1
 
     def bounds(self, num_bytes: int) -> tuple[int, int]:
-        """Return [first, last + 1) among a message's bytes; last pieces may be short or empty."""
+        """Return the piece's bytes [first, last + 1); the last pieces may be short or empty."""
         if self.count == 1:
             return 0, num_bytes
         size = -(-num_bytes // self.count)
@@ -42,7 +42,7 @@ class Neighbour:
 
 
 def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[SentPiece, ...]:
-    """Return what each receiver gets, one piece for each, in order.
+    """Return the piece that each receiver gets, in order of the receivers.
 
     Pieces are numbered by global rank, as communicators order their members.
     """

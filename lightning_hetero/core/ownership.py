@@ -1,10 +1,10 @@
-"""Spread ownership over ranks by the room that they have, as close to the holders as it allows.
+"""Spread ownership over ranks by their capacity, with owners as close to the holders as possible.
 
-A unit is what has the same holders: a layer, or all layers between two cuts of any pipeline. Every
-rank has a capacity. First each pipeline's holders claim the pipeline's share of a unit, as far as
-their capacity goes; then what is left goes to other holders of the unit; then to whoever has room,
-so that what moves from crowded ranks to roomy ones moves over the fewest ranks: both are read in
-the order of ranks and matched as they come, which is the best matching on a line.
+A unit is a set of parameters with the same holders: a layer, or all layers between two neighbouring
+stage boundaries. First each pipeline's holders claim the pipeline's share of a unit, as far as
+their capacity goes; the rest goes to other holders of the unit; what is still left goes to any
+ranks with room, so that it moves over the fewest ranks: full and free ranks are matched in order of
+rank, which is the best matching on a line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,15 @@ class OwnedUnit:
     """Parameters with the same holders."""
 
     size: float
-    """How many parameters they are, above 0."""
+    """Number of parameters, above 0."""
     holders: tuple[tuple[int, ...], ...]
-    """For each pipeline the global ranks that hold it, each an equal part."""
+    """For each pipeline the global ranks that hold the unit, each an equal part."""
 
 
 def check_owners(
     shares: Sequence[float] | None, host_owners: Sequence[int], last_rank: int
 ) -> None:
-    """Refuse what a plan says of ownership, if that can't be.
+    """Refuse impossible `owner_shares` or `host_owners` of a plan.
 
     Raises:
         PlanError: Not every rank up to the plan's last has a share, none is above 0, or a rank that
@@ -100,7 +100,7 @@ def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> lis
 def _claims_of_holders(
     units: Sequence[OwnedUnit], capacity: Sequence[float]
 ) -> list[dict[int, float]]:
-    """Return what holders claim: each pipeline the same, none more than its capacity in all."""
+    """Return holders' claims: the same for each pipeline, none above its capacity in total."""
     claims: list[dict[int, float]] = []
     wanted = [0.0] * len(capacity)
     for unit in units:

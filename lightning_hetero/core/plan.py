@@ -30,13 +30,13 @@ class StagePlan:
     layers: range
     """Indices of the stage's layers; consecutive, at least one."""
     recomputed_layers: int | None = None
-    """How many of them, the first ones, compute their activations again in backward; None leaves it
-    to the budget, or to the strategy's option."""
+    """How many of the stage's layers, from its first on, recompute their activations in backward;
+    None leaves it to the budget, or to the strategy's option."""
     selective_layers: int | None = None
-    """How many after them recompute all but matrix products and attention; compiled ones all."""
+    """How many layers after these recompute all but matrix products and attention; compiled, all."""
     activation_budget_bytes: int | None = None
-    """Most bytes of activations that each rank keeps of the stage's layers. Every micro-batch
-    recomputes just as many layers as that takes; None sets no limit."""
+    """Most bytes of the stage's activations that each rank keeps. Every micro-batch recomputes
+    only as many layers as that takes; None sets no limit."""
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -55,7 +55,7 @@ class StagePlan:
 
     @property
     def recomputation(self) -> dict[str, int | None]:
-        """Its settings of recomputation, by field."""
+        """The settings of recomputation, by the fields' names."""
         names = "recomputed_layers", "selective_layers", "activation_budget_bytes"
         return {name: getattr(self, name) for name in names}
 
@@ -72,9 +72,9 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     """Stages in the order in which activations flow."""
     num_microbatches: int | None = None
-    """Micro-batches an iteration gives to this pipeline; None leaves it to the strategy."""
+    """Micro-batches of this pipeline in an iteration; None leaves it to the strategy."""
     microbatch_size: int | None = None
-    """Samples of each, beside those of other pipelines' micro-batches; None is 1."""
+    """Samples of each micro-batch, relative to those of the other pipelines; None is 1."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -105,7 +105,7 @@ class PipelinePlan:
 
     @property
     def usual_num_microbatches(self) -> int:
-        """Micro-batches that keep its stages busy, where nobody names a number."""
+        """The default number of micro-batches, which keeps the stages busy."""
         return 4 * self.num_stages if self.num_stages > 1 else 1
 
     @property
@@ -155,8 +155,8 @@ class ParallelPlan:
     """Share of all masters, optimizer states and summed gradients that each global rank owns, idle
     ranks included, relative to their sum; None leaves ownership to the strategy."""
     host_owners: tuple[int, ...] = ()
-    """Global ranks that keep what they own in the memory of their host, where the optimizer's step
-    then runs, too."""
+    """Global ranks that keep what they own in the memory of their host, where their optimizer's
+    step then runs, too."""
     _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class ParallelPlan:
 
     @property
     def works_by_layers(self) -> bool:
-        """Whether it needs a list of layers: it cuts the model into stages or recomputes layers."""
+        """Whether the plan needs a list of layers: it has stages, or recomputes layers."""
         parts = (stage.recomputation.values() for _, _, stage in self.iter_stages())
         return self.max_stages > 1 or any(map(any, parts))
 
@@ -228,7 +228,7 @@ class ParallelPlan:
         """Return the micro-batches of each pipeline in a full iteration.
 
         Args:
-            unnamed: Of pipelines for which the plan names no number; None takes the usual one.
+            unnamed: The number of pipelines for which the plan names none; None takes the default.
         """
         return tuple(
             item.num_microbatches
@@ -396,5 +396,5 @@ def _work(pipeline: PipelinePlan) -> str:
 
 
 def _given(part: StagePlan | PipelinePlan, *names: str) -> dict[str, int]:
-    """Return those of the fields that aren't left open."""
+    """Return the given fields that aren't None."""
     return {name: value for name in names if (value := getattr(part, name)) is not None}

@@ -1,17 +1,17 @@
-"""Holders that stand between other holders and the owners: each is *proxy* for a piece of a unit.
+"""Let holders stand between other holders and the owners: each is *proxy* for a piece of a unit.
 
-Where owners aren't the holders, as with all ranks owning alike, each of h holders would meet every
-owner of the rows it has, and each owner h holders of every unit. Instead holders cut a unit among
-themselves as if they owned it. In a push they sum their pieces in one collective of a `Circle`, and
-each proxy sends the sum on, once, to those who keep its rows; a pull goes back the same way. With S
-stages of h of N = S·h ranks a proxy meets S owners, and an owner S proxies, whatever h is.
+If owners aren't the holders, as with `Ownership.EVEN`, each of h holders would exchange with every
+owner of its rows, and each owner with h holders of every unit. Instead the holders divide a unit
+among themselves as if they owned it. In a push they sum in one collective of a `Circle`, and each
+proxy sends its sum on, once, to the ranks that keep its rows; a pull goes the same way back. With S
+stages of h ranks each, a proxy exchanges with S owners, and an owner with S proxies, for any h.
 
-Floor: h holders of S bytes that sum among themselves send S·(h - 1)/h each, and every row leaves
-for its owner once, S/h: together what each would send straight to owners elsewhere. Sums are fp32,
-so of gradients in bf16 a push moves S/h more. A pull moves no more.
+Floor: h holders of B bytes send B·(h - 1)/h each to sum among themselves, and every row goes to its
+owner once, B/h: together as much as each would send straight to owners. Sums are fp32, so with
+gradients in bf16 a push moves B/h more. A pull moves no more.
 
-The rows between owners and proxies travel for a run of up to h neighbouring units at once: no more
-than one unit's bytes, and as many messages for a stage as for a layer.
+Rows between owners and proxies travel for up to h neighbouring units at once (a *run* of units): no
+more bytes than one unit's, and as many messages for a stage as for a layer.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,13 +26,13 @@ from lightning_hetero.core.transfers import ExchangeKind, Unit, UnitKind
 __all__ = ["LEAST_WITH_PROXIES", "ProxyTable", "UnitRun", "are_by_proxies"]
 
 LEAST_WITH_PROXIES = 8
-"""Holders from which on units that others own go by proxies, unless the kind of exchange is named.
-Fewer meet few owners themselves, and sums that go on, in fp32, add 1 / holders to gradients in
-bf16."""
+"""Fewest holders for which units that others own go by proxies, unless the kind of exchange is
+named. Fewer holders meet few owners anyway, and fp32 sums add 1 / holders to the bytes of bf16
+gradients."""
 
 
 def are_by_proxies(kind: ExchangeKind, num_holders: int) -> bool:
-    """Return whether units that others own go by proxies, with so many holders of each piece."""
+    """Return whether units that others own go by proxies if each piece has `num_holders`."""
     if num_holders == 1 or kind is ExchangeKind.MESSAGES:
         return False
     return kind is not ExchangeKind.AUTO or num_holders >= LEAST_WITH_PROXIES
@@ -40,16 +40,16 @@ def are_by_proxies(kind: ExchangeKind, num_holders: int) -> bool:
 
 @dataclass(frozen=True)
 class UnitRun:
-    """Neighbouring units of which the same proxies have the same pieces, or one unit without."""
+    """Neighbouring units with the same proxies, or a single unit without proxies."""
 
     units: tuple[Unit, ...]
-    """As holders have them and, with proxies, these own them; ascending."""
+    """The units among their holders, ascending; proxies count as their owners."""
     rows: Unit | None = None
-    """All parameters of these units, as owners keep them and proxies hold them; None without."""
+    """All their parameters between owners and proxies, which count as holders; None without."""
 
 
 class ProxyTable:
-    """Finds the proxies of units, the same on each rank; computed once for units of a kind."""
+    """Finds the proxies of units, the same ones on all ranks; computed once per kind of unit."""
 
     def __init__(self) -> None:
         self._lots: dict[Lot, tuple[Lot, Lot] | None] = {}
@@ -57,10 +57,10 @@ class ProxyTable:
         self._between: dict[Hashable, UnitKind] = {}
 
     def among(self, kind: UnitKind) -> UnitKind | None:
-        """Return a kind of units as if their proxies owned them: they are pulled in circles.
+        """Return the kind that units have if their proxies count as owners: it has circles.
 
-        None where holders aren't circles, or where an owner would still hear from more than half of
-        the proxies, as that of a whole parameter.
+        None if the holders form no circles, or if an owner would still exchange with more than half
+        of the proxies, as the owner of a whole parameter would.
         """
         if kind not in self._among:
             self._among[kind] = self._find_among(kind)
@@ -82,17 +82,17 @@ class ProxyTable:
         return among if all(pair and 2 * _most_met(pair[0]) <= least for pair in found) else None
 
     def _split(self, lot: Lot) -> tuple[Lot, Lot] | None:
-        """Return a lot between owners and proxies, and among holders; None if nobody holds it."""
+        """Return the lots between owners and proxies, and among holders; None without holders."""
         if lot not in self._lots:
             self._lots[lot] = _split(lot)
         return self._lots[lot]
 
     def runs(self, units: Sequence[Unit], by_proxies: Callable[[Unit], bool]) -> Iterator[UnitRun]:
-        """Yield all units, ascending: those with proxies together where these are the same.
+        """Yield all units, ascending, neighbours with the same proxies together in one run.
 
         Args:
-            units: Ascending.
-            by_proxies: Says of which units `among` is used.
+            units: The units, ascending.
+            by_proxies: Tells whether a unit goes by proxies, if it has any.
         """
 
         def proxies_of(unit: Unit) -> tuple[tuple[int, ...], ...] | None:
@@ -138,7 +138,7 @@ def _split(lot: Lot) -> tuple[Lot, Lot] | None:
 
 
 def _most_met(lot: Lot) -> int:
-    """Return of how many proxies a rank keeps rows, at most."""
+    """Return the most proxies that any one rank's rows belong to."""
     pieces = [holding.pushes[0] for holding in lot.holders.holdings]
     starts, stops = [start for start, _ in pieces], [stop for _, stop in pieces]
     return max(

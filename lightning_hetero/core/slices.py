@@ -1,10 +1,9 @@
-"""Who keeps which piece of a parameter, and who computes with which piece.
+"""Which rank keeps which piece of a parameter, and which ranks compute with it.
 
-A parameter is cut along one dim into slices with one *owner* each, which keeps the master copy and
-the optimizer state; with redundancy a *standby* keeps both again. The ranks that compute with it
-under a plan are its *holders*. All are intervals along the cut dim, so what must move between them
-is the overlap of intervals, whatever the plans' layer splits and TP degrees are (Hydraulis §5.2,
-"mutual slices").
+A parameter is cut along one dim into slices, each with one *owner*, which keeps its master copy and
+optimizer state; with redundancy a *standby* keeps both, too. The ranks that compute with it under a
+plan are its *holders*. All pieces are intervals along the cut dim, so what moves between ranks is
+the overlap of intervals, whatever the plan's layer splits and TP degrees (Hydraulis §5.2).
 """
 
 from bisect import bisect
@@ -53,24 +52,24 @@ class Ownership(Choice):
     """Who owns the slices."""
 
     AUTO = "auto"
-    """MEMORY where the plan says who owns how much, else HOLDERS for one plan without idle ranks,
+    """MEMORY if the plan has `owner_shares`; else HOLDERS for a single plan without idle ranks;
     else EVEN."""
     HOLDERS = "holders"
     """The ranks that hold the parameter under the plan: least traffic."""
     EVEN = "even"
-    """All ranks alike: least memory, and no plan is favoured."""
+    """All ranks, in equal parts: least memory, and no plan is favoured."""
     PARAMETER = "parameter"
     """Whole parameters, one owner each: for optimizers that need whole matrices."""
     MEMORY = "memory"
-    """As much as the plan's `owner_shares` say, by the memory that stages leave free."""
+    """In proportion to the plan's `owner_shares`, or to the memory that stages leave free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """The facts of one parameter that don't depend on its values."""
+    """All about a parameter but its values."""
 
     name: str
-    """Its name in the module; a tied parameter has one."""
+    """Its name in the module; one name even if the parameter is tied."""
     shape: tuple[int, ...]
     layer: int | None = None
     """Index of its layer, None for a parameter outside the layers."""
@@ -81,9 +80,9 @@ class ParameterSpec:
     tp_blocks: int = 1
     """Number of equal blocks along `tp_dim` that are sharded one by one (fused projections)."""
     tp_uneven: bool = False
-    """Whether shards may differ in size where the degree doesn't divide (vocabularies)."""
+    """Whether shards may differ in size if the degree doesn't divide them (vocabularies)."""
     tp_partial: bool = False
-    """Whether each rank of a group that holds it whole has only a summand of its gradient."""
+    """Whether each rank of a group that holds it whole gets only a summand of its gradient."""
     requires_grad: bool = True
 
     @property
@@ -108,12 +107,12 @@ class ParameterSpec:
 
     @property
     def cut(self) -> tuple[int, bool, int, bool, bool]:
-        """All that decides how it is cut, whatever its name and the size of its rows."""
+        """All that decides how it is cut: equal for parameters that are cut alike."""
         is_whole = self.tp_dim is None
         return self.cut_length, is_whole, self.tp_blocks, self.tp_uneven, self.tp_partial
 
     def shape_of_rows(self, num_rows: int) -> tuple[int, ...]:
-        """Return the shape of some rows of the cut dim; a scalar is its own only row."""
+        """Return the shape of `num_rows` rows of the cut dim; a scalar has one row, itself."""
         if not self.shape:
             return () if num_rows else (0,)
         return (*self.shape[: self.cut_dim], num_rows, *self.shape[self.cut_dim + 1 :])
@@ -124,11 +123,11 @@ class Slice:
     """A contiguous piece of a parameter and the ranks that keep it."""
 
     owner: int
-    """The rank that keeps it and counts it: in norms, checkpoints and whole tensors."""
+    """The rank that keeps it, and that alone counts it in norms, checkpoints and whole tensors."""
     start: int
     stop: int
     standby: int | None = None
-    """A rank that keeps the same rows, sums and steps them alike; None without redundancy."""
+    """A rank that keeps the same rows and steps them in the same way; None without redundancy."""
 
     @property
     def keepers(self) -> tuple[int, ...]:
@@ -136,16 +135,16 @@ class Slice:
         return (self.owner,) if self.standby is None else (self.owner, self.standby)
 
     def server_of(self, holder: int) -> int:
-        """Return the keeper from which a holder pulls: itself, else the next one after it.
+        """Return the keeper from which a holder pulls: itself, else the next rank, cyclically.
 
-        So of ranks that stand by for each other each serves half of the others, with all that both
-        keep: half as many messages as if each served what it owns.
+        So each of two ranks that stand by for each other serves half of the holders with the rows
+        of both: half as many messages as if each served only what it owns.
         """
         return min(self.keepers, key=lambda keeper: (keeper < holder, keeper))
 
 
 def kept_rows(slices: Sequence[Slice], global_rank: int) -> tuple[Interval, ...]:
-    """Return the rows that a rank keeps as owner or standby, ascending; neighbours are one."""
+    """Return the rows that a rank keeps as owner or standby, ascending, adjacent ones merged."""
     rows: list[Interval] = []
     for item in slices:
         if global_rank in item.keepers:
@@ -164,11 +163,11 @@ class Holding:
     pipeline_index: int
     intervals: tuple[Interval, ...]
     pushes: tuple[Interval, ...]
-    """The part whose gradient it sends; ranks of a TP group with the same gradient share it."""
+    """The rows whose gradient it sends; ranks of a TP group with equal gradients divide them."""
 
 
 def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
-    """Yield who holds a parameter under a plan, in pipeline order.
+    """Yield the holdings of a parameter under a plan, in pipeline order.
 
     Raises:
         ModelError: The TP degree doesn't divide the parameter.
@@ -183,7 +182,7 @@ def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """Who holds some parameters that are used by the same stages and cut alike."""
+    """The holders of parameters that are used by the same stages and cut alike."""
 
     holdings: tuple[Holding, ...]
     """In pipeline order."""
@@ -192,10 +191,10 @@ class Holders:
 
 
 class PlanHolders:
-    """Who holds what under a plan: computed once for all parameters that are used and cut alike.
+    """The holders of all parameters under a plan; computed once for those used and cut alike.
 
-    Layers between two cuts of the plan, wherever any pipeline cuts, have the same stages. So the
-    work grows with the ranks times the cuts and kinds of parameters, not with the parameters.
+    Layers between two neighbouring stage boundaries of any pipelines belong to the same stages. So
+    the work grows with ranks × boundaries and kinds of parameters, not with their number.
 
     Args:
         plan: The plan.
@@ -212,7 +211,7 @@ class PlanHolders:
         return self._plan.num_layers
 
     def of(self, spec: ParameterSpec) -> Holders:
-        """Return a parameter's holders; the same object for all that have the same.
+        """Return a parameter's holders; one object for all parameters with the same holders.
 
         Raises:
             ModelError: The TP degree doesn't divide the parameter.
@@ -228,15 +227,15 @@ class PlanHolders:
 
 
 class SharedRows(NamedTuple):
-    """Rows that some ranks hold alike, and keep among themselves."""
+    """Rows that several ranks all hold, and each of which one of these ranks keeps."""
 
     held: Interval
     pieces: tuple[Interval, ...]
-    """The rows that each of them keeps, ascending, counted from the first row held."""
+    """The rows that each rank keeps, by ascending rank; counted from the first row held."""
 
 
 class Lot:
-    """Parameters that have the same owners and holders."""
+    """The owners and holders that several parameters have in common."""
 
     def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
         self.holders = holders
@@ -249,7 +248,7 @@ class Lot:
 
     @cached_property
     def kept(self) -> Sequence[Slice]:
-        """The rows that each rank keeps, ascending: those of owners and standbys."""
+        """The rows that each rank keeps, as owner or standby, ascending."""
         if not self.has_standbys:
             return self.slices
         by_keeper = defaultdict(list)
@@ -265,9 +264,10 @@ class Lot:
         return frozenset(self.holders.by_rank) | {item.owner for item in self.kept}
 
     def circles(self, *, push: bool) -> dict[tuple[int, ...], SharedRows] | None:
-        """Return who holds the same rows and owns, in a push keeps, just those among themselves.
+        """Return the groups of ranks that hold the same rows and own exactly these among them.
 
-        None where ranks keep what they don't hold, or in several pieces, or hold overlapping rows.
+        In a push standbys count, too. None if any rank keeps rows that it doesn't hold, or several
+        pieces, or if groups hold overlapping rows.
         """
         slices = self.kept if push else self.slices
         kept = {item.owner: (item.start, item.stop) for item in slices}
@@ -289,9 +289,9 @@ class Lot:
         return None if kept else found
 
     def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (keeper, holder, first row, last row + 1) of what `rank` sends, gets or keeps.
+        """Yield (keeper, holder, first row, last row + 1) of all that `rank` sends, gets or keeps.
 
-        In a push whoever keeps the rows, in a pull the keeper that serves the holder.
+        In a push every keeper of the rows is named, in a pull the one that serves the holder.
         """
         slices = self.kept if push else self.slices
         kept = [item for item in slices if rank in item.keepers]
@@ -350,8 +350,8 @@ def _shard(
 
 
 def piece_of(length: int, index: int, count: int) -> Interval:
-    """Return one of `count` pieces of a length, which need not be divisible.
+    """Return one of `count` nearly equal pieces of a length.
 
-    Rounded like slices, so that owners among the holders own rows that they hold.
+    Rounded like slices are, so that owners among the holders own rows that they hold.
     """
     return round(length * index / count), round(length * (index + 1) / count)

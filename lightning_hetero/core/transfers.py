@@ -2,20 +2,20 @@
 
 Pull carries weights from the owners of slices to the holders, push carries gradients from the
 holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table read in two
-directions. All pieces of one *unit* (a layer, or what lies before or after the layers) travel
-together: in one message for each peer, so with owners among the holders, D pipelines and k layers
-in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
-collective of a `Circle`, k in all. Small neighbours with the same holders are one unit, as DDP has
-its buckets: a message costs as much as many kilobytes. With redundancy a push goes to owner and
-standby of each slice, twice the bytes; a pull takes what the holder doesn't keep itself from the
-one of both that serves it, so that few ranks serve each.
+directions. All pieces of one *unit* (a layer, or the parameters before or after the layers) travel
+together. Either each peer gets one message: if owners are among the holders, with D pipelines and k
+layers in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way. Or a
+`Circle` uses one collective per unit, k in all. Small neighbours with the same holders are one
+unit, like DDP's buckets, because a message costs as much as many kilobytes. With redundancy a push
+goes to owner and standby of each slice, twice the bytes; in a pull one of the two serves a holder
+with the rows that it doesn't keep itself, chosen so that few ranks serve each holder.
 
-Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
-all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one. Where owners
-aren't the holders (all ranks alike) there are no circles, but with many holders `core.proxies`.
-Where TP degrees differ, or blocks are sharded one by one, or owners have whole parameters, a rank
-exchanges rows with every rank that keeps or holds any, and its table grows with them. Of 80 layers
-that takes 5 ms at 64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
+Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and all
+arithmetic is done once per kind: 80 layers on 1,024 equal pipelines are one. If owners aren't the
+holders (`Ownership.EVEN`), there are no circles, but many holders use `core.proxies`. If TP degrees
+differ, blocks are sharded one by one, or owners have whole parameters, a rank exchanges rows with
+every rank that keeps or holds any, and its table grows with these. For 80 layers that takes 5 ms at
+64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
 """
 
 from collections import Counter, defaultdict
@@ -60,11 +60,11 @@ class ExchangeKind(Choice):
     COLLECTIVES = "collectives"
     """One collective for each unit, and gradients summed by their owner in pipeline order."""
     BY_NODE = "by-node"
-    """COLLECTIVES, and gradients are summed on each node before they leave it, where nodes have
-    several ranks that hold a unit."""
+    """COLLECTIVES, but gradients are summed on each node before they leave it, if several of its
+    ranks hold a unit."""
     REDUCE_SCATTER = "reduce-scatter"
-    """COLLECTIVES, and the backend sums gradients, in the compute dtype and an order of its own,
-    where all ranks of a unit hold it whole."""
+    """COLLECTIVES, but the backend sums gradients, in the compute dtype and in its own order, if
+    all ranks of a unit hold it whole."""
 
 
 def unit_of(spec: ParameterSpec, num_layers: int) -> int:
@@ -85,7 +85,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """All pieces of one unit that go from one rank to another; local copies have equal ends."""
+    """All pieces of a unit that go from one rank to another; in a local copy both are the same."""
 
     unit: int
     source: int
@@ -95,7 +95,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A message of any unit of a kind."""
+    """A message of any unit of a kind: like `Message`, but parameters are named by index."""
 
     source: int
     destination: int
@@ -104,27 +104,27 @@ class Move:
 
 
 MOST_PADDING = 1 / 8
-"""Bytes that padding may add to pieces of unlike sizes, as a share of the unit's. Pieces of R rows
-among D ranks need D/R of theirs at most, so rows that are 8 times as many as ranks always go."""
+"""Most bytes that padding pieces to one size may add, as a share of the unit's bytes. R rows among
+D ranks need D/R of theirs at most, so it always suffices if there are 8 times as many rows."""
 
 
 class Circle(NamedTuple):
-    """Ranks that hold the same rows of a unit's parameters, and keep those among themselves.
+    """Ranks that hold the same rows of a unit's parameters, each row of which one of them keeps.
 
-    All holders, or under tensor parallelism those of the same part. What all ranks of a stage hold,
-    such as a norm's weight, is shared out among them: each pushes its part in its own circle.
+    These are all holders, or under tensor parallelism all holders of the same part. A weight that
+    all ranks of a stage hold, such as a norm's, is divided: each rank pushes a part in its circle.
     """
 
     members: tuple[int, ...]
     """Ascending."""
     held: tuple[Interval, ...]
-    """Of each parameter the rows that all of them hold."""
+    """For each parameter the rows that all members hold."""
     pieces: tuple[tuple[Interval, ...], ...]
-    """Those that each owns, in a push keeps, as [parameter][member]; counted from the first held.
-    """
+    """The rows that each member owns (in a push: keeps), [parameter][member]; counted from the
+    first row held."""
 
     def fits(self, row_numels: Sequence[int]) -> bool:
-        """Whether pieces can be padded to one size, and there are any."""
+        """Whether padding pieces to one size adds at most `MOST_PADDING`, and no row is empty."""
         padded = exact = 0
         for pieces, row_numel in zip(self.pieces, row_numels, strict=True):
             sizes = [stop - start for start, stop in pieces]
@@ -164,7 +164,7 @@ class UnitKind:
     def circles(self, *, push: bool) -> tuple[Circle, ...] | None:
         """Return the circles in which it is pulled or pushed; every member is in one of them.
 
-        None unless they are the same for every parameter, and pieces of about one size in each.
+        None unless all parameters have the same circles, with pieces of about one size in each.
         """
         key = push and self.has_standbys
         if key not in self._circles:
@@ -184,7 +184,7 @@ class UnitKind:
 
     @cached_property
     def groups(self) -> frozenset[tuple[int, ...]]:
-        """The sets of ranks among which it travels, if by collectives."""
+        """The sets of ranks that would need a communicator to move it by collectives."""
         found: set[tuple[int, ...]] = set()
         for circles in (self.circles(push=False), self.circles(push=True)):
             found |= {self.members} if circles is None else {item.members for item in circles}
@@ -221,7 +221,7 @@ class Unit:
 
     @property
     def index(self) -> int:
-        """The first of them, which names the unit."""
+        """The first of `indices`, by which the unit is named."""
         return self.indices[0]
 
     def messages(self, global_rank: int, *, push: bool) -> list[Message]:
@@ -242,7 +242,7 @@ class Unit:
 
 
 class _Bundle(NamedTuple):
-    """The parameters of a unit."""
+    """The parameters of a unit that may still grow by its neighbours."""
 
     indices: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]
@@ -250,13 +250,13 @@ class _Bundle(NamedTuple):
     numel: int
 
     def is_joined_by(self, following: "_Bundle", most_numel: int) -> bool:
-        """Whether what follows travels with it."""
+        """Whether the following bundle is to travel with this one."""
         is_small = self.numel + following.numel <= most_numel
         one, other = self.kind, following.kind
         return is_small and one.members == other.members and one.holders == other.holders
 
     def joined(self, following: "_Bundle") -> "_Bundle":
-        """Return both as one."""
+        """Return one bundle of both."""
         indices, specs = self.indices + following.indices, self.specs + following.specs
         return _Bundle(indices, specs, self.kind, self.numel + following.numel)
 
@@ -361,7 +361,7 @@ class TransferTable:
     def traffic(self, global_rank: int, *, push: bool) -> Counter[tuple[int, int]]:
         """Return the trainable elements that a rank sends and receives, by (source, destination).
 
-        What a rank keeps counts, too, with equal ends.
+        Local copies count, too, under (rank, rank).
         """
         numels: Counter[tuple[int, int]] = Counter()
         for kind, count in Counter(unit.kind for unit in self.trainable_units).items():
