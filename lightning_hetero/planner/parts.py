@@ -22,8 +22,11 @@ _FAR_AHEAD = 0.9
 """Types whose glance is so much below that of all devices are searched before these."""
 _SEARCHED = 3
 """Parts that are searched after a glance at all."""
+_SEARCHED_TYPES = 2
+"""The most of them that are all devices of some types, where devices are many."""
 _FEW_DEVICES = 64
-"""Up to here searches are short; of more, parts that look no better than all of them have none."""
+"""Up to here searches are short, so that parts that look no better than all of them have one, too.
+"""
 _LEAST_OVERHEAD = 1.02
 """Bubbles and exchange make an iteration at least so much longer than its work."""
 _ESTIMATED_STAGES = 60_000
@@ -77,21 +80,32 @@ class LikelyParts:
     def likeliest(self, best: float) -> list[Part]:
         """Return the parts that look best, of those whose devices could do better than the best.
 
-        A part is worth a search if it would be better with what searches gained on a glance.
+        A part is worth a search if it would be better with what searches gained on a glance. Of
+        many devices those of some types come first, as `far_ahead` saw them, and others have to
+        look better than all.
         """
         glance = min([self.whole_score, *self._scores.values()])
         worst = WORTH_SIMULATING * (max(best, glance) if glance < math.inf else best)
+        types = self._promising(self._of_types, best, worst)
         if sum(self._whole) > _FEW_DEVICES:
             worst = min(worst, self.whole_score)
         self._look_at(self._fewer(), best, worst, self._progress)
+        found = self._promising(self._parts, best, worst)
+        if sum(self._whole) > _FEW_DEVICES:
+            found = [*dict.fromkeys([*types[:_SEARCHED_TYPES], *found])]
+        return found[:_SEARCHED]
+
+    def _promising(self, parts: Sequence[Part], best: float, worst: float) -> list[Part]:
+        """Return parts below `worst` that could do better than the best, the best first."""
         # Devices that a glance leaves idle make no part another one.
         smallest: dict[float, Part] = {}
-        for part in self._parts:
+        known = self.whole_score if sum(self._whole) > _FEW_DEVICES else None
+        for part in parts:
             score = self._scores.get(part, math.inf)
             can_win = score < worst and self._least(part) * _LEAST_OVERHEAD < best
-            if can_win and part != self._taken:
+            if can_win and part != self._taken and score != known:
                 smallest.setdefault(score, part)
-        return [smallest[score] for score in sorted(smallest)[:_SEARCHED]]
+        return [smallest[score] for score in sorted(smallest)]
 
     def _fewer(self) -> list[Part]:
         """Return the parts with some devices of a type only, those of the best types first."""

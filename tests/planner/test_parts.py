@@ -206,6 +206,21 @@ def test_of_many_devices_parts_that_look_no_better_than_all_are_not_searched():
     assert likeliest(9.95) != []
 
 
+def test_of_many_devices_types_that_look_nearly_as_good_as_all_are_searched_first():
+    nodes = [*(Node(device="A100-80GB", count=8),) * 8, *(Node(device="T4", count=8),) * 8]
+    scores = {(64, 0): 10.2, (64, 64): 10.0, (64, 32): 9.9}
+    parts = LikelyParts(
+        Cluster(nodes=tuple(nodes)),
+        [1.0] * 8 + [4.0] * 8,
+        least=lambda part: 100 / sum(part),
+        glance=lambda part, _worst: (scores.get((sum(part[:8]), sum(part[8:])), 20.0), 8),
+    )
+    assert parts.far_ahead(float("inf")) is None
+    first, second = parts.likeliest(8.9)
+    assert first == (8,) * 8 + (0,) * 8
+    assert sum(second) == 96
+
+
 def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
     # Seconds were estimated too low where recomputing makes room for others' states.
     task = Task(
