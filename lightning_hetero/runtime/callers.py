@@ -3,8 +3,9 @@
 import ast
 import linecache
 import sys
+from functools import lru_cache
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 
 __all__ = [
     "called_by_library",
@@ -81,8 +82,12 @@ def takes_written_rows(frame: FrameType) -> bool:
 
     `x[0]` and `x[:2, 1]` do, `x[i]` doesn't. Without the source nobody knows.
     """
-    code = frame.f_code
-    place = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
+    return _takes_written_rows(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(maxsize=256)
+def _takes_written_rows(code: CodeType, instruction: int) -> bool:
+    place = next(islice(code.co_positions(), instruction // 2, None), None)
     if place is None or None in place:
         return False
     first, last, start, stop = (int(item or 0) for item in place)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -54,6 +55,33 @@ class Opaque(MaskedByHand):
 class OpaqueSum(Summed):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return super().loss(logits, labels).exp().log()
+
+
+class SizesByNumpy(TinyModule):
+    """Divides a sum by a shape's product, and logs sizes that numpy counts."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.mT, labels, reduction="none")
+        self.log("tokens", float(np.prod(labels.shape)))
+        self.log("rows", float(np.array(labels.shape)[0]))
+        return each.sum() / np.prod(labels.shape)
+
+
+class ScaledByNumpy(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) * float(np.prod(labels.shape))
+
+
+class ScaledByArray(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) / np.array(labels.shape)[0]
+
+
+class LogsTheFirst(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.log("first", logits[0].sum())
+        self.log("some", logits[:1].square().sum().item())
+        return super().loss(logits, labels)
 
 
 class Counted(Opaque):
@@ -143,6 +171,14 @@ class LaterOnesMore(TinyModule):
         return (torch.arange(1.0, len(each) + 1) * each).mean()
 
 
+class WeighsByPlacesMadeBefore(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        weights = torch.arange(1.0, len(ids) + 1)
+        each = F.cross_entropy(self.model(ids).mT, labels, reduction="none").mean(1)
+        return (weights * each).mean()
+
+
 class Dice(TinyModule):
     """Its value would be right, and its gradient not."""
 
@@ -222,7 +258,7 @@ class AsksOfGroups(TinyModule):
 
 ONE = plan_of(pipeline(stage(0, 0, 3)))
 GOOD = [Summed, MaskedByHand, NumbersOfChosen, MaskCountedBefore, Counted, Logging]
-GOOD += [AsksOfGroups, ZeroForNone]
+GOOD += [AsksOfGroups, ZeroForNone, SizesByNumpy]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -248,6 +284,12 @@ def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPo
         assert [item[0]["warned"] for item in warned] == [True, False]
 
 
+def test_sizes_by_numpy_and_numbers_of_the_first_sample_are_warned_of(pool: ProcessPool) -> None:
+    for plan in PLANS.values():
+        found = pool.run(fit_each, 2, [ScaledByNumpy, ScaledByArray, LogsTheFirst], plan)[0]
+        assert [item["warned"] for item in found] == [True] * 3
+
+
 def test_means_over_groups_that_a_micro_batch_lacks_are_refused(pool: ProcessPool) -> None:
     makes = [ByGroup, ByGroupIfCounted, SumsByGroup, SharesThatAddUp]
     for plan in PLANS.values():
@@ -264,6 +306,8 @@ def test_samples_that_meet_are_refused_where_batches_are_cut(pool: ProcessPool) 
             assert all("needs all samples of a batch at once" in item for item in messages)
         for (found,) in pool.run(fit_each, 2, [Contrasts], plan, {"loss_reduction": "mean"}):
             assert len(found["losses"]) == 4
+    for (message,) in pool.run(fit_each, 2, [WeighsByPlacesMadeBefore], PLANS["stages"]):
+        assert "counts their places in the batch" in message
     alone, found = (
         fit_each(0, [Centres], plan, {"num_microbatches": 1})[0] for plan in (None, ONE)
     )

@@ -239,8 +239,11 @@ class _Trial:
             return False
         if self._is_doubled:
             recording.count_two()
-        counting = recording.counting()
         own = recording.leaves_where(lambda leaf: not (is_parameter(leaf) or is_constant(leaf)))
+        # Those that were made before the layers, too: another length has another meaning.
+        counting = recording.counting() | recording.leaves_where(
+            lambda leaf: len(leaf.shape) > 0 and len(leaf) == count and not is_parameter(leaf)
+        ).difference(own)
 
         def move(_: Call, number: int, value: Tensor) -> Tensor:
             are_rows = number in own and value.ndim > 0 and len(value) % count == 0

@@ -193,10 +193,12 @@ class LossWatch(TorchFunctionMode):
         else:
             self._see_loss(func, args, kwargs, result)
             given, reduction = tensors_among((*args, *kwargs.values())), kwargs.get("reduction")
-            are_parts = self.reductions.are_parts(given)
+            parts = self.reductions.parts
+            are_parts = parts.are_any and parts.has(given)
+            is_sum = reduction == "sum" and not (are_parts and parts.are_written(given))
             if are_parts and reduction == "none":
-                self.reductions.keep_part(result)
-            elif (are_parts and reduction != "sum") or not self.reductions.are_samples(given):
+                parts.keep(result, given)
+            elif (are_parts and not is_sum) or not self.reductions.are_samples(given):
                 # Its targets are the best guess that there is of what it averages over.
                 is_together = self.reductions.is_any_together(given)
                 self.reductions.keep(result, TOGETHER if is_together else UNKNOWN)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.random_state import seed_of, seed_torch
+from lightning_hetero.runtime.random_state import seed_torch
 from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
@@ -76,7 +76,7 @@ def test_a_step_that_seeds_torch_is_warned_of() -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        seed_torch(seed_of(3))
+        seed_torch(current.step_seed)
         current.begin_layer(0)
         torch.rand(3)
         current.begin_layer(1)

@@ -154,6 +154,24 @@ def test_samples_that_are_weighed_by_their_places_are_found(name: str) -> None:
     assert finds_meeting(WEIGHED[name])
 
 
+def test_weights_by_place_that_were_made_before_the_layers_are_found() -> None:
+    made: dict[Callable[[], Tensor], bool] = {
+        lambda: torch.arange(1.0, 7): True,
+        lambda: torch.linspace(0.5, 1, 6).square(): True,
+        lambda: torch.ones(6): False,
+        lambda: torch.arange(1.0, 5): False,
+    }
+    for make, weighs in made.items():
+        watch = LossWatch([], 6, LossTrial(None, 6, is_cut=True))
+        watch.resume()
+        weights = make()
+        x = torch.randn(6, 4, requires_grad=True)
+        watch.leave_layers(x)
+        loss = ((x * weights).T if len(weights) == 4 else weights * each(x @ WEIGHT)).mean()
+        watch.end()
+        assert watch.finds_meeting(loss, watch.reductions.of(loss)) is weighs
+
+
 def test_places_along_sequences_are_let_be() -> None:
     losses: dict[Callable[[Tensor], Any], bool] = {
         lambda x: (torch.arange(x.shape[1])[:, None] * x).square().mean(): False,

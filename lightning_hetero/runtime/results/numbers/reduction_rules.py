@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from lightning_hetero.runtime.results.numbers.kinds import (
@@ -165,6 +166,7 @@ def some_dims(call: TorchCall, tensors: Sequence[Tensor]) -> Sequence[int]:
 
 def constant_of(value: float, *, is_left: bool) -> Reduction:
     """Judge a number that the user's code gives to an operation, on its left or its right."""
+    value = value.item() if isinstance(value, np.generic) else value
     # Whole numbers may count what is in this micro-batch; others do if that is written.
     rows = rows_of_operand(is_left=is_left)
     counts = bool(rows) or (rows is None and type(value) is int)

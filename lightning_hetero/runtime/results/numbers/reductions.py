@@ -44,9 +44,9 @@ from lightning_hetero.runtime.results.numbers.sample_places import (
     CHOOSING,
     TURNING,
     TURNS,
+    SampleParts,
     chooses_samples,
     gives_other_places,
-    takes_part,
     turns_samples,
 )
 from lightning_hetero.runtime.results.numbers.torch_calls import (
@@ -90,7 +90,7 @@ class Reductions:
         """Whole numbers that tensors have told."""
         self._turned: dict[int, Tensor] = {}
         """Samples whose first dim is another one, or counts what was stacked."""
-        self._parts: dict[int, Tensor] = {}
+        self.parts = SampleParts(num_samples)
         """Some of the batch's samples, taken by their places."""
         self._shuffles: dict[int, Tensor] = {}
         """Random orders, and random numbers that may become some."""
@@ -150,7 +150,9 @@ class Reductions:
     def forget(self) -> None:
         """Know nothing, and hold nothing that a step has made."""
         self._known, self.told = {}, {}
-        self._turned, self._parts, self._shuffles = {}, {}, {}
+        self._turned, self._shuffles = {}, {}
+        if self.parts.are_any:
+            self.parts.forget()
         self.formulas.forget()
 
     def follow(
@@ -185,7 +187,7 @@ class Reductions:
         else:
             if id(result) in self._known:  # A constant that was changed in place.
                 del self._known[id(result)]
-            if name in TURNS or self._turned or self._parts:
+            if name in TURNS or self._turned or self.parts.are_any:
                 self._note_place(name, source, result)
         if self._shuffles or name in _BY_CHANCE:
             self._note_random(name, args, result)
@@ -197,8 +199,8 @@ class Reductions:
             is_turned = not is_turned
         if is_turned and result.ndim == source.ndim:
             self._turned[id(result)] = result
-        if id(source) in self._parts:
-            self.keep_part(result)
+        if self.parts.has((source,)):
+            self.parts.keep(result, (source,))
 
     def _keep_judged(self, call: TorchCall, result: Tensor) -> None:
         known = self._judge(call, result)
@@ -224,9 +226,8 @@ class Reductions:
                 self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
         elif call.name in CHOOSING:
             self._see_chosen(call, results)
-        elif known == [None] and takes_part(call, self.num_samples):
-            for item in tensors_among(results):
-                self.keep_part(item)
+        elif known == [None]:
+            self.parts.take(call, results)
 
     def _see_chosen(self, call: TorchCall, results: Sequence[Any]) -> None:
         """Look at values that are chosen along a dim, with their indices."""
@@ -317,11 +318,14 @@ class Reductions:
                 self._turned[id(result)] = result
             is_second = self._has_samples(tensors[0].transpose(0, 1))
             return None if is_second and 1 not in dims else UNKNOWN
-        if takes_part(call, self.num_samples) or self.are_parts(tensors[:1]):
+        if self.parts.are_any and self.parts.has(tensors[:1]):
             # Of all parts together sums are the batch's.
-            if REDUCTIONS.get(call.name, Kind.SUM) is not Kind.SUM:
+            kind = REDUCTIONS.get(call.name)
+            if kind and (kind is not Kind.SUM or self.parts.are_written(tensors[:1])):
                 return UNKNOWN
-            self.keep_part(result)
+            self.parts.keep(result, tensors[:1])
+        else:
+            self.parts.take(call, (result,))
         if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
             return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
         judged = reduced(call, tensors, known, result) if tensors else None
@@ -369,14 +373,6 @@ class Reductions:
         if self.of(source) is not None or id(source) in self._shuffles:
             return False
         return gives_other_places(call, source, self._shuffles)
-
-    def keep_part(self, tensor: Tensor) -> None:
-        """Remember that a tensor is made of some of the batch's samples."""
-        self._parts[id(tensor)] = tensor
-
-    def are_parts(self, values: Iterable[Any]) -> bool:
-        """Whether any of these are some of the batch's samples."""
-        return any(id(value) in self._parts for value in values)
 
     def _combine(self, call: TorchCall) -> Reduction:
         pair = (*call.args, *call.kwargs.values())[:2]

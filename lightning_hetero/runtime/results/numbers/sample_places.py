@@ -4,22 +4,27 @@ A mean over one sample out of a batch, or over the steps of sequences that have 
 dim, has the form of a mean over samples and is none.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hetero.runtime.results.numbers.torch_calls import TorchCall, integers_among
+from lightning_hetero.runtime.callers import calling_frame, takes_written_rows
+from lightning_hetero.runtime.results.numbers.torch_calls import (
+    TorchCall,
+    integers_among,
+    tensors_among,
+)
 
 __all__ = [
     "CHOOSING",
     "TURNING",
     "TURNS",
+    "SampleParts",
     "chooses_samples",
     "gives_other_places",
     "sample_groupings",
-    "takes_part",
     "turns_samples",
 ]
 
@@ -36,6 +41,7 @@ _CUTTING = {
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), 2),
 }
 """Functions that take parts along a dim, and the place of that argument."""
+_TAKING = {"getitem", *_CUTTING}
 
 
 def turns_samples(source: Tensor, result: Tensor, num_samples: int, *, is_turned: bool) -> bool:
@@ -55,19 +61,85 @@ def turns_samples(source: Tensor, result: Tensor, num_samples: int, *, is_turned
     return is_turned or (source.shape[0] == num_samples and result.shape[0] != num_samples)
 
 
-def takes_part(call: TorchCall, num_samples: int) -> bool:
-    """Whether a function takes one of several samples, or some, by their places."""
-    source = call.argument(0, "input")
-    if not isinstance(source, Tensor) or not source.ndim or source.shape[0] != num_samples:
-        return False
-    if call.name == "getitem":
-        index = call.args[1]
-        first = index[0] if isinstance(index, tuple) and index else index
+class SampleParts:
+    """The tensors of one micro-batch that are made of some of its samples, taken by their places.
+
+    Args:
+        num_samples: Of the micro-batch.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self.are_any = False
+        """Whether there are any."""
+        self._num_samples = num_samples
+        self._tensors: dict[int, tuple[Tensor, bool]] = {}
+        """By id, and whether their samples' places stand in the user's code."""
+
+    def keep(self, tensor: Tensor, sources: Iterable[object]) -> None:
+        """Remember a tensor that is made of sources, parts and others."""
+        self.are_any = True
+        self._tensors[id(tensor)] = tensor, self.are_written(sources)
+
+    def take(self, call: TorchCall, results: Sequence[object]) -> None:
+        """Remember the results of a function if it takes some of all samples."""
+        if call.name not in _TAKING or not self._is_of_all(call):
+            return
+        is_written = self._takes_written(call)
+        if is_written or self._takes(call):
+            for item in tensors_among(results):
+                self.are_any = True
+                self._tensors[id(item)] = item, is_written
+
+    def has(self, values: Iterable[object]) -> bool:
+        """Whether any of these are among them."""
+        return any(id(value) in self._tensors for value in values)
+
+    def are_written(self, values: Iterable[object]) -> bool:
+        """Whether any are samples whose places stand in the user's code, as in `x[0]`.
+
+        Sums of others may be parts of a sum over all of them: `sum(x[i].sum() for i in ...)`.
+        """
+        return any(self._tensors.get(id(value), (None, False))[1] for value in values)
+
+    def forget(self) -> None:
+        """Hold nothing that a step has made."""
+        self._tensors, self.are_any = {}, False
+
+    def _takes(self, call: TorchCall) -> bool:
+        """Whether a function takes one of several samples, or some, by their places."""
+        if call.name == "getitem":
+            first = _first_index(call)
+            if isinstance(first, slice):
+                return len(range(*first.indices(self._num_samples))) != self._num_samples
+            return type(first) is int
+        place = _CUTTING.get(call.name)
+        return place is not None and call.argument(place, "dim", 0) == 0
+
+    def _takes_written(self, call: TorchCall) -> bool:
+        """Whether it takes rows by numbers that stand in the code, and may leave out others.
+
+        Of a micro-batch that has no more `x[:2]` are all.
+        """
+        if call.name != "getitem":
+            return False
+        first = _first_index(call)
         if isinstance(first, slice):
-            return len(range(*first.indices(num_samples))) != num_samples
-        return type(first) is int
-    place = _CUTTING.get(call.name)
-    return place is not None and call.argument(place, "dim", 0) == 0
+            is_part = bool(first.start) or first.step not in (None, 1)
+            is_full = first.stop is None or not 0 < first.stop <= self._num_samples
+            may_leave = is_part or not is_full
+        else:
+            may_leave = type(first) is int
+        frame = calling_frame() if may_leave else None
+        return frame is not None and takes_written_rows(frame)
+
+    def _is_of_all(self, call: TorchCall) -> bool:
+        source = call.argument(0, "input")
+        return isinstance(source, Tensor) and source.shape[:1] == (self._num_samples,)
+
+
+def _first_index(call: TorchCall) -> object:
+    index = call.args[1]
+    return index[0] if isinstance(index, tuple) and index else index
 
 
 def chooses_samples(call: TorchCall, source: object) -> bool:

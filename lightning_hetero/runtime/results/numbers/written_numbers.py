@@ -7,18 +7,26 @@ multiplied or divided by it, says it.
 
 import ast
 import linecache
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
-from lightning_hetero.runtime.callers import is_library, is_of_library
+from lightning_hetero.runtime.callers import is_of_library
 from lightning_hetero.runtime.results.numbers.kinds import WRITTEN, Kind, Reduction
+from lightning_hetero.runtime.results.numbers.user_code import (
+    Function,
+    argument_of,
+    assignments,
+    frame_of_user,
+    functions_in,
+    has_number,
+    node_at,
+    operands_of,
+)
 
 __all__ = [
     "TOLD",
@@ -34,8 +42,6 @@ __all__ = [
 Rows = tuple[int, ...] | None
 """Rows of the tensors that a number counts, none if it is a constant; None if nobody knows."""
 
-_Function = ast.FunctionDef | ast.Lambda
-
 TOLD: Rows = (-1,)
 """Of a number that a tensor has told by `.item()`."""
 _CONSTANT: Rows = ()
@@ -44,9 +50,15 @@ _SOMEHOW: Rows = (-2,)
 _ONCE = {"__init__", "setup", "configure_model"}
 """Functions that know of no batch."""
 _SIZES = {"len", "shape", "size", "numel", "nelement"}
+_COPYING = {"array", "asarray", "tensor", "as_tensor"}
+_SAME_ROWS = {"numpy", "cpu", "detach", "float", "long", "contiguous", "clone"}
+"""Methods whose result has as many rows."""
+_AS_NUMBERS = {"float", "int", "float32", "float64", "int32", "int64"}
 
 
 def _is_whole(value: object) -> bool:
+    if isinstance(value, np.generic):
+        value = value.item()
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
@@ -90,13 +102,13 @@ def rows_counted(argument: int | str, key: str | None = None) -> Rows:
         argument: Its place or name.
         key: Of its item, where the call may give a dict.
     """
-    rows = _read_in_code(lambda node: [_argument_of(node, argument, key)], _frame_of_user())
+    rows = _read_in_code(lambda node: [argument_of(node, argument, key)], frame_of_user())
     return None if rows == _SOMEHOW else rows
 
 
 def rows_in_argument(place: int) -> Rows:
     """Return what is counted in an argument, in proportion or not; see `rows_counted`."""
-    return _read_in_code(lambda node: [_argument_of(node, place, None)], _frame_of_user())
+    return _read_in_code(lambda node: [argument_of(node, place, None)], frame_of_user())
 
 
 def rows_of_operand(*, is_left: bool) -> Rows:
@@ -107,33 +119,17 @@ def rows_of_operand(*, is_left: bool) -> Rows:
     Args:
         is_left: Whether it stands before the tensor.
     """
-    frame = _frame_of_user()
-    if frame is not None and _has_number(frame.f_code, frame.f_lasti):
+    frame = frame_of_user()
+    if frame is not None and has_number(frame.f_code, frame.f_lasti):
         return _CONSTANT
-    return _read_in_code(lambda node: _operands_of(node, is_left=is_left), frame)
-
-
-def _frame_of_user() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame):
-        frame = frame.f_back
-    return frame
-
-
-@lru_cache(maxsize=256)
-def _has_number(code: CodeType, instruction: int) -> bool:
-    """Whether an operation has a number that is written there: most have."""
-    found = _node_at(code, instruction)
-    node = None if found is None else found[1]
-    sides = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
-    return any(isinstance(side, ast.Constant) for side in sides)
+    return _read_in_code(lambda node: operands_of(node, is_left=is_left), frame)
 
 
 def _read_in_code(
     find: Callable[[ast.AST], Sequence[ast.expr | None]], frame: FrameType | None
 ) -> Rows:
     """Return what the first of some expressions counts that counts anything."""
-    found = None if frame is None else _node_at(frame.f_code, frame.f_lasti)
+    found = None if frame is None else node_at(frame.f_code, frame.f_lasti)
     if frame is None or found is None:
         return None
     function, node = found
@@ -142,93 +138,6 @@ def _read_in_code(
         return next(filter(None, rows), _CONSTANT if _CONSTANT in rows else None)
     except (RecursionError, AttributeError, LookupError, TypeError):
         return None
-
-
-@lru_cache(maxsize=256)
-def _node_at(code: CodeType, instruction: int) -> tuple[_Function, ast.AST] | None:
-    """Return the function of a code object, and the call or operation of an instruction in it."""
-    place = next(islice(code.co_positions(), instruction // 2, None), None)
-    for function in _functions_in(code.co_filename):
-        decorators: list[ast.expr] = getattr(function, "decorator_list", [])
-        first = min([function.lineno, *(item.lineno for item in decorators)])
-        name = getattr(function, "name", "<lambda>")
-        if (name, first) == (code.co_name, code.co_firstlineno):
-            for node in ast.walk(function):
-                is_one = isinstance(node, ast.Call | ast.BinOp | ast.AugAssign)
-                if is_one and _place_of(node) == place:
-                    return function, node
-    return None
-
-
-def _place_of(node: Any) -> tuple[int | None, ...]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-
-
-@lru_cache(maxsize=16)
-def _functions_in(filename: str) -> list[_Function]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return []
-    return [node for node in ast.walk(tree) if isinstance(node, _Function)]
-
-
-def _operands_of(node: ast.AST, *, is_left: bool) -> Sequence[ast.expr]:
-    match node:
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return left, right  # Torch calls `2 * x` and `x * 2` alike.
-        case ast.BinOp(left=left, right=right) | ast.Call(args=[left, *_, right], keywords=[]):
-            return [left if is_left else right]
-        case ast.AugAssign(value=value) | ast.Call(args=[value], keywords=[]):
-            return [value]
-    return ()
-
-
-def _argument_of(call: ast.AST, argument: int | str, key: str | None) -> ast.expr | None:
-    if not isinstance(call, ast.Call):
-        return None
-    named = {item.arg: item.value for item in call.keywords}
-    if isinstance(argument, str):
-        return named.get(argument)
-    if key is not None and isinstance(call.func, ast.Attribute) and call.func.attr == "log_dict":
-        given = call.args[0] if call.args else named.get("dictionary")
-        return _item_of(given, key)
-    if argument < len(call.args) and not any(isinstance(i, ast.Starred) for i in call.args):
-        return call.args[argument]
-    return named.get("value")
-
-
-def _item_of(given: ast.expr | None, key: str) -> ast.expr | None:
-    if not isinstance(given, ast.Dict):
-        return None
-    pairs = zip(given.keys, given.values, strict=True)
-    return next((v for k, v in pairs if isinstance(k, ast.Constant) and k.value == key), None)
-
-
-@lru_cache(maxsize=64)
-def _assignments(function: _Function) -> dict[str, list[ast.expr | None]]:
-    """Return by name all that a function assigns to it; None for what isn't written, as in loops.
-
-    Attributes are there with a point before them.
-    """
-    written: dict[ast.expr, ast.expr] = {}
-    for node in ast.walk(function):
-        match node:
-            case ast.Assign(targets=[ast.Tuple(elts=items)], value=ast.Tuple(elts=values)):
-                written.update(zip(items, values, strict=False))
-            case ast.Assign(targets=[ast.Tuple(elts=items)], value=value):
-                of_value = (ast.Subscript(value, ast.Constant(i)) for i in range(len(items)))
-                written.update(zip(items, of_value, strict=True))
-            case ast.Assign(targets=targets, value=value):
-                written.update(dict.fromkeys(targets, value))
-            case ast.AugAssign(target=target, op=op, value=value):
-                written[target] = ast.BinOp(target, op, value)
-    found: dict[str, list[ast.expr | None]] = defaultdict(list)
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            name = node.id if isinstance(node, ast.Name) else "." + node.attr
-            found[name].append(written.get(node))
-    return dict(found)
 
 
 @lru_cache(maxsize=256)
@@ -242,9 +151,9 @@ def _sets_sizes(filename: str, attribute: str) -> bool | None:
         return None  # Most files of libraries are long.
     values = [
         value
-        for function in _functions_in(filename)
+        for function in functions_in(filename)
         if getattr(function, "name", None) not in _ONCE
-        for value in _assignments(function).get("." + attribute, ())
+        for value in assignments(function).get("." + attribute, ())
     ]
     return any(map(_mentions_sizes, filter(None, values))) if values else None
 
@@ -273,7 +182,7 @@ def _rows_of_attribute(owner: object, name: str) -> Rows:
 class _Reader(NamedTuple):
     """Reads expressions of a function that is running."""
 
-    function: _Function
+    function: Function
     values: Mapping[str, Any]
     """Its local variables."""
     under_way: set[str]
@@ -292,12 +201,13 @@ class _Reader(NamedTuple):
                 return _joined(op, self.read(left), self.read(right))
             case ast.Call():
                 return self._read_call(node)
-            case ast.Subscript(
-                value=ast.Attribute(value=counted, attr="shape")
-                | ast.Call(func=ast.Attribute(value=counted, attr="size"), args=[]),
-                slice=dim,
-            ):
-                return self._read_dim(counted, dim)
+            case ast.Subscript(value=shape, slice=dim):
+                whole = self._shaped(shape)
+                return self._read_inside(node) if whole is None else self._read_dim(whole, dim)
+            case ast.Attribute(value=counted, attr="shape"):
+                return _SOMEHOW if _rows_of(self._value(counted)) else None
+            case ast.Attribute(value=owner, attr="size") if not self._is_of_module(node):
+                return _rows_of(self._value(owner))  # Of an array, which has it as a number.
             case ast.Attribute(value=owner, attr=name):
                 is_known = self._is_of_module(node)
                 return _rows_of_attribute(self._value(owner), name) if is_known else None
@@ -311,26 +221,45 @@ class _Reader(NamedTuple):
 
     def _read_call(self, node: ast.Call) -> Rows:
         match node:
-            case (
-                ast.Call(func=ast.Name(id="len"), args=[counted])
-                | ast.Call(func=ast.Attribute(value=counted, attr="numel" | "nelement"), args=[])
-            ):
+            case ast.Call(func=ast.Name(id="len"), args=[counted]):
                 return _rows_of(self._value(counted))
+            case (
+                ast.Call(func=ast.Attribute(value=given, attr="numel" | "nelement"), args=[])
+                | ast.Call(func=ast.Name(id="prod") | ast.Attribute(attr="prod"), args=[given])
+            ):
+                whole = self._shaped(given)
+                is_of_part = whole is None and _name_called(node) == "prod"
+                return self.read(given) if is_of_part else _rows_of(self._value(whole or given))
             case ast.Call(func=ast.Attribute(value=counted, attr="size"), args=[dim]):
                 return self._read_dim(counted, dim)
-            case ast.Call(func=ast.Attribute(attr="item"), args=[]):
-                return TOLD
-            case ast.Call(
-                func=ast.Name(id="float" | "int") | ast.Attribute(attr="tensor" | "as_tensor"),
-                args=[inner],
-            ):
+            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[]):
+                found = self.read(inner)
+                return TOLD if found in (None, _SOMEHOW) else found
+            case ast.Call(args=[inner]) if _name_called(node) in _AS_NUMBERS | _COPYING:
                 return self.read(inner)
+            case ast.Call(func=ast.Attribute(attr="size"), args=[]):
+                return _SOMEHOW
         return self._read_inside(node)
+
+    def _shaped(self, node: ast.expr) -> ast.expr | None:
+        """Return what an expression is the whole shape of, as a tuple or an array."""
+        match node:
+            case (
+                ast.Attribute(value=counted, attr="shape")
+                | ast.Call(func=ast.Attribute(value=counted, attr="size"), args=[])
+            ):
+                return counted
+            case ast.Call(args=[inner]) if _name_called(node) in _COPYING | {"tuple", "list"}:
+                return self._shaped(inner)
+            case ast.Name(id=name):
+                assigned = [*filter(None, assignments(self.function).get(name, ()))]
+                return self._shaped(assigned[0]) if len(assigned) == 1 else None
+        return None
 
     def _read_name(self, name: str) -> Rows:
         if name in self.under_way:
             return _CONSTANT  # What it was before decides.
-        assigned = _assignments(self.function).get(name)
+        assigned = assignments(self.function).get(name)
         if assigned is not None:
             self.under_way.add(name)
             found = [self.read(value) for value in assigned]
@@ -344,9 +273,16 @@ class _Reader(NamedTuple):
         return None if name in self.values and not is_index else _CONSTANT
 
     def _read_dim(self, counted: ast.expr, dim: ast.expr) -> Rows:
-        if not isinstance(dim, ast.Constant) or not isinstance(dim.value, int):
-            return None
-        return _rows_of(self._value(counted)) if dim.value == 0 else _CONSTANT
+        """Return what one of a tensor's sizes counts, or several of them."""
+        rows = _rows_of(self._value(counted))
+        match dim:
+            case ast.Constant(value=int(place)):
+                return rows if place == 0 else _CONSTANT
+            case ast.Slice(lower=ast.Constant(value=int(place))) if place > 0:
+                return _CONSTANT
+            case ast.Slice() if rows:
+                return _SOMEHOW
+        return None
 
     def _is_of_module(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
@@ -366,11 +302,19 @@ class _Reader(NamedTuple):
                 return getattr(self._value(inner), name)
             case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
                 return self._value(inner)[key]
+            case ast.Call(func=ast.Attribute(value=inner, attr=name), args=[]) if (
+                name in _SAME_ROWS
+            ):
+                return self._value(inner)
         raise LookupError(ast.dump(node))
 
 
+def _name_called(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
 def _rows_of(value: Any) -> Rows:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.ndarray):
         return (value.shape[0],) if value.ndim and not isinstance(value, nn.Parameter) else None
     if isinstance(value, list) and not any(isinstance(item, Tensor) for item in value):
         return (len(value),)  # Samples that are no tensors, such as texts.

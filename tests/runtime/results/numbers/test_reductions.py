@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,6 +121,8 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "by that or one": (lambda x: each(x).sum() / max(1, (LABELS != -100).sum().item()), 4),
     "by the number of chosen elements": (lambda x: chosen(x).sum() / len(chosen(x)), 4),
     "by a name for it": (named, 4),
+    "by a shape's product": (lambda x: x.square().sum() / np.prod(x.shape), 24),
+    "times a shape's part": (lambda x: x.mean() * float(np.prod(x.shape[1:])), 24),
 }
 SUMS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.square().sum(),
@@ -130,6 +133,8 @@ SUMS: dict[str, Callable[[Tensor], Any]] = {
     "of means of samples that were turned": lambda x: (2 * x.T).mean(0).sum(),
     "begun by zero": lambda x: torch.tensor(0).float() + x.sum() + torch.zeros(()),
     "of rows one by one": lambda x: sum(2 * row.sum() for row in x),
+    "of rows by their places": lambda x: sum(x[i].sum() for i in range(len(x))),
+    "of columns": lambda x: x[:, 0].sum() + x[:, :2].sum() + x[:].sum() + x[:100].sum(),
     "of losses of parts": lambda x: sum(
         F.cross_entropy(one, other, reduction="sum")
         for one, other in zip(x.split(4), LABELS.split(4), strict=True)
@@ -157,6 +162,14 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "means of chunks": lambda x: sum(x.chunk(2)).mean(),
     "a sum of means over samples that were turned": lambda x: (2 * x.permute(1, 0)).mean(1).sum(),
     "a sum of means of what was stacked": lambda x: torch.stack([x, -x]).mean(1).sum(),
+    "a sum of the first": lambda x: x[0].sum(),
+    "a sum of the last, changed": lambda x: (2 * x[-1]).square().sum(),
+    "a loss of the first": lambda x: F.cross_entropy(x[0], LABELS[0], reduction="sum"),
+    "a sum of the first ones": lambda x: x[:2].sum(),
+    "a sum of as many as there are": lambda x: x[:6, 0].sum(),
+    "a sum of every second": lambda x: x[::2].sum(-1).sum(),
+    "a mean times a shape's product": lambda x: x.mean() * float(np.prod(x.shape)),
+    "a mean over an array's number": lambda x: x.mean() / np.array(x.shape)[0],
     "one in a tensor": lambda x: x.mean() * torch.tensor(len(x)),
     "one in a filled tensor": lambda x: x.mean() * torch.full((), len(x)) * WEIGHT.sum(),
     "a share of the rows": lambda x: (len(x) / 24) * x.mean(),

@@ -1,8 +1,10 @@
 """The call that logs a number says whether it counts rows."""
 
+import math
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,6 +56,31 @@ class _Module(nn.Module):
             self.log("n", len(batch)),
         ]
 
+    def counts_by_numpy(self, x: Any) -> list[Rows]:
+        shape, array = np.array(x.shape), x.numpy()
+        rows = np.prod(shape)
+        return [
+            self.log("n", rows),
+            self.log("n", math.prod(x.shape)),
+            self.log("n", float(np.prod(tuple(x.size())))),
+            self.log("n", float(shape[0])),
+            self.log("n", np.asarray(x.shape)[0].item()),
+            self.log("n", x.shape.numel()),
+            self.log("n", len(array)),
+            self.log("n", array.shape[0]),
+            self.log("n", len(x.detach().numpy())),
+            self.log("n", np.float64(array.size)),
+        ]
+
+    def constants_by_numpy(self, x: Any) -> list[Rows]:
+        shape = x.shape
+        return [
+            self.log("n", np.array(x.shape)[1]),
+            self.log("n", math.prod(x.shape[1:])),
+            self.log("n", float(shape[1])),
+            self.log("n", len(x.shape)),
+        ]
+
     def unclear(self, x: Any, given: int) -> list[Rows]:
         rows = changing = x.shape[0]
         changing += rows
@@ -82,6 +109,8 @@ def test_calls_say_what_whole_numbers_count() -> None:
     module, batch = _Module(), (torch.ones(4, 5), torch.ones(4))
     assert module.counts(batch) == [(4,)] * 6
     assert module.constants_step(batch, 1) == [()] * 6
+    assert module.counts_by_numpy(batch[0]) == [(4,)] * 10
+    assert module.constants_by_numpy(batch[0]) == [()] * 4
     assert module.unclear(batch[0], 4) == [None] * 7
     assert module.told(batch[0]) == TOLD
     assert module.in_dict(batch[0]) == {"n": (4,), "one": (), "loss": None}
