@@ -33,7 +33,7 @@ class StagePlan:
     """How many of the stage's layers, from its first on, recompute their activations in backward;
     None leaves it to the budget, or to the strategy's option."""
     selective_layers: int | None = None
-    """How many layers after these recompute all but matrix products and attention; compiled, all."""
+    """How many after these recompute all but matrix products and attention, or all if compiled."""
     activation_budget_bytes: int | None = None
     """Most bytes of the stage's activations that each rank keeps. Every micro-batch recomputes
     only as many layers as that takes; None sets no limit."""
