@@ -1,13 +1,13 @@
-"""Push in two legs: what a node's ranks have is summed there, and one sum goes on to each owner.
+"""Push in two legs: each node sums its own ranks' gradients, then sends one sum to each owner.
 
-Sent straight to the owners, of a unit's S bytes each of n holders sends (n - g)/n to other nodes,
-if g of them are on its own. Here each rank of a node *relays* to a share of the owners: the node's
-others send it what is theirs, S·(g - 1)/g over the node's own links, and it adds that up and sends
-each of them one sum, so (n - g)/(n·g) of S leaves the node from each rank: g times less, or half of
-that where gradients travel in bf16, as sums are in fp32. Nodes may have unlike numbers of holders.
+In a direct push each of n holders sends (n - g)/n of a unit's S bytes to other nodes, if g holders
+are on its own node. Here each rank of a node *relays* to a share of the owners: the node's other
+ranks send it the pieces of these owners, S·(g - 1)/g over the node's own links; it adds them up and
+sends each owner one sum. So (n - g)/(n·g) of S leaves the node from each rank: g times less, or g/2
+times if gradients travel in bf16, because sums are fp32. Nodes may have unequal numbers of holders.
 
-Each gradient is rounded once, for its first leg. Sums are made in pipeline order on a node and then
-in order of relays: the same bits on every run, others than those of a straight push.
+Each gradient is rounded once, for its first leg. Sums are made in pipeline order on a node, then in
+order of relays: the same bits on every run, but not those of a direct push.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,17 @@ __all__ = ["NodeWay", "Relays", "SummedByNode"]
 
 
 class Relays(NamedTuple):
-    """Who sums what for whom among the members of a circle, as one of them sees it.
+    """Which members of a circle relay to which others, as one of them sees it.
 
-    Members are named by their place in the circle.
+    Members are given by their place in the circle.
     """
 
     on_node: tuple[int, ...]
     """The members on this one's node, itself included."""
     order: tuple[int, ...]
-    """All members, in order of their relay on this node."""
+    """All members, ordered by which member of this node relays to them."""
     counts: tuple[int, ...]
-    """To how many members each of `on_node` relays."""
+    """The number of members that each of `on_node` relays to."""
     sends: tuple[int, ...]
     """For each member 1 if this one relays to it, else 0."""
     receives: tuple[int, ...]
@@ -51,7 +51,7 @@ class Relays(NamedTuple):
 
     @classmethod
     def of(cls, nodes: Sequence[int], own: int) -> Self | None:
-        """Return what each does; None where no node has two members, or all are on one.
+        """Return the relays that `own` sees; None if no node has two members, or all are on one.
 
         Args:
             nodes: The node of each member.
@@ -79,7 +79,7 @@ def _places(nodes: Sequence[int], node: int) -> list[int]:
 
 
 def _relays_of(nodes: Sequence[int], on_node: Sequence[int]) -> list[int]:
-    """Return for each member the one of `on_node` that relays to it; these do so to themselves."""
+    """Return for each member the one of `on_node` that relays to it; for these it is themselves."""
     own, relays, num_far = set(on_node), [], 0
     for member in range(len(nodes)):
         relays.append(member if member in own else on_node[num_far % len(on_node)])
@@ -89,21 +89,21 @@ def _relays_of(nodes: Sequence[int], on_node: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWay(EvenWay):
-    """How units of a kind are pushed by node; the pieces lie in `relays.order`."""
+    """How any unit of a kind is pushed by node; `pieces` are in `relays.order`."""
 
     relays: Relays
     inside: dist.ProcessGroup | None
-    """The communicator of the circle's members on this node; None where that is one."""
+    """The communicator of the circle's members on this node; None if there is only one."""
 
 
 @dataclass(eq=False)
 class SummedByNode(ScatteredUnit, TwoLegged):
-    """A unit whose gradients are summed on each node, and then where its rows are owned."""
+    """A unit whose gradients are summed on each node, and these sums by the owners of its rows."""
 
     way: NodeWay
 
     def post(self) -> None:
-        """Post the first leg: the gradients, which are final."""
+        """Post the first leg: the gradients, which must be final."""
         relays, pieces = self.way.relays, self.way.pieces
         given = self._given = pieces.pack_wholes(self._gradients(), self.options.dtype)
         if self.way.inside is None:
@@ -122,9 +122,9 @@ class SummedByNode(ScatteredUnit, TwoLegged):
 
     @override
     def go_on(self) -> None:
-        """Post the second leg, after the first; called in the same order of legs on all ranks.
+        """Post the second leg; all ranks call it in the same order, after the first leg's `post`.
 
-        Waits for the node's other ranks: the host where there are no streams.
+        Waits for the node's other ranks: on a device without streams the host does.
         """
         if self._work is not None:
             self._work.wait()

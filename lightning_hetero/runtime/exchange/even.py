@@ -1,14 +1,14 @@
-"""Units that ranks hold alike and keep in pieces of one size: all-gather and its reverse.
+"""Pull and push units that the ranks of a circle divide evenly: by all-gather and its reverse.
 
-Pieces that differ by a row are padded to one size where that costs little. Then a unit is a
-rectangle, a row of it for each member: a pull is one all-gather; a push is one all-to-all of rows
-and a sum over them in pipeline order, or one reduce-scatter. Packing takes a few operations for
-each parameter, whatever the number of ranks.
+Pieces that differ by a row are padded to one size if that costs little. A unit is then a rectangle
+with a row for each member: a pull is one all-gather; a push is one all-to-all of rows and a sum
+over them in pipeline order, or one reduce-scatter. Packing takes a few operations per parameter,
+whatever the number of ranks.
 
-Such ranks are a circle: all holders, or under tensor parallelism those of the same part. There it
-has a part of what every rank of a stage holds whole, too, such as norms: the stage's ranks gather
-that from each other afterwards. So with 128 pipelines of degree 8 a rank meets 127 and 7 others,
-not 1,023.
+A circle is all holders of a unit, or under tensor parallelism those of the same part. Parameters
+that every rank of a stage holds whole, such as norms, are then divided among the stage's circles,
+and after a pull the stage's ranks gather them from each other. So with 128 pipelines of degree 8 a
+rank exchanges with 127 and 7 others, not with 1,023.
 """
 
 from collections.abc import Sequence
@@ -30,27 +30,27 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, 
 __all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit", "added_in_turn", "added_up"]
 
 _MOST_TIMED = 16
-"""Ranks of a circle up to which waits for it are kept by peer: a search for a slow link probes no
+"""Most ranks of a circle for which waits are recorded by peer: a search for a slow link probes no
 more at once."""
 _ADDED_IN_TURN = 64
-"""Up to this number of pipelines, or of nodes, are summed one after another, as messages are. More
-are summed by one operation, whose order follows from their number."""
+"""Most pipelines, or nodes, that are summed one after another, as messages are. More are summed by
+one operation, whose order depends only on their number."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """One parameter's rows, padded so that each member has as many."""
+    """How one parameter's rows are laid out so that each member has equally many."""
 
     width: int
-    """Rows of each piece."""
+    """Rows of each piece, padding included."""
     padded: Tensor | None
-    """Index of the parameter's row for each row of the rectangle, None if they are alike."""
+    """For each row of all padded pieces the parameter's row; None if there is no padding."""
     real: Tensor | None
-    """Index of the rectangle's row for each row of the parameter."""
+    """For each row of the parameter its row among the padded ones; None if there is no padding."""
 
     @classmethod
     def of(cls, pieces: Sequence[Interval], device: torch.device) -> Self:
-        """Lay the members' pieces out."""
+        """Lay out the members' pieces."""
         width = max(stop - start for start, stop in pieces)
         if all(piece == (i * width, (i + 1) * width) for i, piece in enumerate(pieces)):
             return cls(width, None, None)
@@ -63,12 +63,12 @@ class _Rows:
 
 
 class EvenPieces:
-    """How all units of a kind lie in a rectangle of (member, elements), on one rank.
+    """The layout of any unit of a kind as a rectangle, (members, elements), on one rank.
 
     Args:
-        specs: The parameters of one of them.
-        members: The ranks that share them, ascending.
-        own_rows: The rows that each has of what they share, as [parameter][member].
+        specs: The parameters of such a unit.
+        members: The ranks that divide them, ascending.
+        own_rows: The rows that each member has, as [parameter][member].
         store: This rank's slices.
     """
 
@@ -146,22 +146,22 @@ class EvenPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class EvenWay:
-    """How all units of a kind travel in this rank's circle, and then between a stage's ranks."""
+    """How any unit of a kind travels in this rank's circle, and then between its stage's ranks."""
 
     group: dist.ProcessGroup
     """The communicator of the circle."""
     pieces: EvenPieces
     held: tuple[Interval, ...]
-    """Where what the circle shares of each parameter lies in this rank's weights."""
+    """For each parameter the rows of this rank's weight that the circle exchanges."""
     parts: EvenPieces | None = None
-    """The parts that the stage's ranks have of what all of them hold, if there is any."""
+    """The layout of parameters that all ranks of the stage hold; None if there are none."""
     part_indices: tuple[int, ...] = ()
-    """Which parameters that are."""
+    """The indices of these parameters in the unit."""
     stage_group: dist.ProcessGroup | None = None
     """The communicator of the stage, on which nothing else travels while a layer waits."""
 
     def narrow(self, tensors: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return what the circle shares of tensors like this rank's weights, as views."""
+        """Return the rows that the circle exchanges, as views of tensors shaped like weights."""
         return [
             item
             if spec.shape and item.shape[spec.cut_dim] == stop - start
@@ -172,7 +172,7 @@ class EvenWay:
 
 @dataclass(eq=False)
 class _EvenUnit:
-    """One unit's part in every exchange."""
+    """This rank's part in the exchanges of one unit."""
 
     unit: Unit
     way: EvenWay
@@ -181,11 +181,11 @@ class _EvenUnit:
     options: ExchangeOptions
     _work: dist.Work | None = None
     _given: Tensor | None = None
-    """May not be freed while it is sent."""
+    """What is being sent; must stay alive until then."""
     _received: Tensor | None = None
 
     travels = True
-    """Whether this rank takes part in a communication."""
+    """Whether this rank communicates for the unit."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -201,14 +201,14 @@ class _EvenUnit:
 
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
-        """The peers that may be late, with the bytes of each; none where they are many."""
+        """The peers that may be late, with the bytes of each; none if they are too many."""
         pieces = self.way.pieces
         num_bytes = pieces.numel * self.options.dtype.itemsize
         peers = pieces.members if len(pieces.members) <= _MOST_TIMED else ()
         return [(peer, num_bytes) for peer in peers if peer != self.store.global_rank]
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until everything sent has left."""
         if self._work is not None:
             self._work.wait()
         self._work = self._given = self._received = None
@@ -224,7 +224,7 @@ class GatheredUnit(_EvenUnit):
 
     @cached_property
     def _views(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Slices and compute weights, whose places never change."""
+        """Owned rows and compute weights, by parameter; their memory never moves."""
         owned = []
         for spec in self.unit.specs:
             master = self.weights.home(spec.name)
@@ -235,12 +235,12 @@ class GatheredUnit(_EvenUnit):
 
     @cached_property
     def _shared(self) -> list[Tensor]:
-        """The part of the compute weights that the circle shares."""
+        """The rows of the compute weights that the circle gathers."""
         return self.way.narrow(self._views[1], self.unit.specs)
 
     @cached_property
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's parts of what all ranks of its stage hold, and the wholes."""
+        """This rank's parts of the parameters that its whole stage holds, and these parameters."""
         indices, wholes = self.way.part_indices, self._views[1]
         return [self._shared[index] for index in indices], [wholes[index] for index in indices]
 
@@ -258,7 +258,7 @@ class GatheredUnit(_EvenUnit):
         self._work = all_gather_single(received, given, self.group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the weights, and put them where they belong."""
+        """Wait for the weights, and copy them into the compute weights."""
         assert self._received is not None
         self._wait_for_others()
         rectangle = self._received.view(len(self.way.pieces.members), -1)
@@ -268,7 +268,7 @@ class GatheredUnit(_EvenUnit):
             self._gather_parts(self.way.parts)
 
     def _gather_parts(self, pieces: EvenPieces) -> None:
-        """Gather from the stage's ranks what all of them hold."""
+        """Gather, from the stage's ranks, the parameters that all of them hold."""
         parts, wholes = self._parts
         given = pieces.pack_own(parts, self.options.dtype)
         received = self._empty(len(pieces.members), given.numel())
@@ -277,7 +277,7 @@ class GatheredUnit(_EvenUnit):
 
 
 class ScatteredUnit(_EvenUnit):
-    """A unit whose gradients are summed where its rows are owned."""
+    """A unit whose gradients are sent to, and summed by, the owners of its rows."""
 
     @property
     def leaving(self) -> set[str]:
@@ -289,7 +289,7 @@ class ScatteredUnit(_EvenUnit):
         return self.options.kind is ExchangeKind.REDUCE_SCATTER
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank's backwards have made of it."""
+        """Return this rank's own gradients of the unit."""
         shards = (self.weights.shards[spec.name] for spec in self.unit.specs)
         return [shard.grad for shard in shards if shard.grad is not None]
 
@@ -298,7 +298,7 @@ class ScatteredUnit(_EvenUnit):
         return self.way.narrow([self.weights.gradient(spec.name) for spec in specs], specs)
 
     def post(self) -> None:
-        """Post the gradients, which are final."""
+        """Post the gradients, which must be final."""
         given = self._given = self.way.pieces.pack_wholes(self._gradients(), self.options.dtype)
         if self._is_summed_on_its_way:
             received = self._received = self._empty(self.way.pieces.numel)
@@ -312,7 +312,7 @@ class ScatteredUnit(_EvenUnit):
         self._wait_for_others()
 
     def sum(self) -> Sums:
-        """Return the sums of what this rank owns, in order of pipeline, then rank."""
+        """Return the gradients of what this rank owns, summed in order of pipeline, then rank."""
         names = [spec.name for spec in self.unit.specs]
         masters = [self.store.masters[name] for name in names]
         items = zip(names, self.way.pieces.unpack_own(self._sum_up()), masters, strict=True)
@@ -331,10 +331,10 @@ class ScatteredUnit(_EvenUnit):
         is_kept_twice = self.unit.kind.has_standbys
         if is_kept_twice and len(received) > _ADDED_IN_TURN:
             return _sum_by_pairs(received[self._order].to(dtype))
-        own = received[own_index]  # As the other rank has it that sums the same.
+        own = received[own_index]  # Rounded like the rest, as the other keeper gets it.
         if not is_kept_twice:
             rows = self.way.pieces.own_rows_of(self._gradients(), self.unit.specs)
-            own = self.way.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
+            own = self.way.pieces.pack_own(rows, dtype)  # Not rounded: it doesn't travel.
         if len(received) > _ADDED_IN_TURN:
             received[own_index] = 0
             return torch.sum(received, 0, dtype=dtype) + own
@@ -357,7 +357,7 @@ class ScatteredUnit(_EvenUnit):
 
 
 def added_in_turn(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the sum of tensors in their order, as a tensor of its own."""
+    """Return the sum of tensors, added in their order, in new memory."""
     total = tensors[0].to(dtype, copy=True)
     for item in tensors[1:]:
         total.add_(item)
@@ -365,7 +365,7 @@ def added_in_turn(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def added_up(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of rows in their order; of very many by one operation, as a tensor of its own.
+    """Return the sum of rows, added in their order (very many: by one operation), in new memory.
 
     The same bits on every run.
     """

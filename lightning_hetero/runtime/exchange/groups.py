@@ -1,4 +1,4 @@
-"""Which ranks need a communicator to pull and push, and when they use it."""
+"""Decide which sets of ranks need a communicator to pull and push, and when they use it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ __all__ = [
 ]
 
 MOST_BY_MESSAGES = 8
-"""Ranks of a unit that send messages on gloo, unless the kind of exchange is named."""
+"""Most ranks of a unit that use messages on gloo, unless the kind of exchange is named."""
 
 
 def groups_on_nodes(
     members: Sequence[int], node_of_rank: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node that has several of them, if there are several nodes."""
+    """Return the members on each node that has several of them; none if all are on one node."""
     by_node: dict[int, list[int]] = defaultdict(list)
     for rank in members:
         by_node[node_of_rank[rank]].append(rank)
@@ -31,7 +31,7 @@ def groups_on_nodes(
 
 
 def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
-    """Return whether units of `num_members` go by a collective where there is a group."""
+    """Return whether units of `num_members` ranks use a collective, if there is a group for it."""
     if num_members == 1 or kind is ExchangeKind.MESSAGES:
         return False
     return kind is not ExchangeKind.AUTO or backend != "gloo" or num_members > MOST_BY_MESSAGES
@@ -40,7 +40,7 @@ def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
 def groups_wanted(
     kind: UnitKind, exchange: ExchangeKind, proxies: ProxyTable
 ) -> set[tuple[int, ...]]:
-    """Return the sets of ranks that need a communicator for a kind of units."""
+    """Return the sets of ranks that need a communicator for a kind of unit."""
     by_proxies = None
     if any(kind.circles(push=push) is None for push in (False, True)):
         by_proxies = circles_by_proxies(kind, exchange, proxies)
@@ -50,7 +50,7 @@ def groups_wanted(
 def circles_by_proxies(
     kind: UnitKind, exchange: ExchangeKind, proxies: ProxyTable
 ) -> tuple[Circle, ...] | None:
-    """Return the circles of holders if a kind goes by proxies where they don't own it."""
+    """Return the circles of holders, with proxies as owners, if a kind uses proxies; else None."""
     among = proxies.among(kind)
     circles = None if among is None else among.circles(push=False)
     if circles is None or not are_by_proxies(exchange, min(len(i.members) for i in circles)):

@@ -1,4 +1,4 @@
-"""Parts that pull and push share: how a unit travels, the stream that packs, waiting for messages.
+"""What pull and push have in common: options, the stream that packs, waiting for messages.
 
 All pieces of one unit travel together (see `core.transfers`), in the compute dtype, so a rank moves
 one stage's worth of bytes each way per iteration, as reduce-scatter and all-gather do (Hydraulis
@@ -35,15 +35,15 @@ _SAME_STREAM = nullcontext()
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device runs what it is given on several streams."""
+    """Whether a device runs work on several streams."""
     return device.type == "cuda"
 
 
 class SideStream:
     """A stream beside the computation's on CUDA; the calling thread elsewhere.
 
-    Buffers made in `after_compute` may be read by the computation after `join`, and let go then,
-    without `record_stream`: what takes their memory next is made in a later `after_compute`, after
+    After `join` the computation may read buffers made in `after_compute`, and they may be freed
+    without `record_stream`: their memory is reused only in a later `after_compute`, which waits for
     all that the computation had been given until then. What is sent is kept until its work has been
     waited for.
 
@@ -58,14 +58,14 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def after_compute(self) -> AbstractContextManager[Any]:
-        """Enqueue inside this context, after everything that the current stream has been given."""
+        """Return a context whose work runs after all that the current stream has been given."""
         if self._stream is None:
             return _SAME_STREAM
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return the end of what has been enqueued here so far."""
+        """Return an event at the end of all work given to this stream so far; None without one."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None) -> None:
@@ -81,14 +81,14 @@ class ExchangeOptions:
     group: dist.ProcessGroup | None
     """The communicator of messages; None with one rank."""
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
-    """Returns the communicator of the collectives of some ranks, ascending; None if there is none,
-    and what they exchange goes by messages."""
+    """Returns the communicator for collectives of these ranks (ascending); None if there is none:
+    then they use messages."""
     kind: ExchangeKind
     """How units travel."""
     node_of_rank: Sequence[int]
-    """By global rank; read where gradients are summed by node."""
+    """Index of each global rank's node; used if gradients are summed by node."""
     dtype: torch.dtype
-    """Dtype of what travels, in which stages compute."""
+    """The compute dtype, in which weights and gradients travel."""
     clock: ComputeClock
     """Times the waits."""
     side_stream: SideStream
@@ -96,33 +96,33 @@ class ExchangeOptions:
 
 
 class TwoLegged:
-    """A unit that is posted twice, the second time with what has come."""
+    """A unit that travels in two legs: the second sends on what the first has brought."""
 
     def go_on(self) -> None:
-        """Post the second leg, after the first; called in the same order of legs on all ranks.
+        """Post the second leg; all ranks call it in the same order, after the first leg's `post`.
 
-        The host waits for the first one where there are no streams.
+        Waits for the first leg: on a device without streams the host does.
         """
         raise NotImplementedError
 
 
 class Sums(NamedTuple):
-    """The summed gradients of slices."""
+    """The summed gradients of slices, by parameter."""
 
     by_name: dict[str, Tensor]
     memory: list[Tensor]
-    """Tensors that have all their elements, each once; fewer where many lie in one."""
+    """Tensors with all their elements, each once: fewer than sums if several are views of one."""
 
     @classmethod
     def of(cls, by_name: dict[str, Tensor]) -> Self:
-        """Return sums that each have memory of their own."""
+        """Return sums that share no memory with each other."""
         return cls(by_name, [*by_name.values()])
 
 
 def split_works(
     operations: Sequence[dist.P2POp], works: list[dist.Work]
 ) -> tuple[list[dist.Work], list[dist.Work]]:
-    """Return (works of receives, works of sends); one work for all if the backend coalesces."""
+    """Return (works of receives, works of sends); both all works if the backend coalesces them."""
     if len(works) != len(operations):
         return works, works
     pairs = list(zip(operations, works, strict=True))
@@ -135,7 +135,7 @@ def split_works(
 def wait_for_all(
     clock: ComputeClock, works: Sequence[dist.Work], senders: Sequence[tuple[int, int]]
 ) -> None:
-    """Wait for one message of each (peer, bytes); any may have been late if they coalesced."""
+    """Wait for a message from each (peer, bytes); if works are coalesced, for all at once."""
     if len(works) != len(senders):
         clock.wait_together(works, senders, is_exchange=True)
         return

@@ -1,4 +1,4 @@
-"""The parcels from one rank to another in any unit of a kind."""
+"""The parcels that one rank sends, receives and keeps in the exchanges of any unit of a kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,41 +17,41 @@ class Part:
     """Rows of one parameter in a parcel."""
 
     index: int
-    """Of the parameter in its unit."""
+    """Index of the parameter in its unit."""
     numel: int
     held: Interval
-    """Where they lie in this rank's shard, if it holds them."""
+    """The rows in this rank's shard, if it holds them; else (0, 0)."""
     owned: Interval
-    """Where they lie in this rank's slice, if it keeps them."""
+    """The rows in this rank's slice, if it keeps them; else (0, 0)."""
     is_whole_slice: bool
     """Whether they are all that this rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A part that goes from one rank to another in every exchange of a unit, or stays."""
+    """Parts of a unit that go together from one rank to another, or stay on a rank."""
 
     source: int
     destination: int
     pipeline_index: int
-    """The holder's."""
+    """Pipeline of the holder."""
     parts: tuple[Part, ...]
     sizes: tuple[int, ...]
     """Elements of each part."""
     numel: int
 
     def split(self, buffer: Tensor) -> Sequence[Tensor]:
-        """Return each part's elements in one dim."""
+        """Return a buffer's elements part by part, each in one dim."""
         return buffer.split_with_sizes(self.sizes)
 
 
 class Parcels:
-    """The parts that a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
+    """The parcels that a rank sends, receives and keeps of any unit of a kind, in pull or push.
 
     Args:
         unit: A unit of the kind.
         store: The rank's slices.
-        push: Whether gradients go to owners, or weights to holders.
+        push: Whether they carry gradients to owners; else weights to holders.
     """
 
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
@@ -81,12 +81,12 @@ class Parcels:
         self.kept = tuple(p for p in found if p.source == rank == p.destination)
         owned_here = (*self.arriving, *self.kept)
         self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
-        """The parts that arrive or are kept, in order of pipeline, then rank."""
+        """The parcels that arrive or are kept, in order of pipeline, then rank."""
         contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
         self.has_whole_slices = len(contents) == 1 and all(
             part.is_whole_slice for parcel in self.summed for part in parcel.parts
         )
-        """Whether all that is summed are whole slices of the same parameters."""
+        """Whether `summed` are all whole slices of the same parameters."""
         self.indices_leaving, self.indices_arriving, self.indices_kept = (
             tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
             for parcels in (self.leaving, self.arriving, self.kept)

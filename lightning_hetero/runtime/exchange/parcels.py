@@ -1,8 +1,8 @@
-"""Units of any owners and holders: each peer's pieces packed apart, in messages or one collective.
+"""Pull and push units of any owners and holders: a parcel per peer, in messages or a collective.
 
-Both ways move the same bytes, and sum gradients in the same order. A collective is one call however
-many the peers are (`all_to_all_single`, which under NCCL sends nothing where a peer gets nothing);
-messages tell which peer was late, and on gloo they are quicker among few ranks.
+Both ways move the same bytes, and sum gradients in the same order. A collective is a single call
+for any number of peers (`all_to_all_single`, which under NCCL sends nothing to a peer that gets
+nothing); messages tell which peer was late, and on gloo they are quicker among few ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,28 +30,28 @@ __all__ = ["ParcelUnit", "PulledParcels", "SentPart"]
 
 @dataclass
 class SentPart:
-    """Rows that leave this rank for one or more peers alike."""
+    """Rows that leave this rank, the same ones for each of its peers."""
 
     peers: list[int]
     numel: int
     rows: list[Tensor]
-    """In one dim where that is a view."""
+    """Flattened to one dim if that is a view."""
 
 
 class _Splits(NamedTuple):
-    """How the buffers of a collective are cut."""
+    """How a collective's buffers are divided among the members."""
 
     given: list[int]
     """Elements for each member."""
     received: list[int]
     """Elements from each member."""
     arriving: list[tuple[int, int]]
-    """(member, elements) of those from whom anything comes, ascending."""
+    """(member, elements) of the members that send anything, ascending."""
 
 
 @dataclass(eq=False)
 class ParcelUnit:
-    """One unit's part in every exchange: what is sent, received and kept."""
+    """This rank's part in the exchanges of one unit: what it sends, receives and keeps."""
 
     unit: Unit
     parcels: Parcels
@@ -59,11 +59,11 @@ class ParcelUnit:
     weights: ComputeWeights
     options: ExchangeOptions
     group: dist.ProcessGroup | None
-    """The communicator of all members of the unit; None if they send messages."""
+    """The communicator of all members of the unit; None if they use messages."""
     _receives: list[dist.Work] = field(default_factory=list, init=False)
     _sends: list[dist.Work] = field(default_factory=list, init=False)
     _kept: list[Tensor] = field(default_factory=list, init=False)
-    """Tensors that may not be freed while they are sent."""
+    """Tensors that must stay alive while they are sent."""
 
     @property
     def travels(self) -> bool:
@@ -77,14 +77,14 @@ class ParcelUnit:
         return self.unit.specs[part.index]
 
     def _exchange(self, sent: Sequence[SentPart]) -> list[Tensor]:
-        """Post what goes to peers; returns the buffers in which parcels arrive."""
+        """Post sends and receives; return the buffers in which parcels arrive, in their order."""
         if self.group is None:
             return self._exchange_messages(sent)
         return self._exchange_together(self.group, sent)
 
     def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
-        # Receives first: what a gloo peer waits for is sent at once, not after a round trip.
+        # Receives first: gloo sends at once what a peer waits for, without a round trip.
         for parcel in self.parcels.arriving:
             buffers.append(self._empty(parcel.numel))
             operations.append(dist.P2POp(dist.irecv, buffers[-1], parcel.source, group))
@@ -140,7 +140,7 @@ class ParcelUnit:
         self._receives = []
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until everything sent has left."""
         for work in (*self._receives, *self._sends):
             work.wait()
         self._receives, self._sends, self._kept = [], [], []
@@ -148,23 +148,23 @@ class ParcelUnit:
 
 @dataclass
 class _Views:
-    """Views into slices and compute weights, made once: their places never change."""
+    """Views into slices and compute weights, made once: their memory never moves."""
 
     copies: list[tuple[Tensor, Tensor]]
-    """(target, source) of what is owned and held here."""
+    """(target, source) of rows that are both owned and held here."""
     sending: list[SentPart]
-    """Peers that need the same rows share one buffer."""
+    """What is sent; peers that need the same rows share one buffer."""
     targets: list[Tensor]
-    """Of each part that arrives the rows to fill, in one dim where that is a view."""
+    """The rows that each arriving part fills, flattened to one dim if that is a view."""
 
     @cached_property
     def are_lines(self) -> bool:
-        """Whether all of these have one dim."""
+        """Whether all targets have one dim."""
         return all(target.ndim == 1 for target in self.targets)
 
 
 class PulledParcels(ParcelUnit):
-    """A unit whose weights come from their owners parcel by parcel."""
+    """A unit whose weights arrive from their owners as parcels."""
 
     _buffers: list[Tensor]
 
@@ -207,7 +207,7 @@ class PulledParcels(ParcelUnit):
         return narrow_rows(self.weights.written(spec.name), spec, *part.held)
 
     def post(self) -> None:
-        """Copy what is kept here, and post what travels."""
+        """Make the local copies, and post sends and receives."""
         copies = self._views.copies
         if copies and self.store.owned_device != self.store.device:
             for target, source in copies:
@@ -219,7 +219,7 @@ class PulledParcels(ParcelUnit):
         self._buffers = self._exchange(self._views.sending)
 
     def wait(self) -> None:
-        """Wait for the weights, and put them where they belong."""
+        """Wait for the weights, and copy them into the compute weights."""
         self._wait_for_arrivals()
         arrived = zip(self.parcels.arriving, self._buffers, strict=True)
         parts = [part for parcel, buffer in arrived for part in parcel.split(buffer)]
@@ -233,5 +233,5 @@ class PulledParcels(ParcelUnit):
 
 
 def _in_line(rows: Tensor) -> Tensor:
-    """Return rows in one dim if that is a view, else as they are."""
+    """Return rows flattened to one dim if that is a view, else as they are."""
     return rows.view(-1) if rows.is_contiguous() else rows

@@ -1,8 +1,8 @@
-"""Units that holders gather and sum among themselves, and that proxies exchange with their owners.
+"""Pull and push units by proxies: holders gather and sum, and proxies exchange rows with owners.
 
-See `core.proxies`. The *rows*, which travel between owners and proxies, do so for a run of units at
-once, in one message to each peer: in a pull before the first of them is gathered, in a push after
-the last of them is summed. Ranks that only own take part in that leg alone.
+See `core.proxies`. The *rows* between owners and proxies travel for a whole run of units, in one
+message to each peer: in a pull before the run's first unit is gathered, in a push after its last
+unit is summed. Ranks that own rows but hold none take part in that leg only.
 """
 
 from collections import defaultdict
@@ -25,13 +25,13 @@ __all__ = ["GatheredFromProxies", "PulledRows", "PushedRows", "ScatteredToProxie
 
 @dataclass(eq=False)
 class _Rows(ParcelUnit):
-    """The rows of a run of units, between owners and proxies."""
+    """This rank's part in moving the rows of a run of units between owners and proxies."""
 
     pieces: Sequence[EvenPieces] = ()
-    """How this rank's piece of each unit lies; none if it is no proxy."""
+    """The layout of this rank's piece of each unit; none if it is no proxy."""
 
     def _of_pieces(self, lines: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's piece of each parameter, as views of that of each unit."""
+        """Return this rank's piece of each parameter, as views of its piece of each unit."""
         pairs = zip(self.pieces, lines, strict=True)
         return [piece for pieces, line in pairs for piece in pieces.unpack_own(line)]
 
@@ -44,7 +44,7 @@ class PulledRows(_Rows):
     """Weights on their way from owners to proxies."""
 
     lines: list[Tensor] = field(default_factory=list, init=False)
-    """This rank's pieces of all units, in an iteration."""
+    """This rank's piece of each unit, from `post` to `finish`."""
     _buffers: list[Tensor] = field(default_factory=list, init=False)
 
     @property
@@ -58,21 +58,21 @@ class PulledRows(_Rows):
 
     @cached_property
     def _sending(self) -> list[SentPart]:
-        """Made once: slices never change their places."""
+        """What this rank sends; made once, since slices never move in memory."""
         return [
             SentPart([parcel.destination], parcel.numel, [*map(self._of_slice, parcel.parts)])
             for parcel in self.parcels.leaving
         ]
 
     def post(self) -> None:
-        """Post what travels."""
+        """Post sends and receives."""
         self.lines = [self._empty(pieces.numel) for pieces in self.pieces]
         self._buffers = self._exchange(self._sending)
 
     def arrive(self) -> None:
-        """Put the rows of all units where they belong, once they are here.
+        """Wait for the rows of all units, and copy them into `lines`.
 
-        The host waits where there are no streams.
+        On a device without streams the host waits.
         """
         for work in self._receives:
             work.wait()
@@ -92,7 +92,7 @@ class PulledRows(_Rows):
         self._receives, self._buffers = [], []
 
     def wait(self) -> None:
-        """Wait for nothing: no layer of this rank has any of it."""
+        """Do nothing: no layer of this rank uses the rows directly."""
 
     @override
     def finish(self) -> None:
@@ -106,7 +106,7 @@ class GatheredFromProxies(GatheredUnit, TwoLegged):
 
     rows: PulledRows = field(kw_only=True)
     place: int = field(kw_only=True)
-    """Among the units of its run."""
+    """The unit's place in its run."""
 
     @override
     def post(self) -> None:
@@ -115,7 +115,7 @@ class GatheredFromProxies(GatheredUnit, TwoLegged):
 
     @override
     def go_on(self) -> None:
-        """Post the all-gather, once this rank's piece is here."""
+        """Post the all-gather, once this rank's piece has arrived."""
         if self.place == 0:
             self.rows.arrive()
         self._gather(self.rows.lines[self.place])
@@ -132,7 +132,7 @@ class PushedRows(_Rows, TwoLegged):
     """Sums on their way from proxies to owners and standbys."""
 
     sums: dict[int, Tensor] = field(default_factory=dict, init=False)
-    """This rank's pieces, by the unit's place in the run."""
+    """This rank's summed piece of each unit, by the unit's place in the run."""
     _kept_parcels: list[tuple[Parcel, Tensor]] = field(default_factory=list, init=False)
     _buffers: list[Tensor] = field(default_factory=list, init=False)
 
@@ -155,7 +155,7 @@ class PushedRows(_Rows, TwoLegged):
 
     @override
     def go_on(self) -> None:
-        """Post the sums, which are final."""
+        """Post the sums, which must be final."""
         pieces = self._of_pieces([self.sums[place] for place in range(len(self.pieces))])
 
         def packed(parcel: Parcel) -> Tensor:
@@ -206,13 +206,13 @@ class ScatteredToProxies(ScatteredUnit, TwoLegged):
 
     rows: PushedRows = field(kw_only=True)
     place: int = field(kw_only=True)
-    """Among the units of its run, of which the first one is summed last."""
+    """The unit's place in its run; the first unit is summed last."""
 
     @override
     def go_on(self) -> None:
-        """Sum this rank's piece once it is here; post all sums with the last one.
+        """Wait for this rank's piece and sum it; after the run's last piece post all sums.
 
-        The host waits where there are no streams.
+        On a device without streams the host waits.
         """
         assert self._work is not None
         self._work.wait()

@@ -1,7 +1,7 @@
 """Pull weights from the owners of slices into the plan, in order of need.
 
-All of a pull is posted before the first layer runs, and a layer waits for its own weights only. Who
-reads a weight elsewhere in a step, such as a penalty on weights, waits for it there. A
+All of a pull is posted before the first layer runs, and a layer waits for its own weights only.
+Other code of a step that reads a weight, such as a penalty on weights, waits for it there. A
 `torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with their units.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["Pull"]
 
 
 class _Arriving(nn.Parameter):
-    """A compute weight under way; whoever computes with it waits for it first."""
+    """A compute weight that is still arriving; any function that needs its values waits first."""
 
     _wait: Callable[[], None]
 
@@ -54,7 +54,7 @@ def _mark(weights: Iterable[Any], wait: Callable[[], None]) -> None:
 def _unmark(weights: Iterable[Any]) -> None:
     for weight in weights:
         if "_wait" in weight.__dict__:
-            # Or weight and pull would hold each other until Python looks for such cycles.
+            # Else weight and pull would keep each other alive until Python collects such cycles.
             del weight.__dict__["_wait"]
             if type(weight) is _Arriving:
                 weight.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -63,8 +63,8 @@ def _unmark(weights: Iterable[Any]) -> None:
 class Pull:
     """Bring the stage's weights up to date: posted at once, waited for unit by unit.
 
-    Called by every rank once per iteration: `start`, then `wait_unit` before a unit computes, then
-    `finish`. Moves something only where `mark_stale` was called since; at first all is stale.
+    Every rank calls, once per iteration, `start`, then `wait_unit` before a unit computes, then
+    `finish`. Moves only units marked stale since the last pull (`mark_stale`); at first all are.
     """
 
     def __init__(
@@ -81,29 +81,29 @@ class Pull:
         if routes.table.trainable_units != routes.table.units:
             self._trainable = self._prepare(routes, routes.table.trainable_units)
         self._stale: dict[int, PulledUnit] | None = self._all
-        """Units that the next pull moves, by what lies in them; None if nothing has changed."""
+        """Units that the next pull moves, by each index of theirs; None if nothing has changed."""
         self._posted: dict[PulledUnit, torch.cuda.Event | None] = {}
-        """Units under way; on CUDA, the end of their packing and local copies."""
+        """Posted units not waited for; on CUDA with the end of their packing and local copies."""
         self._moved: list[PulledUnit] = []
         """Units whose sends may not have left yet."""
         self._seen: list[tuple[int, int]] = []
-        """How the slices were when the last pull ended."""
+        """`_marks()` of the slices when the last pull ended."""
         self._versions = _versions_of(weights.shards)
-        """How often each compute weight was changed in place; it never is again."""
+        """Version counter of each compute weight; a step mustn't change it."""
         self._is_marked = False
-        """Whether weights under way may wait by themselves."""
+        """Whether posted weights are `_Arriving`, which wait by themselves."""
         self._num_started = 0
         self._arrived_bits: dict[str, int] | None = None
-        """The compute weights' digests, in an iteration that looks for changes without version."""
+        """Digests of the compute weights, in iterations that check for changes of the bits."""
         self._frozen_bits: dict[str, int] | None = None
-        """Digests of slices that aren't trained, after such an iteration."""
+        """Digests of the frozen slices, after such an iteration."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
         found = routes.pulls(units, self._weights)
         return {index: pulled for unit, pulled in found for index in unit.indices}
 
     def mark_stale(self, *, only_trainable: bool = False) -> None:
-        """Say that slices have changed, or only those of trainable parameters."""
+        """Make the next pull move all units, or only those with trainable parameters."""
         trainable = only_trainable and self._stale is not self._all
         self._stale = self._trainable if trainable else self._all
 
@@ -114,7 +114,7 @@ class Pull:
             needed: Units to wait for at once.
 
         Raises:
-            ModelError: A slice has changed that isn't stale.
+            ModelError: A slice has changed without having been marked stale.
         """
         self._check_unchanged()
         self._weights.take_in()
@@ -125,7 +125,7 @@ class Pull:
             needed = self._stale or ()
         self.wait_units(needed)
         self._is_marked = bool(self._posted)
-        # A unit that several indices name is marked once.
+        # A unit with several indices is marked once.
         under_way = {unit: index for index, unit in (self._stale or {}).items()}
         for unit in self._posted:
             _mark(unit.arriving_weights.values(), partial(self.wait_unit, under_way[unit]))
@@ -151,7 +151,7 @@ class Pull:
                 _go_on(first_legs)
 
     def _check_unchanged(self) -> None:
-        """Refuse weights that were changed where no pull is due: others would have old ones."""
+        """Refuse slices that have changed with no pull of them due: holders lack the change."""
         frozen_bits, self._frozen_bits = self._frozen_bits, None
         if self._stale is self._all:
             return
@@ -171,15 +171,15 @@ class Pull:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether any weights may not be here yet."""
+        """Whether any weights may not have arrived yet."""
         return bool(self._posted)
 
     def wait_unit(self, index: int) -> None:
-        """Wait until a layer's weights are here; returns at once if they are already."""
+        """Wait until the weights of unit `index` have arrived; return at once if they have."""
         pulled = None if self._stale is None else self._stale.get(index)
         if pulled not in self._posted:
             return
-        # Nothing that watches the step looks at this.
+        # Torch function modes that watch the step don't see this.
         with self._options.clock.waiting(), torch._C.DisableTorchFunction():
             self._options.side_stream.join(self._posted.pop(pulled))
             if pulled.travels:
@@ -194,7 +194,7 @@ class Pull:
             self.wait_unit(index)
 
     def finish(self) -> None:
-        """Wait for everything that is left, also for what other ranks fetch from here.
+        """Wait for all other units, and until this rank's sends to others have left.
 
         Raises:
             ModelError: The step has changed a weight.
@@ -220,14 +220,14 @@ class Pull:
         self._seen = self._marks()
 
     def _marks(self) -> list[tuple[int, int]]:
-        """Return what differs after most changes of slices; not after `master.data.mul_(...)`."""
+        """Return version and address of each slice; `master.data.mul_(...)` changes neither."""
         masters = self._store.masters.values()
         pairs = zip(map(_version_of, masters), map(Tensor.data_ptr, masters), strict=True)
         return list(pairs)
 
 
 def _go_on(first_legs: list[tuple[int, TwoLegged]]) -> None:
-    """Post second legs; all ranks have one order of all legs."""
+    """Post the second legs of units; all ranks post all legs in the same order."""
     for index, unit in first_legs:
         with traced(f"pull.post {index}"):
             unit.go_on()

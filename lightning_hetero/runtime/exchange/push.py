@@ -1,8 +1,8 @@
 """Push gradients from the holders straight to the owners of slices, and sum them there.
 
-A layer's push is posted inside the last backward, as soon as that has left the layer. The owner
-sums the pipelines' pieces in fp32 (or the master's dtype if that is wider) and in pipeline order:
-the result is the same bit for bit on every run. A `torch.profiler` trace shows the ranges
+A layer's push is posted within the last backward pass, as soon as that has left the layer. The
+owner sums the pipelines' pieces in fp32 (or the master's dtype if that is wider) and in pipeline
+order: the result is the same bit for bit on every run. A `torch.profiler` trace shows the ranges
 "push.post" with their units, and "push.wait".
 """
 
@@ -22,11 +22,11 @@ __all__ = ["Push"]
 
 
 class Push:
-    """Send gradients to the owners of slices, a unit as soon as its last backward has ended.
+    """Send gradients to the owners of slices, each unit as soon as its gradients are final.
 
-    Called by every rank once per training iteration: `start`, the last backward pass between
-    `begin_last_backward` and `end_last_backward`, `finish`. Units leave in one global order,
-    descending, whatever the order in which they become ready.
+    Every rank calls, once per training iteration, `start`, `begin_last_backward` and
+    `end_last_backward` around its last backward pass, and `finish`. Units leave in descending
+    order on all ranks, in whatever order they become ready.
     """
 
     def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
@@ -34,26 +34,26 @@ class Push:
         self._options = routes.options
         pushes = routes.pushes(routes.table.trainable_units, weights)
         self._here = {unit.index: pushed for unit, pushed in pushes}
-        """Units of which this rank holds or owns anything."""
+        """Units of which this rank holds or owns anything, by index."""
         self._units = {index: unit for index, unit in self._here.items() if unit.travels}
         self._sent_by_unit = {index: unit.leaving for index, unit in self._units.items()}
         """The parameters of each unit whose gradients leave this rank."""
-        # What leaves last is ready when the pass ends: to count its gradients would tell no more.
+        # The last unit is ready only when the pass ends, so its gradients needn't be counted.
         self._counted = dict([*self._sent_by_unit.items()][:-1])
-        """The same of those that may leave within the last backward pass."""
+        """The same, of units that may leave within the last backward pass."""
         self._first_legs: list[TwoLegged] = []
-        """Units that are posted, and whose second leg isn't."""
+        """Posted units whose second leg has yet to be posted."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._awaited: dict[int, set[str]] | None = None
-        """In the last backward pass, the gradients of each unit that have yet to come."""
+        """The gradients that each unit still waits for; None outside the last backward pass."""
         for unit, names in self._counted.items():
             for name in names:
                 hook = self._gradient_hook(unit, name)
                 weights.shards[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gradient_hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
-        # Weakly: a hook that holds what holds its own tensor is a cycle that torch never collects.
+        # A weak reference: torch never collects the cycle of a hook that holds its own tensor.
         push = weakref.ref(self)
 
         def arrived(_: Tensor) -> None:
@@ -77,13 +77,13 @@ class Push:
             self.unit_ready(unit)
 
     def start(self) -> None:
-        """Begin an iteration's push; units of which this rank sends nothing are ready."""
+        """Begin an iteration's push; units of which this rank sends nothing are ready at once."""
         self._first_legs.clear()
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
     def begin_last_backward(self) -> None:
-        """Post each unit as soon as its gradients are final, from now on."""
+        """From now on, post each unit as soon as its gradients are final."""
         self._awaited = {unit: set(names) for unit, names in self._counted.items()}
 
     def end_last_backward(self) -> None:
@@ -92,15 +92,15 @@ class Push:
         self._post_rest()
 
     def unit_ready(self, unit: int) -> None:
-        """Say that a unit's gradients are final here; posts whatever can go now, in order."""
+        """Note that a unit's gradients are final here; post every unit whose turn has come."""
         self._ready.add(unit)
         while self._waiting and self._waiting[0] in self._ready:
             self._post(self._waiting.pop(0))
 
     def finish(self) -> Sums:
-        """Post what is left, wait, and return the summed gradient of each slice with rows.
+        """Post what is left, wait, and return the summed gradient of each slice that has rows.
 
-        They are there when this returns, but on an accelerator without standbys: on its stream.
+        An accelerator without standbys or host-owned slices has them on its current stream.
         """
         self._post_rest()
         self._go_on()
@@ -113,7 +113,7 @@ class Push:
         for unit in self._here.values():
             sums = unit.sum()
             if store.owned_device != store.device:
-                # Unit by unit, so that the device never holds the sums of all.
+                # Unit by unit, so that the device never holds the sums of all units.
                 sums = Sums.of(arrive_on_host(sums.by_name))
             totals.by_name.update(sums.by_name)
             totals.memory.extend(sums.memory)
@@ -127,15 +127,15 @@ class Push:
             self._post(self._waiting.pop(0))
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank's backwards have made, in as few tensors as there are.
+        """Return the gradients of this rank's backward passes, in as few tensors as possible.
 
-        In training only, after the last of them.
+        Called in training only, after the last backward pass.
         """
         self._options.side_stream.join(self._options.side_stream.mark())
         return [gradient for unit in self._here.values() for gradient in unit.gradients()]
 
     def missing(self) -> list[str]:
-        """Return the parameters for which this rank's backward made no gradient."""
+        """Return the trainable parameters that got no gradient on this rank."""
         return sorted(
             name
             for name, shard in self._weights.shards.items()
@@ -152,7 +152,7 @@ class Push:
                 self._go_on()
 
     def _go_on(self) -> None:
-        """Post second legs; all ranks have one order of all legs."""
+        """Post the second legs of units; all ranks post all legs in the same order."""
         while self._first_legs:
             with self._options.side_stream.after_compute():
                 self._first_legs.pop(0).go_on()

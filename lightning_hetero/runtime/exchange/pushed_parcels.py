@@ -1,4 +1,4 @@
-"""Gradients on their way to their owners, and the sums that owners make of them."""
+"""Push units with any owners and holders: send gradients as parcels, and sum them at the owners."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,18 +28,18 @@ class _Slices(NamedTuple):
     names: list[str]
     masters: list[nn.Parameter]
     dtype: torch.dtype
-    """Of their sums."""
+    """The dtype of the sums."""
 
 
 class PushedParcels(ParcelUnit):
-    """A unit whose gradients go to their owners parcel by parcel."""
+    """A unit whose gradients go to their owners as parcels."""
 
     _buffers: dict[int, Tensor]
-    """Bytes that have arrived, by source."""
+    """Gradients that have arrived, by source."""
     _parts: Mapping[int, Tensor] = MappingProxyType({})
-    """Parts that go through a line, by destination."""
+    """Parcels packed by a `GradientLine`, by destination."""
     _own: Mapping[int, list[Tensor]] = MappingProxyType({})
-    """The part that stays here of each gradient of which other rows have left, by parameter."""
+    """By parameter index, the rows that stay here of a gradient whose other rows have left."""
 
     @property
     def leaving(self) -> set[str]:
@@ -47,14 +47,14 @@ class PushedParcels(ParcelUnit):
         return self._names(self.parcels.indices_leaving)
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank's backwards have made of it, in as few tensors as there are."""
+        """Return this rank's own gradients of the unit, in as few tensors as possible."""
         if self._line is not None:
             return [*self._go_through(self._line).values()]
         return [item.grad for item in self._held.values() if item.grad is not None]
 
     def post(self) -> None:
-        """Post the gradients that leave, which are final; others may not be here yet."""
-        self._parts = MappingProxyType({})  # An iteration that broke off has left its own.
+        """Post the gradients that leave, which must be final; others may not be computed yet."""
+        self._parts = MappingProxyType({})  # An iteration that failed may have left its own.
         rows: Mapping[int, list[Tensor]] = {}
         if self.parcels.leaving and self._line is not None:
             rows = {peer: [part] for peer, part in self._go_through(self._line).items()}
@@ -68,12 +68,12 @@ class PushedParcels(ParcelUnit):
         self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
 
     def _packed(self, rows: Sequence[Tensor]) -> Tensor:
-        # What has gone through a line is nobody else's.
+        # A line's parcel is a new tensor already, so it can be sent as it is.
         is_packed = self._line is not None and [row.dtype for row in rows] == [self.options.dtype]
         return rows[0] if is_packed else super()._packed(rows)
 
     def _share_out(self) -> Mapping[int, list[Tensor]]:
-        """Return what leaves, by owner; the rest of the same gradients is kept."""
+        """Return the rows that leave, by owner; keep the rest of these gradients in `_own`."""
         rows: dict[int, list[Tensor]] = defaultdict(list)
         self._own = {}
         for index in self.parcels.indices_leaving:
@@ -87,7 +87,7 @@ class PushedParcels(ParcelUnit):
         self._wait_for_arrivals()
 
     def sum(self) -> Sums:
-        """Return the sums of what this rank keeps, in order of pipeline, then rank."""
+        """Return the gradients of what this rank keeps, summed in order of pipeline, then rank."""
         if self._slices is not None:
             return self._sum_slices(self._slices)
         totals: dict[str, Tensor] = {}
@@ -97,23 +97,23 @@ class PushedParcels(ParcelUnit):
         return Sums.of(totals)
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until everything sent has left."""
         super().finish()
         self._parts = MappingProxyType({})
 
     @property
     def _is_kept_twice(self) -> bool:
-        """Whether another rank must get the same sums, bit for bit.
+        """Whether a second keeper must get the same sums, bit for bit.
 
-        Then this rank's gradients are rounded as those that travel are, and all are added to zeros,
-        or zero to the first, since 0 + -0 is 0.
+        Then this rank's own gradients are rounded like those that travel, and every sum begins with
+        zero, because 0 + -0 is 0.
         """
         return self.unit.kind.has_standbys
 
     def _sum_slices(self, slices: _Slices) -> Sums:
         """Sum whole slices, in as few operations as there are holders."""
         first, *others = self.parcels.summed
-        # Nobody else's in this iteration, so they become the sums themselves if their dtype allows.
+        # Nobody else uses these in this iteration, so they become the sums if their dtype allows.
         totals = [item.to(slices.dtype) for item in self._lines(first)]
         if self._is_kept_twice:
             totals = list(torch._foreach_add(totals, 0.0))
@@ -128,7 +128,7 @@ class PushedParcels(ParcelUnit):
 
     @cached_property
     def _slices(self) -> _Slices | None:
-        """Slices that are summed, if they are whole, of the same parameters and in one dtype."""
+        """The slices to sum, if all parcels have them whole and in one dtype; else None."""
         if not self.parcels.has_whole_slices:
             return None
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]
@@ -137,7 +137,7 @@ class PushedParcels(ParcelUnit):
         return _Slices(names, masters, dtypes.pop()) if len(dtypes) == 1 else None
 
     def _lines(self, parcel: Parcel) -> Sequence[Tensor]:
-        """Return a parcel's gradients: in one tensor if they go through a line, else in pieces."""
+        """Return a parcel's gradients: one tensor if a line has packed it, else one per part."""
         line = None if self._line is None else self._flat(parcel)
         return self._pieces(parcel) if line is None else [line]
 

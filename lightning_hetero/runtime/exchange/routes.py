@@ -1,13 +1,13 @@
-"""Which way each unit goes from and to this rank: messages, or collectives of its members.
+"""Choose how each unit travels to and from this rank: by messages, or collectives of its members.
 
-Where the holders own a unit it takes one collective; where others do, and the holders are many, one
-collective of these and few messages between their proxies and the owners. All the rest goes in
-pieces to each peer, by messages or one collective.
+If the holders own a unit, it takes one collective. If others own it and there are many holders, it
+takes one collective of the holders, and few messages between their proxies and the owners. All
+other units go as parcels to each peer, by messages or one collective.
 
-A collective needs a communicator of exactly the ranks of a circle, or of a unit's members where it
-has no circles. `Communicators` makes them at the set-up, at most `MAX_EXCHANGE_GROUPS` for each
-rank, and what has none goes by messages. On gloo few ranks send messages, because they are quicker
-there and say which peer was late (`MOST_BY_MESSAGES`).
+A collective needs a communicator of exactly the ranks of a circle, or of a unit's members if it has
+no circles. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per rank; units
+without one go by messages. On gloo few ranks use messages, because these are quicker there and tell
+which peer was late (`MOST_BY_MESSAGES`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,28 +48,28 @@ __all__ = [
 
 
 class PulledUnit(Protocol):
-    """A unit's part in every pull: `post`, `wait`, `finish`."""
+    """This rank's part in the pulls of one unit; in each `post`, `wait`, `finish`."""
 
     @property
     def travels(self) -> bool:
-        """Whether this rank takes part in a communication."""
+        """Whether this rank communicates for the unit; else it only copies locally."""
 
     @property
     def arriving_weights(self) -> dict[str, nn.Parameter]:
         """The compute weights that a pull brings up to date."""
 
     def post(self) -> None:
-        """Copy what is kept here, and post what travels."""
+        """Make the local copies, and post sends and receives."""
 
     def wait(self) -> None:
-        """Wait for the weights, and put them where they belong."""
+        """Wait for the weights, and copy them into the compute weights."""
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until everything sent has left."""
 
 
 class PushedUnit(Protocol):
-    """A unit's part in every push: `post`, `wait`, `finish`, `sum`."""
+    """This rank's part in the pushes of one unit; in each `post`, `wait`, `sum`, `finish`."""
 
     @property
     def travels(self) -> bool:
@@ -80,30 +80,30 @@ class PushedUnit(Protocol):
         """The parameters whose gradients leave this rank."""
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank's backwards have made of it, in as few tensors as there are."""
+        """Return this rank's own gradients of the unit, in as few tensors as possible."""
 
     def post(self) -> None:
-        """Post the gradients, which are final."""
+        """Post the gradients, which must be final."""
 
     def wait(self) -> None:
         """Wait for the other holders' gradients."""
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until everything sent has left."""
 
     def sum(self) -> Sums:
-        """Return the sums of what this rank owns, in order of pipeline, then rank."""
+        """Return the gradients of what this rank owns, summed in order of pipeline, then rank."""
 
 
 class Routes:
-    """The ways of a plan's units on one rank; found once for all units of a kind, and kept.
+    """Makes this rank's parts in pulls and pushes; finds each kind of unit's way once.
 
     Args:
-        table: The plan's.
+        table: The plan's transfer table.
         store: The rank's slices.
         options: How units travel.
         stage_ranks: The ranks of this rank's stage, itself included.
-        stage_group: Their communicator; None with one.
+        stage_group: The communicator of the stage; None if it has one rank.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class Routes:
         self._stage_ranks = sorted(stage_ranks)
         self._stage_group = stage_group
         self.proxies = ProxyTable()
-        """Who stands between owners and holders."""
+        """The proxies between owners and holders."""
         self._even: dict[tuple[UnitKind, bool], EvenWay | None] = {}
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
     def pulls(
         self, units: Sequence[Unit], weights: ComputeWeights
     ) -> Iterator[tuple[Unit, PulledUnit]]:
-        """Yield each unit of which anything moves here, ascending, with its part in every pull."""
+        """Yield each unit of which this rank moves anything, ascending, with its part in pulls."""
         common = self._store, weights, self.options
         for run in self._runs(units, push=False):
             rows = None
@@ -143,7 +143,7 @@ class Routes:
     def pushes(
         self, units: Sequence[Unit], weights: ComputeWeights
     ) -> Iterator[tuple[Unit, PushedUnit]]:
-        """Yield each unit of which anything is here, descending, with its part in every push."""
+        """Yield each unit that this rank holds or owns a part of, descending, with it in pushes."""
         common = self._store, weights, self.options
         for run in reversed([*self._runs(units, push=True)]):
             rows = None
@@ -159,7 +159,7 @@ class Routes:
         return self.proxies.runs(units, partial(self._goes_by_proxies, push=push))
 
     def _goes_by_proxies(self, unit: Unit, *, push: bool) -> bool:
-        """Whether a unit goes by proxies, the same on each rank."""
+        """Whether a unit goes by proxies; the same on all ranks."""
         options = self.options
         if unit.kind.circles(push=push) is not None or (not push and self._may_be_views(unit)):
             return False
@@ -169,13 +169,13 @@ class Routes:
         )
 
     def _pieces_of(self, run: UnitRun) -> list[EvenPieces]:
-        """Return how this rank's pieces of a run's units lie; none if it holds none of them."""
+        """Return the layout of this rank's piece of each unit of a run; none if it holds none."""
         if self._store.global_rank not in run.units[0].kind.members:
             return []
         return [self._way_of_holders(unit).pieces for unit in run.units]
 
     def _way_of_holders(self, unit: Unit) -> EvenWay:
-        """Return how a unit with proxies travels among its holders, in a push as in a pull."""
+        """Return the way of a unit with proxies among its holders: the same in pull and push."""
         way = self._find_even(unit, push=False)
         assert way is not None
         return way
@@ -187,13 +187,13 @@ class Routes:
         rows: PulledRows | None = None,
         place: int = 0,
     ) -> PulledUnit | None:
-        """Return a unit's part in every pull; None if nothing of it moves here.
+        """Return this rank's part in the pulls of a unit; None if it moves nothing of it.
 
         Args:
-            unit: As its proxies own it, if it has any.
-            weights: Where it is to arrive.
-            rows: Those that travel between its owners and its proxies.
-            place: The unit's, in the run of these.
+            unit: The unit; if it has proxies, with these as its owners.
+            weights: The compute weights to fill.
+            rows: The part in moving its run's rows between owners and proxies; None without.
+            place: The unit's place in its run.
         """
         if self._store.global_rank not in unit.kind.members:
             return rows if rows is not None and place == 0 and rows.travels else None
@@ -208,10 +208,10 @@ class Routes:
         return pulled if pulled.travels or pulled.arriving_weights else None
 
     def _may_be_views(self, unit: Unit) -> bool:
-        """Whether rows of standbys may be views of compute weights: those aren't gathered over.
+        """Whether kept rows may be views of compute weights, which mustn't be gathered into.
 
-        The same on each rank, though of a parameter some have such views and others can't: where
-        standbys go in a ring, one rank keeps both ends of it.
+        With standbys only. The same answer on all ranks, though not all can have such views of a
+        parameter: with standbys in a ring, one rank keeps both ends of it.
         """
         masters = (self._store.masters[spec.name] for spec in unit.specs)
         return unit.kind.has_standbys and any(
@@ -225,9 +225,9 @@ class Routes:
         rows: PushedRows | None = None,
         place: int = 0,
     ) -> PushedUnit | None:
-        """Return a unit's part in every push; None if nothing of it is held or owned here.
+        """Return this rank's part in the pushes of a unit; None if it holds and owns nothing of it.
 
-        Arguments as for `pulled`.
+        The arguments are those of `pulled`.
         """
         if self._store.global_rank not in unit.kind.members:
             return rows if rows is not None and place == 0 and rows.travels else None
@@ -249,7 +249,7 @@ class Routes:
         return self._even[key]
 
     def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
-        """Return how a kind of units travels evenly; None if it doesn't, the same on each rank."""
+        """Return how a kind of unit travels by `even`; None if it can't; the same on all ranks."""
         circles = unit.kind.circles(push=push)
         if circles is None or any(self.options.group_of(i.members) is None for i in circles):
             return None
@@ -281,7 +281,7 @@ class Routes:
     def _node_way(
         self, unit: Unit, circle: Circle, group: dist.ProcessGroup, held: tuple[Interval, ...]
     ) -> NodeWay | None:
-        """Return how a circle pushes by node; None, the same on each rank, where it doesn't."""
+        """Return how a circle pushes by node; None if it can't; the same on all ranks."""
         options, members = self.options, circle.members
         near = groups_on_nodes(members, options.node_of_rank)
         own = members.index(self._store.global_rank)
@@ -300,7 +300,7 @@ class Routes:
         )
 
     def _parts_of_stage(self, specs: Sequence[ParameterSpec]) -> EvenPieces:
-        """Return how parameters that all ranks of the stage hold fall to them, a part to each."""
+        """Return how parameters that all ranks of the stage hold are divided among these ranks."""
         rows = [
             [holders[rank].pushes[0] for rank in self._stage_ranks]
             for holders in (self.table.holders(spec.name) for spec in specs)

@@ -1,7 +1,7 @@
-"""Share gradients out among the owners of their rows, in few operations.
+"""Divide gradients among the owners of their rows, in few operations.
 
-Of 49 weights with 12,000 elements in all, which two ranks own, `Shares` takes 150 µs because of its
-200 calls, a `GradientLine` 40. It copies all elements twice, so it is for small weights.
+For 49 weights with 12,000 elements in total, owned by two ranks, `Shares` takes 150 µs because of
+its 200 calls, a `GradientLine` 40. That copies all elements twice, so it is for small weights.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,30 +20,30 @@ from lightning_hetero.runtime.slices.weights import narrow_rows
 __all__ = ["GradientLine", "Shares"]
 
 _LINE_NUMEL = 2**14
-"""Elements of all weights up to which gradients are copied into a line: 16 bytes for each."""
+"""Most elements of all weights for which gradients are copied into a line: 16 bytes for each."""
 
 
 @dataclass
 class Shares:
-    """How the gradient of one weight falls to its owners."""
+    """How the gradient of one weight is divided among owners."""
 
     weight: nn.Parameter
     dim: int
     owners: list[int]
     rows: list[Interval]
-    """Of each owner, in order."""
+    """The rows of each owner, in order."""
     sizes: list[int]
-    """Elements of each."""
+    """Elements of each owner's rows."""
     span: Interval | None
-    """Where the elements of all lie end to end in memory; None if they don't."""
+    """The elements of all rows, if they lie end to end in memory; else None."""
     is_all: bool
-    """Whether these are all of the weight's."""
+    """Whether these are all elements of the weight."""
 
     @classmethod
     def of(
         cls, weight: nn.Parameter, spec: ParameterSpec, shares: Sequence[tuple[int, Interval]]
     ) -> Self:
-        """Take shares of (owner, rows)."""
+        """Return the shares of a weight, given as (owner, rows)."""
         shares = sorted(shares, key=lambda item: item[1])
         owners, rows = [owner for owner, _ in shares], [rows for _, rows in shares]
         sizes = [(stop - start) * spec.row_numel for start, stop in rows]
@@ -55,9 +55,9 @@ class Shares:
         return cls(weight, spec.cut_dim, owners, rows, sizes, span, is_all)
 
     def pieces(self) -> Iterable[tuple[int, Tensor]]:
-        """Return each owner with its rows of the gradient in one dim, zeros if there is none."""
+        """Return each owner with its rows of the gradient in one dim, zeros without a gradient."""
         gradient = self.weight.grad
-        # Detached: a view would keep the tensor of a plan's gradient alive after the plan.
+        # Detached: a view would keep the gradient alive after its plan is gone.
         gradient = torch.zeros_like(self.weight) if gradient is None else gradient.detach()
         if self.span is None:
             rows = self.rows
@@ -70,12 +70,12 @@ class Shares:
 
 
 class GradientLine:
-    """The gradients of small weights end to end, and from there all rows of each parcel.
+    """Lays small weights' gradients end to end, and takes all rows of each parcel from there.
 
     Args:
-        weights: By their index in the unit.
+        weights: The weights, by their index in the unit.
         specs: The unit's parameters.
-        parcels: What leaves this rank, and what stays here.
+        parcels: The parcels that leave this rank, and those that stay.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class GradientLine:
             )
             for parcel in parcels
         }
-        """Of each destination's rows in the line."""
+        """The indices, in the line, of the elements for each destination."""
 
     @staticmethod
     def fits(weights: Collection[Tensor]) -> bool:
-        """Whether weights, or gradients, are several of one kind, and so small that it pays."""
+        """Whether there are several weights, or gradients, of one dtype, small enough to pay."""
         numel = sum(map(Tensor.numel, weights))
         are_alike = len({weight.dtype for weight in weights}) == 1
         return are_alike and len(weights) > 1 and numel <= _LINE_NUMEL
 
     def parts(self) -> dict[int, Tensor]:
-        """Return each destination's rows as they lie in its parcel; zeros for no gradient."""
+        """Return the packed parcel of each destination; zeros for weights without a gradient."""
         gradients = [
             torch.zeros_like(weight) if weight.grad is None else weight.grad
             for weight in self._weights
