@@ -208,7 +208,7 @@ class Engine:
                 if is_training:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
-                results.finish(running.push.gradients, is_cut=is_cut)
+                results.finish(running.push.gradients, is_cut=is_cut, is_shared_out=is_shared_out)
                 # Agree: what others must know leaves now, and is read after the push. With standbys
                 # it leaves after that: all have their gradients then, and all step or none.
                 begin = partial(self._begin_agreement, key.phase, results, passes)

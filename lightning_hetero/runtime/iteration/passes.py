@@ -170,11 +170,14 @@ class StagePasses:
         self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
     ) -> Any:
         hiding, results = self._running.weights.in_step(), self._results
-        if hiding is None and not results.is_tried:
-            with self._boundary.forward_of(forward):
+        if results.draws is not None:
+            tried = trying_hooks(results.module)
+            with hiding or nullcontext(), self._boundary.forward_of(forward), tried, results.draws:
                 return step(microbatch)
-        tried = trying_hooks(results.module) if results.is_tried else nullcontext()
-        with hiding or nullcontext(), self._boundary.forward_of(forward), tried:
+        if hiding is not None:
+            with hiding, self._boundary.forward_of(forward):
+                return step(microbatch)
+        with self._boundary.forward_of(forward):
             return step(microbatch)
 
     def _hold(

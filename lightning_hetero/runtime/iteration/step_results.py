@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.models.batches import epoch_weight, sizes_of
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
+from lightning_hetero.runtime.results.draws import DrawWatch, warn_of_draws
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
 from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.loss_trial import LossTrial
@@ -62,6 +63,8 @@ class StepResults:
         """The user's."""
         self.is_tried = make_trial is not None
         """Whether losses and their backward passes are tried in this iteration."""
+        self.draws = DrawWatch(module) if self.is_tried else None
+        """Watches what steps draw where they are tried."""
         self.epoch_weight = 0
         """Of all micro-batches that have begun."""
         self._ends_early = ends_early
@@ -121,17 +124,28 @@ class StepResults:
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
         return [] if is_known and not judged.targets > 0 else [loss], weight.float()
 
-    def finish(self, gradients: Callable[[], Iterable[Tensor]], *, is_cut: bool) -> None:
+    def finish(
+        self,
+        gradients: Callable[[], Iterable[Tensor]],
+        *,
+        is_cut: bool,
+        is_shared_out: bool,
+    ) -> None:
         """Look at what was made after the iteration's last action.
 
         Args:
             gradients: Returns what backward passes have made.
             is_cut: Whether the iteration has several micro-batches or ranks.
+            is_shared_out: Whether it has several micro-batches or pipelines.
         """
         if self.is_training:
             self.losses.has_nonfinite = has_nonfinite(gradients(), self._device)
         if is_cut:
             warn_of_numbers(self.lists.counted)
+        if self.draws is not None and is_shared_out:
+            # Of pipelines with one micro-batch each draws what one device draws.
+            items = self.draws.from_iterators if self.draws.num_steps > 1 else set()
+            warn_of_draws(items | self.draws.from_generators)
 
     def row(self, entries: Sequence[LogEntry]) -> Tensor:
         """Return this rank's sums: of losses, then of what was logged under entries."""

@@ -1,0 +1,128 @@
+"""Notice what a step draws from iterators and random generators that the module keeps.
+
+One device draws once a batch. Under a plan each micro-batch does, on each rank that runs this part
+of the step, so that the step gets other items and numbers.
+"""
+
+import pickle
+import random
+import warnings
+from collections.abc import Collection, Iterator
+from functools import partial
+from io import IOBase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.runtime.callers import is_of_library
+
+__all__ = ["DrawWatch", "warn_of_draws"]
+
+
+class DrawWatch:
+    """Watches, as a context, each step of one iteration on one rank.
+
+    While a step runs, stand-ins that notice it are where the module keeps iterators.
+
+    Args:
+        module: The user's. Submodules of the user's own classes are looked at, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.from_iterators: set[str] = set()
+        """Names of iterators from which steps have drawn."""
+        self.from_generators: set[str] = set()
+        """The same of generators of random numbers."""
+        self.num_steps = 0
+        """Steps that have begun."""
+        self._module = module
+        self._stand_ins: list[tuple[dict[str, Any], str, _StandIn]] = []
+        self._states: list[tuple[str, Any, bytes]] = []
+
+    def __enter__(self) -> None:
+        self.num_steps += 1
+        for path, owner in self._module.named_modules():
+            if not is_of_library(type(owner).__module__):
+                self._look_at(f"{path}." if path else "", vars(owner))
+
+    def _look_at(self, start: str, attributes: dict[str, Any]) -> None:
+        for name, value in list(attributes.items()):
+            if _is_iterator(value):
+                note = partial(self.from_iterators.add, start + name)
+                attributes[name] = stand_in = _StandIn(value, note)
+                self._stand_ins.append((attributes, name, stand_in))
+            elif (state := _state_of(value)) is not None:
+                self._states.append((start + name, value, state))
+
+    def __exit__(self, *_: object) -> None:
+        for attributes, name, stand_in in self._stand_ins:
+            if attributes.get(name) is stand_in:  # A step may begin another one in its place.
+                attributes[name] = stand_in._iterator
+        drawn = (name for name, value, state in self._states if _state_of(value) != state)
+        self.from_generators.update(drawn)
+        self._stand_ins, self._states = [], []
+
+
+class _StandIn:
+    """An iterator that says when it is asked for an item."""
+
+    def __init__(self, iterator: Any, note: Any) -> None:
+        vars(self).update(_iterator=iterator, _note=note)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._note()
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __bool__(self) -> bool:
+        return bool(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "send":
+            self._note()
+        return getattr(self._iterator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._iterator, name, value)
+
+
+def _is_iterator(value: object) -> bool:
+    is_other = isinstance(value, nn.Module | Tensor | IOBase)
+    return hasattr(type(value), "__next__") and not is_other
+
+
+def _state_of(value: object) -> bytes | None:
+    """Return all that the next random numbers depend on; None of what is no generator of them."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return pickle.dumps(value.get_state(legacy=False))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return pickle.dumps(value.getstate())
+    return None
+
+
+def warn_of_draws(names: Collection[str]) -> None:
+    """Say that what steps draw from what the module keeps isn't what one device draws."""
+    if names:
+        warnings.warn(
+            f"A step draws from {', '.join(sorted(names))} of the module. It does so in each "
+            "micro-batch, on the ranks that run this part of it, where one device draws once a "
+            "batch, so it isn't what one device gets. Draw in on_train_batch_start, which every "
+            "rank calls once a batch, and let the step read what that has kept; of a second data "
+            "loader, give the Trainer both in one CombinedLoader.",
+            stacklevel=2,
+        )
