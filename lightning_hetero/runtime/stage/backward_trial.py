@@ -1,10 +1,10 @@
-"""Find out by trial whether what users do in a backward pass is as large as what it gets.
+"""Find out by trial whether users' own backward code scales with the gradients that it gets.
 
-Backward passes begin with a micro-batch's number of targets, and sums of gradients are divided once
-by that of the batch. That gives one device's gradient where twice as large a gradient of an
-activation makes twice as large ones of what is before it. Torch's functions see to that. A user's
-`autograd.Function` or hook may clip, normalise, or add something of its own. So each is called once
-more in the first iteration, on much larger gradients.
+Backward passes begin with a micro-batch's number of targets, and the sums of gradients are divided
+once by the batch's number. That gives one device's gradient only if backward is linear: a gradient
+twice as large must lead to gradients twice as large. Torch's own functions are. A user's
+`autograd.Function` or hook may clip, normalise, or add something. So each is called once more in
+the first iteration, with much larger gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,20 +23,20 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 __all__ = ["trying_functions", "trying_hooks"]
 
 _FACTOR = 2.0**16
-"""A power of two, so that nothing is rounded otherwise."""
+"""A power of two, so that rounding stays the same."""
 _TOLERANCE = 0.02
-"""Of sums that devices add up in any order."""
+"""Largest relative error, since devices may add in any order."""
 _MOST_BYTES = 2**28
-"""Of what a function has saved and gets: with more of it memory may not suffice for a trial."""
+"""Most bytes of a function's saved tensors and gradients: a trial needs as much memory again."""
 _OF_LIBRARIES = ("torch.", "lightning_hetero.")
 _Function = Callable[..., Any]
 
 
 def trying_functions(outputs: Iterable[Tensor]) -> None:
-    """Try the users' functions of a graph when its backward pass comes to them.
+    """Try each user's function of a graph when the backward pass reaches it.
 
     Args:
-        outputs: Where the backward pass will begin.
+        outputs: The tensors where the backward pass will begin.
     """
     waiting = [item.grad_fn for item in outputs if item.grad_fn is not None]
     seen = set(waiting)
@@ -62,7 +62,7 @@ def _try_function(function: Any, node: Any, gradients: Sequence[Tensor | None]) 
 
 
 class _Context:
-    """A copy of all that a function has saved: its backward may change it in place."""
+    """A copy of a function's context: its backward may change saved tensors in place."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -79,7 +79,7 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def trying_hooks(module: nn.Module) -> Iterator[None]:
-    """Try hooks on modules and tensors that forward passes in this context set on their way."""
+    """Try backward hooks on modules, and on tensors that forward passes in this context set."""
     with ExitStack() as stack:
         for part in module.modules():
             for hooks in (part._backward_hooks, part._backward_pre_hooks):
@@ -96,7 +96,7 @@ def _tried(hooks: Mapping[int, _Function]) -> dict[int, _Function]:
 
 @contextmanager
 def _trying_hooks_on_tensors() -> Iterator[None]:
-    # It takes no hook itself, and modes don't see it inside of layers.
+    # `register_hook` can't be hooked, and modes don't see it inside layers: so it is replaced.
     original: Any = Tensor.register_hook
 
     def register(tensor: Tensor, hook: _Function) -> Any:
@@ -110,7 +110,7 @@ def _trying_hooks_on_tensors() -> Iterator[None]:
 
 
 def _with_trial(hook: _Function, *, is_of_module: bool = False) -> _Function:
-    """Return a hook that is called once more where it changes gradients."""
+    """Return a hook that is tried with larger gradients if it changes gradients."""
 
     def run(*args: Any) -> Any:
         result = hook(*args)
@@ -125,10 +125,10 @@ def _with_trial(hook: _Function, *, is_of_module: bool = False) -> _Function:
 
 
 def _try(run: Callable[[Any], Any], name: str, gradients: Any) -> None:
-    """Compare what is made of gradients and of larger ones.
+    """Compare the results for some gradients and for larger ones.
 
     Raises:
-        StepError: It isn't larger by as much.
+        StepError: They don't scale.
     """
     try:
         with torch.no_grad(), PreservedRandomState():
@@ -136,7 +136,7 @@ def _try(run: Callable[[Any], Any], name: str, gradients: Any) -> None:
         with torch.no_grad(), PreservedRandomState():
             larger = _real(run(tree_map_only(Tensor, lambda item: item * _FACTOR, gradients)))
     except Exception:
-        return  # What can't be called again, whatever the reason, tells nothing.
+        return  # Code that can't be called again, for any reason, shows nothing.
     for item, other in zip(made, larger, strict=False):
         expected = item.double() * _FACTOR
         distance, size = (other.double() - expected).norm(), expected.norm()

@@ -1,16 +1,16 @@
 """Turn the user's whole model into one stage of it, micro-batch by micro-batch.
 
 Every layer's `forward` is wrapped once. While a micro-batch passes, layers before the stage return
-unknown tensors, its first layer takes the activation received from the previous stage, and its last
-layer ends the user's step with `StageEnd`, unless it is the model's last one: then the step goes
-on, and the user's own code makes the loss. Nothing of the model's own forward is replaced, so
-whatever it computes before the layers (masks, rotary tables) is there on every stage.
+unknown tensors, the stage's first layer takes the activation received from the previous stage, and
+its last layer ends the user's step with `StageEnd`, unless it is the model's last one: then the
+step goes on, and the user's own code computes the loss. Nothing of the model's own forward is
+replaced, so whatever it computes before the layers (masks, rotary tables) is there on every stage.
 
 Random numbers are seeded before the step, at each layer and after the last one, from the iteration
 and the micro-batch, so that they don't depend on which stage draws them.
 
-Stages need a chain: each layer is called once, in order. Where one stage runs them all they are
-called as the user likes: more than once, by turns, or not at all.
+Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
+may call them *freely*: several times, in any order, or not at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +33,12 @@ __all__ = ["StageBoundary"]
 
 
 class StageBoundary:
-    """The wrapped layers of one module.
+    """The wrapped layers of one module; made while their parameters are whole.
 
     Args:
         layers: The model's layers in order.
         wrap_layer: Applied to each layer's forward once, such as compilation.
         group: The stage's tensor-parallel group; None if no plan may have a degree above 1.
-
-    Must be made while the layers' parameters are whole.
     """
 
     def __init__(
@@ -56,19 +54,19 @@ class StageBoundary:
             SkippedLayer(layer, index, self._leavings) for index, layer in enumerate(self._layers)
         ]
         self._current: MicrobatchPass | None = None
-        self._again: MicrobatchPass | None = None
+        self._backward: MicrobatchPass | None = None
         """The micro-batch whose backward pass runs."""
         self._group = group
         self._changes_input = False
         """Whether the first layer was seen to change its input in place."""
         self.first_call: str | None = None
-        """The form of the first call of a layer in training; see `rehearsal`."""
+        """The form of the first call of any layer in training; see `rehearsal`."""
         self._compiled = {
             index: layer._compiled_call_impl
             for index, layer in enumerate(self._layers)
             if layer._compiled_call_impl is not None
         }
-        """The compiled calls of layers of which the user called `compile`."""
+        """The compiled calls of layers that the user has compiled by `layer.compile()`."""
         for index, layer in enumerate(self._layers):
             forward = self._compiled.get(index, layer.forward)
             if wrap_layer is not None:
@@ -80,7 +78,7 @@ class StageBoundary:
                 layer.forward = wrapped
 
     def remove(self) -> None:
-        """Give the layers their own forward back."""
+        """Restore the layers' own forward."""
         for index, layer in enumerate(self._layers):
             if index in self._compiled:
                 layer._compiled_call_impl = self._compiled[index]
@@ -88,10 +86,10 @@ class StageBoundary:
                 del layer.forward
 
     def forward_of(self, current: MicrobatchPass) -> "_Forward":
-        """Run the user's step inside this context.
+        """Return the context in which the user's step runs for a micro-batch.
 
         Raises:
-            StageEnd: The stage ends before the step does.
+            StageEnd: Inside it, at the end of a stage that isn't the last.
             StepError, ModelError: The step does what a stage can't, or ends without its layers.
         """
         return _Forward(self, current)
@@ -129,21 +127,21 @@ class StageBoundary:
         """Run the backward of a forward pass; layers that the user's model checkpoints run again.
 
         Args:
-            current: That pass.
-            outputs: What it has made.
-            gradients: Of each.
+            current: The forward pass.
+            outputs: The tensors where the backward begins.
+            gradients: The gradient of each of them.
         """
-        self._again = current
+        self._backward = current
         try:
             torch.autograd.backward(outputs, gradients)
         finally:
-            self._again = None
+            self._backward = None
 
     def call(self, call: LayerCall) -> Any:
-        """Do what the current micro-batch asks of a layer; plain forward without one."""
+        """Run or skip a layer, as the current micro-batch needs it; without one just run it."""
         current, index = self._current, call.index
         if current is None:
-            return call.run() if self._again is None else self._call_again(self._again, call)
+            return call.run() if self._backward is None else self._call_again(self._backward, call)
         if current.with_gradients and not torch.is_grad_enabled():
             current.note_checkpoint(index)
         watch = current.loss_watch
@@ -163,7 +161,7 @@ class StageBoundary:
         return output
 
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Run a layer of a stage that has all layers."""
+        """Run a layer of a stage that has all layers, which may be called in any way."""
         current.called.append(call.index)
         suspended = current.loss_watch.suspend()
         try:
@@ -178,9 +176,9 @@ class StageBoundary:
         return output
 
     def _call_again(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Compute in backward what the forward computed, or skipped.
+        """Do again in backward what the forward did: run the layer, or skip it.
 
-        Nothing is asked for after the last layer of a stage: the step ended there.
+        Layers after the stage's last one weren't called in the forward, since the step ended there.
         """
         if call.index < current.layers.start:
             return self._skip(current, call)
@@ -206,7 +204,7 @@ class StageBoundary:
         elif current.reads is None:
             output = self._run(current, call)
         else:
-            with current.reads.pause():  # Layers and pulls read no outer weights.
+            with current.reads.pause():  # Layers and pulls read no weights outside the layers.
                 output = self._run(current, call)
         if call.index + 1 < current.layers.stop:
             return output
@@ -219,7 +217,7 @@ class StageBoundary:
         return output
 
     def _enter(self, current: MicrobatchPass, call: LayerCall) -> LayerCall:
-        """Return what the stage's first layer computes."""
+        """Return the call of the stage's first layer, with the received activation as its input."""
         if current.receive is not None or self._group is not None:
             key = self._hidden_argument(current, call)
             hidden = current.stage_input(call.argument(key))
@@ -274,7 +272,7 @@ class StageBoundary:
         return output
 
     def _note_change(self, current: MicrobatchPass, call: LayerCall, changed: Tensor) -> None:
-        """Note that a layer has changed an argument in place: other stages have it as it was."""
+        """Note that a layer has changed its hidden state in place; refuse to change others."""
         hidden = self._hidden_argument(current, call)
         for key, tensor in call.given.items():
             if tensor is changed and key != hidden:
@@ -283,16 +281,16 @@ class StageBoundary:
                     "of other stages wouldn't see. Let it work on a copy, or use a plan whose "
                     "pipelines have one stage."
                 )
-        # Later layers get what a layer has made, and nobody else has that on other stages.
+        # Code on other stages can only have kept the first layer's input, and miss its change.
         self._changes_input |= call.index == 0
 
     def _leave(self, group: StageGroup, index: int, output: Any) -> Any:
-        """Return what the last layer of a tensor-parallel stage returns."""
+        """Return the last layer's output of a tensor-parallel stage, its hidden state whole."""
         hidden = group.leave(hidden_output(output, index))
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     def _end_stage(self, current: MicrobatchPass, hidden: Tensor) -> None:
-        """Leave the step with what the next stage gets; on a last stage the step goes on."""
+        """End the step with the handover to the next stage; on the last stage the step goes on."""
         current.finished = True
         if not current.is_last_stage:
             current.handed_on.kept = ()
@@ -304,7 +302,7 @@ class StageBoundary:
         current.loss_watch.leave_layers(hidden)
 
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Do what is done here of a layer that an earlier stage computes."""
+        """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
         handover = current.arrived()
         before = self._leavings.look(call.index) if handover.left[call.index] else None
         hidden: Tensor = call.argument(current.hidden_arguments[call.index])
@@ -331,7 +329,7 @@ class StageBoundary:
         current.check_unchanged(index)
         first = current.layers.start
         if index < first or (index > first and len(call.values) == 1):
-            return  # Nothing computes with it here, or the stage's own layer has made it.
+            return  # It isn't computed with here, or this stage's own layer has made it.
         others: Sequence[Any] = call.values
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]
@@ -349,7 +347,7 @@ class StageBoundary:
 
 
 class _Forward:
-    """The context of one step."""
+    """The context of `StageBoundary.forward_of`."""
 
     def __init__(self, boundary: StageBoundary, current: MicrobatchPass) -> None:
         self._boundary, self._current = boundary, current
@@ -374,7 +372,7 @@ class _LayerForward:
 
 
 def _rest_of(output: Any, call: LayerCall | None = None) -> tuple[Any, ...]:
-    """Return what a layer returned besides the hidden state; None in place of what it was given."""
+    """Return a layer's output besides the hidden state, with None for each of its arguments."""
     if not isinstance(output, tuple | list):
         return ()
     given = () if call is None else call.values

@@ -1,4 +1,4 @@
-"""A call of a layer: find the hidden state in what it is called with, and in what it returns."""
+"""A call of a layer, and which of its arguments and outputs is the hidden state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class LayerCall:
     """One call of one of the model's layers by the user's model."""
 
     index: int
-    """The layer's."""
+    """Index of the layer."""
     forward: Callable[..., Any]
     """The layer's own forward."""
     args: tuple[Any, ...]
@@ -38,17 +38,16 @@ class LayerCall:
         return self.forward(*self.args, **self.kwargs)
 
     def without_caches(self) -> "LayerCall":
-        """Return the call without a cache of keys and values.
+        """Return the call with None for any cache of keys and values: training doesn't read it.
 
-        It would hold on to activations, and a layer that is computed again would write into it
-        twice. Nothing reads it in training.
+        It would keep activations alive, and a recomputed layer would write into it twice.
         """
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if is_cache(value) else value for name, value in self.kwargs.items()}
         return LayerCall(self.index, self.forward, args, kwargs)
 
     def argument(self, key: int | str) -> Any:
-        """Return the argument at a position or of a name."""
+        """Return the argument at a position or with a name."""
         return self.args[key] if isinstance(key, int) else self.kwargs[key]
 
     @property
@@ -57,7 +56,7 @@ class LayerCall:
         return (*self.args, *self.kwargs.values()) if self.kwargs else self.args
 
     def versions(self) -> list[tuple[Tensor, int]]:
-        """Return the tensors among the arguments that count changes in place, and their counts."""
+        """Return each tensor argument that has a version counter, with its version."""
         values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
         return [
             (value, value._version)
@@ -66,20 +65,21 @@ class LayerCall:
         ]
 
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
-        """Return the same call with one other argument."""
+        """Return the same call with one argument replaced."""
         if isinstance(key, int):
             args = (*self.args[:key], value, *self.args[key + 1 :])
             return LayerCall(self.index, self.forward, args, self.kwargs)
         return LayerCall(self.index, self.forward, self.args, {**self.kwargs, key: value})
 
     def hidden_argument(self, previous: Tensor | None = None) -> int | str:
-        """Return which argument is the hidden state.
+        """Return the position or name of the argument that is the hidden state.
 
-        It is what the layer before returned, if that is known. Else it is the first argument that
-        may be one.
+        Args:
+            previous: The tensor that it must be, returned by the layer before. If None, it is the
+                first argument that may be one, floating-point tensors before others.
 
         Raises:
-            ModelError: None of them is.
+            ModelError: There is none.
         """
         if previous is not None:
             if self.args and self.args[0] is previous:
@@ -109,7 +109,7 @@ class LayerCall:
 
 
 def hidden_output(output: Any, index: int) -> Tensor:
-    """Return the hidden state in what layer `index` returns.
+    """Return the hidden state in the output of layer `index`: a tensor, or the first of a tuple.
 
     Raises:
         ModelError: There is none.

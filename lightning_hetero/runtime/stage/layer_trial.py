@@ -1,14 +1,14 @@
-"""Find out by trial whether layers let the samples of a micro-batch meet each other.
+"""Find out by trial whether layers let samples of a micro-batch *meet*: affect each other.
 
-What a layer returns for a sample must not depend on others: one device gives it those of the whole
-batch, a stage those of one micro-batch. Statistics over a batch written by hand, attention that
-ignores where packed samples end, and experts with a capacity do depend on them. So in the first
-iteration, and in few later ones, layers are called again for one micro-batch: on what they got, and
-with other values in all samples but the first, and but the last. That one must come out as before.
+What a layer returns for a sample must not depend on the other samples: on one device these are the
+whole batch's, in a stage only one micro-batch's. Hand-written statistics over a batch, attention
+that ignores where packed samples end, and experts with a capacity do depend on them. So in the
+first iteration, and a few later ones, layers are called again for one micro-batch: with other
+values in all samples but the first, then but the last. That one's output must stay the same.
 
-A micro-batch of one sample is tried as if it held that sample twice. Where a layer can't be called
-again, or nobody knows where samples lie in what it gets, nothing is found. Hooks inside a layer
-aren't called, and what it leaves on its modules is taken back.
+A micro-batch of one sample is tried as if it held that sample twice. If a layer can't be called
+again, or it is unclear where samples lie in its input, nothing is found. Hooks inside a layer
+aren't called, and whatever it leaves on its modules is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,16 +31,16 @@ from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 __all__ = ["LayerTrial"]
 
 _NEGLIGIBLE, _ROUNDINGS = 1e-5, 8
-"""Share of a sample's output that rounding may explain, or roundings, whatever is more."""
+"""Largest change, as a share of a sample's output or in roundings, that rounding may explain."""
 _FACTOR = -0.5
-"""Of other values, which are those of other features: none is larger than what is there, so that
-scales of low precisions stay as they are."""
+"""Other values are those of other features times this: none grows, so that scales of low-precision
+formats stay as they are."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Let nobody see torch's functions in this context but who says where tensors are made."""
+    """In this context, disable all torch function modes but the one of the default device."""
     modes: list[Any] = []
     while (depth := torch._C._len_torch_function_stack()) and not isinstance(
         torch._C._get_function_stack_at(depth - 1), DeviceContext
@@ -54,13 +54,13 @@ def _unwatched() -> Iterator[None]:
 
 
 class LayerTrial:
-    """The trial of the layers that one micro-batch passes, each when it is called first.
+    """Tries each layer that a micro-batch passes, when it is first called.
 
     Args:
-        microbatch: What the step gets. If samples are packed end to end it says where each begins,
-            and where the last one ends, in `cu_seqlens`.
-        tries_shared: Whether all ranks try theirs in this iteration; if not, layers that several
-            compute together are left alone, for they would wait for each other.
+        microbatch: The step's micro-batch. If samples are packed end to end, its `cu_seqlens` says
+            where each begins and where the last one ends.
+        tries_shared: Whether all ranks try layers in this iteration. If not, layers that several
+            ranks compute together aren't tried, because these would wait for each other.
     """
 
     def __init__(self, microbatch: Any, *, tries_shared: bool = True) -> None:
@@ -71,11 +71,11 @@ class LayerTrial:
 
     @_unwatched()
     def begin(self, call: LayerCall, key: int | str | None, *, is_shared: bool) -> "_Trial | None":
-        """Keep what a layer is called with, which it may change in place; None if nobody can try.
+        """Begin a layer's trial before it runs: copy its input. None if there is nothing to try.
 
         Args:
-            call: The call.
-            key: Which argument is the hidden state, if that is known.
+            call: The layer's call.
+            key: Which argument is the hidden state; None if unknown.
             is_shared: Whether other ranks compute the layer together with this one.
         """
         is_due = call.index not in self._tried and (self._tries_shared or not is_shared)
@@ -95,7 +95,7 @@ class LayerTrial:
             call, dim = _doubled(call, [*hidden.shape].index(1))
             groupings = [(dim, torch.arange(2))]
         elif is_shared and not is_packed:
-            # All ranks must call it as often, and their numbers of tokens may be others.
+            # All ranks must call it equally often, though their numbers of tokens may differ.
             is_first = len(hidden) == self._num_samples
             groupings = [(0, torch.arange(self._num_samples))] if is_first else []
         else:
@@ -107,7 +107,7 @@ class LayerTrial:
 
 
 def _doubled(call: LayerCall, dim: int) -> tuple[LayerCall, int]:
-    """Return a call with each sample twice, where a micro-batch holds one, and the samples' dim."""
+    """Return the call with its only sample twice along `dim`, and `dim`."""
 
     def twice(item: Tensor) -> Tensor:
         is_of_samples = item.ndim > dim and item.shape[dim] == 1
@@ -138,23 +138,23 @@ class _Trial:
 
     @_unwatched()
     def check(self, layer: nn.Module, leavings: LayerLeavings) -> None:
-        """Look at the layer, once it has run.
+        """Try the layer, after it has run.
 
         Args:
             layer: The layer.
-            leavings: Takes back what it leaves on its modules.
+            leavings: Removes what the trial leaves on its modules.
 
         Raises:
-            ModelError: What it returns for a sample depends on others.
+            ModelError: The layer's output for a sample depends on other samples.
         """
-        # Twice as many samples come only here: compilers needn't see them.
+        # Two samples occur only in trials: compilers needn't see them.
         stance = "force_eager" if self._is_doubled else "default"
         run = partial(_run, layer, leavings)
         try:
             with PreservedRandomState(), torch.no_grad(), torch.compiler.set_stance(stance):
                 meets = self._meets(run)
         except Exception:
-            # What can't be called again, whatever the reason, tells nothing. But others may wait.
+            # If it can't be called again, for any reason, nothing is shown. But others may wait.
             if self._is_shared:
                 raise
             return
@@ -175,11 +175,11 @@ class _Trial:
             return run(self._call.with_argument(self._key, given.clone()))  # May change in place.
 
         def changes(dim: int, is_kept: Tensor) -> bool:
-            """Whether others' values change the output of the sample at those places of a dim."""
+            """Whether other samples' values change the output of the kept sample."""
             kept = is_kept.nonzero()[:, 0]
             repeated = torch.where(is_kept, torch.arange(len(is_kept)), kept[:1])
             mask = is_kept.view([-1 if item == dim else 1 for item in range(hidden.ndim)])
-            # Others that are alike crowd whatever the sample takes, such as its experts.
+            # Copies of the kept sample crowd whatever it uses, such as its experts.
             for other in (
                 _FACTOR * hidden.flip(-1),
                 hidden.index_select(dim, repeated.to(hidden.device)),
@@ -187,34 +187,34 @@ class _Trial:
                 given = torch.where(mask.to(hidden.device), hidden, other)
                 outcomes.append(outcome_of(given))
             if base.output.shape[: dim + 1] != hidden.shape[: dim + 1]:
-                return False  # Nobody knows whose it is.
+                return False  # It is unclear which sample an output belongs to.
             return any(item.differs(base, dim, kept) for item in outcomes[-2:])
 
         base = outcome_of(hidden)
         outcomes: list[_Outcome] = []
-        # All calls are made, whatever the first ones tell: other ranks make them, too.
+        # All calls are made, whatever the first ones show, because other ranks make them, too.
         met = [
             [changes(dim, samples == kept) for kept in (0, int(samples.max()))]
             for dim, samples in self._groupings
         ]
         if outcome_of(hidden).differs(base, 0, torch.arange(len(base.output))):
-            return False  # It depends on how often it was called, too.
-        # Buffers that follow what a micro-batch holds are refused by those who watch them.
+            return False  # The output changes from call to call anyway.
+        # Buffers that depend on the micro-batch are refused by `BufferWatch`.
         is_known = all(item.draws_like(base) and not item.has_changed for item in outcomes)
         return bool(met) and is_known and all(map(any, met))
 
 
 class _Outcome(NamedTuple):
-    """What a call has led to."""
+    """The result of one call."""
 
     output: Tensor
     drawn: TorchState
-    """What it has left generators like."""
+    """The generators' states after it."""
     has_changed: bool
     """Whether it has changed buffers."""
 
     def differs(self, base: "_Outcome", dim: int, places: Tensor) -> bool:
-        """Whether the output isn't that of another call, but for rounding, at places of a dim."""
+        """Whether the output at places of a dim differs from another call's beyond rounding."""
         places = places.to(self.output.device)
         if self.output.shape != base.output.shape:
             return False
@@ -223,7 +223,7 @@ class _Outcome(NamedTuple):
         return bool(before.isfinite().all() and not (after - before).abs().amax() <= allowed)
 
     def draws_like(self, base: "_Outcome") -> bool:
-        """Whether as many random numbers were drawn as by another call."""
+        """Whether another call has drawn as many random numbers."""
         return all(
             one is None or other is None or torch.equal(one, other)
             for one, other in zip(self.drawn, base.drawn, strict=True)
@@ -231,7 +231,7 @@ class _Outcome(NamedTuple):
 
 
 def _run(layer: nn.Module, leavings: LayerLeavings, call: LayerCall) -> _Outcome:
-    """Call a layer, and leave it as if it hadn't been called."""
+    """Call a layer, and restore it as if it hadn't been called."""
     before = leavings.look(call.index)
     seed_everything(call.index)
     try:
@@ -253,7 +253,7 @@ def _rounding(output: Tensor) -> float:
 
 @contextmanager
 def _undisturbed(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Call a layer in this context without its parts' hooks, and with other buffers: these."""
+    """Give a context in which a layer has no hooks inside, and copies of its buffers: these."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     buffers: list[Tensor] = []
     for part in layer.modules():

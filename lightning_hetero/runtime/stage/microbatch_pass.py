@@ -1,7 +1,7 @@
-"""One pass of one micro-batch through the user's step on a stage, and how a stage ends it.
+"""The state of one micro-batch's pass through the user's step on a stage, and how a stage ends it.
 
-It knows which calls of layers stages can carry, and refuses others by name: stages need a chain,
-each layer called once, in order, where autograd sees it.
+It refuses, by name, calls of layers that stages can't run: these need a *chain*, each layer called
+once, in order, where autograd sees it.
 """
 
 import traceback
@@ -25,13 +25,13 @@ from lightning_hetero.runtime.stage.recomputation import Recomputation
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 
 _UNCOUNTED = -1
-"""Stands for the version of a tensor that has none."""
+"""Stands for the version of a tensor without a version counter."""
 
 
 class StageEnd(BaseException):
-    """Leaves the user's step at the end of a stage that isn't the last.
+    """Raised to leave the user's step at the end of a stage that isn't the last.
 
-    It is no error, and no `except Exception` of the user's may stop it.
+    No `Exception`, since it isn't an error, and a user's `except Exception` mustn't catch it.
     """
 
     def __init__(self, handed_on: Handover) -> None:
@@ -52,41 +52,41 @@ class MicrobatchPass:
     seed: tuple[int, ...]
     """All that the micro-batch's random numbers depend on."""
     receive: Callable[[], Handover] | None
-    """Returns what the stage before hands on; None on first stages."""
+    """Receives the handover of the stage before; None on first stages."""
     wait_unit: Callable[[int], None] | None
-    """Waits for the weights of a layer, or with `num_layers` for those after the layers; None where
-    all are here."""
+    """Waits for the weights of a layer, or with `num_layers` for those after the layers; None if
+    all have arrived."""
     loss_watch: LossWatch
-    """Watches the torch functions called after the layers, or outside of them all."""
+    """Watches the torch functions that are called after the layers, or outside of any layer."""
     recomputation: Recomputation = field(default_factory=Recomputation)
-    """The layers whose activations it computes again in backward."""
+    """The layers whose activations this micro-batch recomputes in backward."""
     reads: ReadWatch | None = None
-    """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
+    """Finds out which parameters outside the layers the stage uses; None if that is known."""
     layer_trial: LayerTrial | None = None
-    """Of the layers, in iterations that try them."""
+    """Tries the layers; None in iterations without a trial."""
     lists: AppendedLists | None = None
-    """The module's lists, to which layers of a stage may append nothing."""
+    """The module's lists, to which layers of a stage may not append."""
     called: list[int] = field(default_factory=list)
-    """Indices of the layers called so far, where they are called as the user likes."""
+    """Indices of the layers called so far, if they are called freely."""
     num_called: int = 0
-    """Layers of a chain called so far, also those that run on other stages."""
+    """Layers of a chain called so far, including those that run on other stages."""
     finished: bool = False
     """Whether the stage's last layer has run."""
     received: Handover | None = field(default=None, repr=False)
     handed_on: Handover = field(default_factory=Handover, repr=False)
-    """For the next stage, as far as it is known."""
+    """The handover to the next stage, as far as it is made."""
     with_gradients: bool = False
-    """Whether the step began with autograd switched on."""
+    """Whether the step began with autograd enabled."""
     is_reentrant: bool = False
-    """Whether a checkpoint of the older kind hides layers from autograd."""
+    """Whether `torch.utils.checkpoint` with use_reentrant=True hides layers from autograd."""
     last_hidden: Tensor | None = field(default=None, repr=False)
-    """Returned by the layer before, to see that nothing is computed between layers."""
+    """What the last layer returned: the next one must get it as it is."""
     last_version: int = 0
-    """How often that had been changed in place when the layer returned it."""
+    """Its version when the layer returned it."""
     hidden_arguments: dict[int, int | str] = field(default_factory=dict, repr=False)
     """Which argument of each layer called was the hidden state."""
     _given: Tensor | None = field(default=None, repr=False)
-    """The received activation as the stage's first layer got it."""
+    """The activation that the stage's first layer got the first time."""
     _given_version: int = 0
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
@@ -96,13 +96,13 @@ class MicrobatchPass:
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
         self._drawn = seeds_of(self.num_layers + 2, *self.seed)
-        """Seeds of the step, of the first call of each layer, and of what comes after them all."""
+        """Seeds of the step, of each layer's first call, and of what comes after the layers."""
         self.step_seed = self._last_seed = self._drawn[0]
-        """Of all generators, where the step begins."""
+        """The seed of all generators at the step's beginning."""
         self.is_free = False
-        """Whether layers are called as the user likes."""
+        """Whether layers may be called freely: several times, in any order, or not at all."""
         self._times = [0] * (self.num_layers + 1)
-        """How often each layer has begun, and what comes after them all."""
+        """How often each layer has begun, and last what comes after the layers."""
 
     @property
     def is_chain(self) -> bool:
@@ -110,7 +110,7 @@ class MicrobatchPass:
         return self.called == list(range(self.num_layers))
 
     def arrived(self) -> Handover:
-        """Return what the stage before hands on; waits for it the first time."""
+        """Return the handover of the stage before; the first call waits for it."""
         if self.received is None:
             assert self.receive is not None
             self.received = self.receive()
@@ -118,21 +118,21 @@ class MicrobatchPass:
         return self.received
 
     def stage_input(self, hidden: Tensor) -> Tensor:
-        """Return what the stage's first layer computes on, where it is called with `hidden`.
+        """Return the input of the stage's first layer, which the model calls with `hidden`.
 
-        On later stages that is the received activation, each time anew: the layer may change it in
-        place, as it might change what the layer before it returned. And a model that checkpoints
-        its own layers runs the layer again in backward, on the same activation.
+        On later stages that is the received activation, as a new tensor each time: the layer may
+        change it in place, as it might the output of a layer before it; and a model that
+        checkpoints its own layers runs the layer again in backward, on the same activation.
 
         Raises:
-            ModelError: The layer changed what it got the first time.
+            ModelError: The layer has changed its input of the first time in place.
         """
         if self.receive is None:
             return hidden
         received = self.arrived().tensors[0]
         if not received.requires_grad:
             return received
-        # No view of it to autograd, which would forbid operations in place on one of a leaf.
+        # Not a view to autograd, which forbids in-place operations on a view of a leaf.
         given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
         if self._given is None:
             self._given, self._given_version = given, given._version
@@ -144,11 +144,11 @@ class MicrobatchPass:
         return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
-        """Seed torch and wait for weights before layer `index`, or after all with `num_layers`.
+        """Seed torch and wait for weights before layer `index`; `num_layers`: after all layers.
 
-        A layer that is called more than once draws other numbers each time. One that is computed
-        `again` draws those of the first time: a checkpoint has put the generators back to where
-        they were, so the seed before this one tells which time that was.
+        A layer that is called several times draws other numbers each time. One that runs `again` in
+        backward draws the same as before: a checkpoint has restored the generators, so the present
+        seed tells which call it was.
         """
         drawn = torch.default_generator.initial_seed()
         if again:
@@ -165,8 +165,8 @@ class MicrobatchPass:
             self.wait_unit(index)
 
     def keep_hidden(self, hidden: Tensor) -> None:
-        """Remember what a layer returned."""
-        # Inference counts no versions; the next stage then sees it, on its unknown tensor.
+        """Remember the hidden state that a layer returned."""
+        # Inference tensors have no version; then the next stage sees it, on its unknown tensor.
         self.last_hidden = hidden
         self.last_version = _UNCOUNTED if hidden.is_inference() else hidden._version
 
@@ -177,7 +177,7 @@ class MicrobatchPass:
             raise ModelError(in_place_between(index - 1))
 
     def note_checkpoint(self, index: int) -> None:
-        """Note that autograd doesn't see a layer of a training step for the time being.
+        """Note that a layer of a training step is called with autograd disabled.
 
         Raises:
             ModelError: The pipeline has several stages.
@@ -196,7 +196,7 @@ class MicrobatchPass:
 
         Raises:
             StepError: The model is called a second time.
-            ModelError: It isn't the next layer's turn.
+            ModelError: It isn't this layer's turn.
         """
         if self.finished and index == 0:
             raise StepError(
@@ -210,7 +210,7 @@ class MicrobatchPass:
         self.num_called += 1
 
     def check_finished(self) -> None:
-        """Refuse a step that has ended without all layers of a stage.
+        """Refuse a step that has ended before all layers of the stage were called.
 
         Raises:
             StepError: It called none.
@@ -226,7 +226,7 @@ class MicrobatchPass:
 
 
 def in_place_between(index: int) -> str:
-    """Return what to say where the output of layer `index` is changed in place."""
+    """Return the error message for an in-place change of the output of layer `index`."""
     return (
         f"The model computes something in place between layer {index} and layer {index + 1}, which "
         "would be lost where a stage ends there. Move the computation into the layers, or use a "
@@ -235,7 +235,7 @@ def in_place_between(index: int) -> str:
 
 
 def _warn_of_seeding() -> None:
-    """Say that layers draw other numbers than the seed of a step would let them, as they must."""
+    """Warn that a step's own seed doesn't determine what layers draw, as it would on one device."""
     warnings.warn(
         "A step seeds torch's generators. Layers, and what comes after them, are seeded anew for "
         "each micro-batch, and before them all micro-batches draw the same numbers, so it isn't "

@@ -1,7 +1,7 @@
-"""Refuse calls of a module outside of its steps, where its parameters are a rank's slices.
+"""Refuse calls of a module outside its steps, where its parameters are a rank's slices.
 
-A hook that lets the model write a few words is the usual case. Without this it would fail somewhere
-inside the model, on shapes that mean nothing to anybody.
+The usual case is a hook that generates a few words. Without this it would fail somewhere inside the
+model, with shapes that tell the user nothing.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ class ModuleCalls:
 
     Args:
         module: The LightningModule.
-        has_slices: Whether its parameters are whole inside this context only; if not, calls may be
-            made anywhere.
+        has_slices: Whether its parameters are whole only inside this context; else it may be called
+            anywhere.
     """
 
     def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
         self._module = module
         self._are_allowed = False
         self._begin: Callable[[], None] | None = None
-        """What is due before the next call."""
+        """Called before the next call of the module, and only once."""
         self._sees_all: bool | None = None
-        """Whether no part of the module is compiled; None before that was looked at."""
+        """Whether no part of the module is compiled; None until that is checked."""
         children = (item for item in module.children() if any(True for _ in item.parameters()))
         watched = (module, *children) if has_slices else ()
         self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
@@ -43,9 +43,9 @@ class ModuleCalls:
         self._are_allowed, self._begin = False, None
 
     def before_first(self, begin: Callable[[], None]) -> bool:
-        """Do something just before the first call inside of the context.
+        """Call `begin` just before the module's first call in the context.
 
-        Returns whether that is certain: compiled calls, and those that aren't watched, aren't seen.
+        Returns whether it will be: compiled modules and unwatched ones are called unseen.
         """
         if self._sees_all is None:
             # Not earlier: hooks of a fit's start may compile parts of the module.
@@ -55,7 +55,7 @@ class ModuleCalls:
         return self._begin is not None
 
     def remove(self) -> None:
-        """Let it be called anywhere."""
+        """Stop watching: the module may be called anywhere."""
         for handle in self._handles:
             handle.remove()
 

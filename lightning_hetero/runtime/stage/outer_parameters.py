@@ -1,12 +1,12 @@
 """Find out which parameters outside the layers each end of a pipeline really needs.
 
-The stages of a pipeline run the same step, so all of them read what is computed before the layers,
-and most throw the result away: it only makes the first layer's input. A watch follows what is
-computed from each parameter, through the memory of tensors, until it is used.
+The stages of a pipeline run the same step, so all of them compute what comes before the layers, and
+most throw the result away, since it is only the first layer's input. A watch follows everything
+that is computed from each parameter, through the memory of tensors, until it is used.
 
 In an epoch's first iteration of each phase (training, validation, test, prediction) both ends of a
-pipeline hold these parameters. What was used at one end only, in all that was seen so far, is held
-there only until the next epoch.
+pipeline hold these parameters. For the rest of the epoch, a parameter that has been used at only
+one end so far is held at that end only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,27 +40,27 @@ class OuterRoles:
     def __init__(self) -> None:
         self._roles: dict[str, set[OuterRole]] = {}
         self._watched: dict[int, int] = {}
-        """The last epoch in which that was watched, for each phase."""
+        """For each phase the last epoch in which uses were watched."""
 
     @property
     def are_known(self) -> bool:
-        """Whether any iteration has shown where they are used."""
+        """Whether any iteration has been watched."""
         return bool(self._watched)
 
     def is_due(self, phase: int, epoch: int) -> bool:
-        """Whether an iteration of a phase is the first of its epoch."""
+        """Whether uses must be watched: the iteration is the first of its phase in an epoch."""
         return self._watched.get(phase) != epoch
 
     def learn(
         self, plan: ParallelPlan, reads: Mapping[int, Sequence[str]], *, phase: int, epoch: int
     ) -> None:
-        """Take in what an iteration of a plan has shown.
+        """Record the uses that were watched in an iteration.
 
         Args:
             plan: The plan that ran.
-            reads: The outer parameters that ranks used, by global rank.
-            phase: The iteration's.
-            epoch: The iteration's.
+            reads: The outer parameters that each global rank used.
+            phase: Phase of the iteration.
+            epoch: Epoch of the iteration.
         """
         for pipeline in plan.pipelines:
             if pipeline.num_stages == 1:
@@ -72,7 +72,7 @@ class OuterRoles:
         self._watched[phase] = epoch
 
     def apply(self, specs: Iterable[ParameterSpec], *, known: bool) -> tuple[ParameterSpec, ...]:
-        """Return parameters with their roles; what wasn't seen in use may be used anywhere."""
+        """Return parameters with their roles: both ends if not `known`, or never seen in use."""
 
         def roles(name: str) -> frozenset[OuterRole]:
             return frozenset(self._roles.get(name, _BOTH_ENDS)) if known else _BOTH_ENDS
@@ -97,10 +97,10 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses_all = is_first
-        """Whether whatever is read is used: on first stages, and from a stage's layers on."""
+        """Whether reading counts as using: on first stages, and from a stage's layers on."""
         self._reads = reads
         self._kept: list[UntypedStorage] = []
-        """Memory that may not be used anew while its address stands for what lies there."""
+        """Memory that is kept alive, because its address identifies what was computed there."""
         self._names: dict[int, frozenset[str]] = {}
         for name, parameter in parameters.items():
             self._mark((parameter,), frozenset({name}))
@@ -112,7 +112,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and follow what it reads."""
+        """Run an operation; mark its results with the parameters that it reads."""
         names = self._names_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
         if names:
@@ -124,18 +124,18 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def pause(self) -> AbstractContextManager[Any]:
-        """Return a context whose operations pass unwatched; modes around the step see them."""
+        """Return a context in which operations aren't watched; modes around the step see them."""
         if _get_current_dispatch_mode() is self:
             return _pop_mode_temporarily()
-        return _disable_current_modes()  # One that the step has entered: it can't stay alone.
+        return _disable_current_modes()  # The step has entered a mode, which can't be kept alone.
 
     def reach_layers(self, given: Any) -> None:
-        """Say that the stage's own layers begin, with these arguments."""
+        """Note that the stage's own layers begin: their arguments count as used."""
         self.use(given)
         self.uses_all = True
 
     def use(self, value: Any) -> None:
-        """Say that the stage's own layers use a value."""
+        """Note that a value is used: so are the parameters that it was computed from."""
         self._reads |= self._names_in(value)
 
     def _names_in(self, value: Any) -> frozenset[str]:
@@ -151,7 +151,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _looks_at_values(func: Any, args: Sequence[Any]) -> bool:
-    """Whether what an operation makes is no tensor, or its shape depends on values."""
+    """Whether an operation returns values of a tensor, or a shape that depends on them."""
     if func._schema.name == "aten::index":
         return any(item.dtype is torch.bool for item in _tensors(args[1]))
     return not _LOOKS_AT_VALUES.isdisjoint(func.tags)

@@ -1,4 +1,4 @@
-"""Tensors as bytes, end to end, and their forms, without which the bytes say nothing."""
+"""Pack tensors end to end as bytes, and unpack them by their forms (shape, dtype and the like)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,7 +19,7 @@ __all__ = [
 
 _reshaped = torch.ops.aten._unsafe_view.default
 _ALIGNMENT_BYTES = 64
-"""Of packed tensors, so that each can be viewed in its own dtype, and kernels find it aligned."""
+"""Alignment of packed tensors: each can be viewed in its own dtype, and kernels find it aligned."""
 
 
 class Form(NamedTuple):
@@ -58,7 +58,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def packed_behind(start: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return bytes, and after them those of tensors, each where `offsets_of` says."""
+    """Return the bytes of `start`, then those of the tensors at the offsets of `offsets_of`."""
     parts = [start]
     for tensor in tensors:
         part = _bytes_of(tensor)
@@ -69,18 +69,18 @@ def packed_behind(start: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor, forms: tuple[Form, ...]) -> list[Tensor]:
-    """Return the tensors of these forms that lie in `packed`."""
+    """Return the tensors with these forms that are packed in `packed`."""
     tensors = []
     for start, form in zip(offsets_of(forms), forms, strict=False):
         found = packed[start : start + form.num_bytes].view(form.dtype)
-        # No view to autograd: what changes one of them in place has changed no other.
+        # To autograd it is no view, so that changing one in place doesn't count for the others.
         tensors.append(_reshaped(found, form.shape))
     return tensors
 
 
 @lru_cache(maxsize=256)
 def offsets_of(forms: tuple[Form, ...]) -> tuple[int, ...]:
-    """Return where each packed tensor begins, and the length of all."""
+    """Return the offset of each packed tensor, and at the end the total length, in bytes."""
     offsets = [0]
     for form in forms:
         offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)

@@ -1,14 +1,14 @@
-"""Run a layer so that it keeps its activations for backward, or computes them again there.
+"""Run a layer so that it keeps its activations for backward, or recomputes them there.
 
-A recomputed layer keeps its inputs only, a selectively recomputed one matrix products and attention
-as well. That pays where a stage's activations of all micro-batches in flight don't fit (MEM_V in
-AutoHet's Eq. 4). Passes without gradients keep nothing in any case. Where the plan doesn't say what
-layers keep, `LayerOptions` do, and whether they are compiled.
+A recomputed layer keeps only its inputs; a selectively recomputed one keeps matrix products and
+attention, too. That pays if a stage's activations of all micro-batches in flight don't fit (MEM_V
+in AutoHet's Eq. 4). Passes without gradients keep nothing in any case. `LayerOptions` decide if the
+plan doesn't; they also say whether layers are compiled.
 
 Compilation is regional: each layer by itself, so that stages may begin and end at any layer and
 like layers share their code. Compiled layers run in training passes only: a pass without gradients
-is not worth a compilation of its own. What tensor parallelism communicates inside a layer stays
-outside of the compiled code.
+isn't worth compiling for. Communication of tensor parallelism inside a layer stays outside the
+compiled code.
 """
 
 from collections.abc import Callable, Container
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 ActivationCheckpointing = Literal["none", "selective", "full"] | int
-"""No layer, all that is cheap of every layer, every layer, or every n-th, the first among them."""
+"""What is recomputed: nothing, the cheap part of every layer, every layer, or every n-th layer."""
 
 _Forward = Callable[..., Any]
 
 _COMPILED_FORMS = 4
-"""Of one layer: for fixed and for varying numbers of tokens, first and later micro-batches."""
+"""Variants of one layer: for fixed and varying numbers of tokens, first and later micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class LayerOptions:
     """How layers run in training."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Layers whose activations are computed again in backward, in stages whose plan doesn't say."""
+    """Layers whose activations are recomputed in backward, in stages whose plan doesn't say."""
     activation_budget_bytes: int | None = None
-    """Most bytes of its layers' activations on each rank of such a stage; None sets no limit."""
+    """Most bytes of layers' activations on each rank of such a stage; None sets no limit."""
     compile_layers: bool = False
     """Whether `torch.compile` compiles each layer."""
 
@@ -85,7 +85,7 @@ class LayerOptions:
             )
 
     def refuse_without_layers(self) -> None:
-        """Raise ConfigurationError if anything is asked of layers, as there are none."""
+        """Raise ConfigurationError if any option is set: the module has no layers."""
         if self != LayerOptions():
             raise ConfigurationError(
                 "activation_checkpointing, activation_budget_bytes and compile_layers work layer "
@@ -94,20 +94,20 @@ class LayerOptions:
             )
 
     def recomputed(self, layers: range) -> frozenset[int]:
-        """Return which of a stage's layers compute their activations again."""
+        """Return which of a stage's layers recompute all of their activations."""
         value = self.activation_checkpointing
         if isinstance(value, str):
             return frozenset(layers if value == "full" else ())
         return frozenset(index for index in layers if index % value == 0)
 
     def selective(self, layers: range) -> range:
-        """Return which of a stage's layers compute all again but matrix products and attention."""
+        """Return which of a stage's layers recompute all but matrix products and attention."""
         return layers if self.activation_checkpointing == "selective" else range(0)
 
     def add_to(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return the plan with the layers of which only these options say that they recompute.
+        """Return the plan with recomputation added where only these options ask for it.
 
-        For predictions: they stand for any others of their stage. A budget isn't added.
+        For predictions only: it counts layers, without saying which. A budget isn't added.
         """
 
         def told(stage: StagePlan) -> StagePlan:
@@ -123,17 +123,17 @@ class LayerOptions:
         return replace(plan, pipelines=tuple(pipelines))
 
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
-        """Return what runs in place of a layer's forward."""
+        """Return the function to run in place of a layer's forward."""
         return _CompiledForward(index, forward) if self.compile_layers else forward
 
 
 def is_said(stage: StagePlan) -> bool:
-    """Whether the plan says what a stage recomputes."""
+    """Whether the plan itself says what a stage recomputes."""
     return any(value is not None for value in stage.recomputation.values())
 
 
 def is_compiled(module: nn.Module, forward: _Forward | None = None) -> bool:
-    """Whether a module is compiled: by its user, or in the forward that `wrap_layer` has made."""
+    """Whether a module is compiled: by the user, or by `wrap_layer`, which has made `forward`."""
     by_user = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
     return by_user or isinstance(forward, _CompiledForward)
 
@@ -151,7 +151,7 @@ class _CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        # A cache of keys and values would be another argument in each pass; nothing reads it.
+        # A cache of keys and values would be a new argument in each pass; nothing reads it.
         args = tuple(None if is_cache(arg) else arg for arg in args)
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         return self._training(*args, **kwargs)
@@ -171,32 +171,32 @@ class MeasuredLayer:
 
     index: int
     num_tokens: int
-    """Of the micro-batch."""
+    """Tokens of the micro-batch."""
     report: Callable[[LayerBytes], None]
-    """Gets what was counted."""
+    """Called with the counted bytes per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """The activations that one micro-batch computes again on a stage."""
+    """The activations that one micro-batch recomputes on a stage."""
 
     layers: Container[int] = ()
-    """Indices of the layers that are computed again."""
+    """Indices of the layers that are recomputed as a whole."""
     selective: Container[int] = ()
-    """Of those of which matrix products and attention are kept. Nobody sees those of compiled ones,
-    which are computed again as a whole."""
+    """Indices of the layers that keep matrix products and attention. In compiled layers these can't
+    be told apart, so they are recomputed as a whole."""
     measured: MeasuredLayer | None = None
-    """A kept one of which nobody knows yet what it keeps."""
+    """A layer that isn't recomputed, and whose saved bytes are counted; None if they are known."""
 
     def run(self, call: LayerCall, layer: nn.Module, hidden: int | str | None) -> Any:
-        """Compute a layer for the first time.
+        """Run a layer in the forward pass, and return its output.
 
         A layer that the model itself checkpoints isn't checkpointed once more.
 
         Args:
-            call: Its call.
+            call: The layer's call.
             layer: The layer.
-            hidden: Which of its arguments is the hidden state, if that is known.
+            hidden: Which of its arguments is the hidden state; None if unknown.
         """
         measured = self.measured
         if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():
@@ -215,7 +215,7 @@ class Recomputation:
 def _measure(
     measured: MeasuredLayer, call: LayerCall, layer: nn.Module, hidden_key: int | str | None
 ) -> Any:
-    """Run a layer and report what it keeps; its weights and what all layers share don't count."""
+    """Run a layer and report the bytes it keeps, without weights and what all layers share."""
     call = call.without_caches()
     hidden = call.given[call.hidden_argument() if hidden_key is None else hidden_key]
     others = tree_leaves([value for value in call.given.values() if value is not hidden])
@@ -231,13 +231,13 @@ def _measure(
 
 
 def _saving_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """Return what packs and unpacks saved tensors just now; None if autograd keeps them itself."""
+    """Return the present pack and unpack hooks of saved tensors; None if there are none."""
     hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def _is_checkpointed() -> bool:
-    """Whether this runs inside of `torch.utils.checkpoint`, which keeps nothing as it is."""
+    """Whether this runs inside `torch.utils.checkpoint`, which keeps no activations."""
     hooks = _saving_hooks()
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__

@@ -1,11 +1,11 @@
-"""Call a layer once before anybody waits for it: that compiles it and loads its kernels.
+"""Call a layer once before other ranks wait for it: that compiles it and loads its kernels.
 
-A process that joins a run hasn't seen a batch. So those who train say what a layer's call looks
-like, shapes and types, and the newcomer makes one like it of zeros, forward and backward, before it
-is let in. Short lists of integers travel with their values, since packed samples have to begin and
-end somewhere. Layers share their code, so one of them stands for all.
+A newcomer hasn't seen a batch. So the ranks that train describe a layer's call, by shapes and
+types, and the newcomer makes such a call with zeros, forward and backward, before it is let in.
+Short lists of integers travel with their values, since packed samples have to begin and end
+somewhere. Layers share their code, so one stands for all.
 
-Under tensor parallelism, or where a step's shapes vary, the first real call may compile once more.
+Under tensor parallelism, or if a step's shapes vary, the first real call may compile once more.
 """
 
 import importlib
@@ -24,11 +24,11 @@ from lightning_hetero.runtime.stage.layer_calls import LayerCall
 __all__ = ["describe_call", "rehearse"]
 
 _MOST_VALUES = 1024
-"""Integers that travel with a tensor's form; a longer one is of zeros."""
+"""Most integers of a tensor that travel with its form; a longer one becomes zeros."""
 
 
 def describe_call(call: LayerCall) -> str:
-    """Return what a call looks like, as `rehearse` takes it; empty where that can't be said."""
+    """Return a description of a call for `rehearse`; "" if it can't be described."""
     plain = call.without_caches()
     try:
         return json.dumps([_form_of(plain.args), _form_of(plain.kwargs)])
@@ -39,13 +39,13 @@ def describe_call(call: LayerCall) -> str:
 def rehearse(
     layer: nn.Module, description: str, *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Call a layer forward and backward with zeros, its weights included; nothing of it changes.
+    """Call a layer forward and backward with zeros, even for its weights; leave it unchanged.
 
     Args:
-        layer: The layer; its weights may be on meta.
-        description: What its call looks like (`describe_call`).
+        layer: The layer; its weights may be on the meta device.
+        description: The call, as `describe_call` returns it.
         device: Where to compute.
-        dtype: Of the weights.
+        dtype: The dtype of the weights.
     """
     args, kwargs = (_made_of(form, device) for form in json.loads(description))
     zeros: dict[str, Tensor] = {}
@@ -63,10 +63,10 @@ def rehearse(
 
 
 def _form_of(value: Any) -> Any:
-    """Return the form of an argument, of lists and what JSON has words for.
+    """Return a description of an argument that JSON can hold.
 
     Raises:
-        TypeError: It is of a kind that can't be made anew.
+        TypeError: The argument is of a type that can't be made anew.
     """
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")

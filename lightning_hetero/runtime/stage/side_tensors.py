@@ -1,14 +1,14 @@
 """Carry what layers leave beside their outputs to later stages: losses, router logits.
 
 A layer may return tensors besides the hidden state and leave some on its modules, as attributes, in
-lists or in dicts, and Hugging Face models record outputs of its submodules while they are asked to.
-Later layers, and code after them on the last stage, then read them. So after each layer what it
-left is noted, place by place, and whoever skips the layer puts it there. Tensors travel beside the
+lists or in dicts; and Hugging Face models record outputs of submodules if asked to. Later layers,
+and code after them on the last stage, then read these. So what each layer leaves is noted, place by
+place, and stages that skip the layer put it into the same places. The tensors travel beside the
 hidden state, and their gradients back.
 
-A tensor travels if it is smaller than the hidden state, or if a layer returned it and the next one
-of the stage took it as an argument, as those of T5 do with the position bias. In the place of
-another larger one, and of what can't be pickled, comes an unknown tensor.
+A tensor travels if it is smaller than the hidden state, or if a layer returned it and the next
+layer of the stage took it as an argument, as in T5 the position bias. For other larger tensors, and
+for objects that can't be pickled, later stages get an unknown tensor.
 """
 
 import io
@@ -36,7 +36,7 @@ _REMEDY = (
 _REST = "the rest of its output"
 _RECORDED = ("", "recorded")
 RECORDER = "transformers.utils.output_capturing"
-"""Where hooks come from that record outputs of submodules."""
+"""The module whose hooks record outputs of submodules."""
 _CONTAINERS = frozenset((list, dict))
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -48,15 +48,15 @@ class _Space(NamedTuple):
     """A place where a layer may leave something, as it was at one time."""
 
     name: tuple[str, str]
-    """Of the module inside the layer, and what of it."""
+    """(path of the module inside the layer, kind of place)."""
     names: dict[str, Any]
-    """The place itself."""
+    """The place itself: values by name."""
     before: dict[str, Any]
     inside: dict[str, "_Seen"]
     """The lists and dicts in it."""
 
     def changes(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names in it whose values have changed, and how."""
+        """Yield (name, change) for each value in it that has changed."""
         for name, value in self.names.items():
             same = self.before.get(name, _NOTHING) is value and name not in self.inside
             change = None if same or name in _INTERNAL else self.seen(name).change_to(value)
@@ -64,7 +64,7 @@ class _Space(NamedTuple):
                 yield name, change
 
     def seen(self, name: str) -> "_Seen":
-        """Return what was at a name."""
+        """Return the earlier value at a name."""
         return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
 
 
@@ -75,27 +75,27 @@ class Spaces(HeldValues):
     all are compared at once, and looked at one by one only where any has changed.
 
     Args:
-        index: The layer's.
-        named: The places and their names.
+        index: Index of the layer.
+        named: (name, place) of each.
     """
 
     def __init__(self, index: int, named: Sequence[tuple[tuple[str, str], dict[str, Any]]]) -> None:
         super().__init__(names.values() for _, names in named)
         self.index = index
         self.all = [_space(name, names) for name, names in named]
-        """Each of them."""
+        """One `_Space` for each place."""
         self.recorded = named[-1][1] if named[-1][0] == _RECORDED else None
-        """The place of outputs that are recorded, if there is one."""
+        """The place of recorded outputs, if there is one."""
         self.with_contents = [space for space in self.all if space.inside]
-        """Those with lists or dicts, in which something may change at any time."""
+        """The places with lists or dicts, whose contents may change unnoticed."""
 
     def changed(self) -> list[_Space]:
-        """Return those in which something may have changed since."""
+        """Return the places in which anything may have changed since."""
         return self.with_contents if self.are_same() else self.all
 
 
 class LayerLeavings:
-    """Sees and restores what the layers of one module leave beside their outputs.
+    """Notes what the layers of a module leave beside their outputs, and restores it elsewhere.
 
     Args:
         layers: The model's layers in order.
@@ -105,10 +105,10 @@ class LayerLeavings:
         self._modules = [[*layer.modules()] for layer in layers]
         self._names = [_names_of(layer) for layer in layers]
         self._last: dict[int, Spaces] = {}
-        """The places of layers that have left nothing since they were looked at."""
+        """Reusable results of `look`: of layers that have left nothing since."""
 
     def look(self, index: int) -> Spaces:
-        """Return what is there before layer `index` runs or is skipped."""
+        """Return the contents of layer `index`'s places, before it runs or is skipped."""
         recorded = _recorded_outputs() if RECORDER in sys.modules else None
         last = self._last.get(index)
         is_known = last is not None and last.recorded is recorded and not last.with_contents
@@ -120,12 +120,12 @@ class LayerLeavings:
         return last
 
     def note(self, before: Spaces, hidden: Tensor, rest: Rest, handover: Handover) -> None:
-        """Add what a layer has left since `before`, and its tensors, to what is handed on.
+        """Add to a handover what a layer has left since `before`, with its tensors.
 
         Args:
-            before: What `look` returned before it ran.
-            hidden: The layer's hidden state, or its whole form; what isn't smaller stays.
-            rest: What it returned besides; None where that is an argument.
+            before: What `look` returned before the layer ran.
+            hidden: The layer's whole hidden state; tensors that aren't smaller don't travel.
+            rest: What the layer returned besides; None in place of its arguments.
             handover: Changed in place.
         """
         handover.tensors[:1] = [hidden]
@@ -144,7 +144,7 @@ class LayerLeavings:
         return pickle.dumps(left) if left else b""
 
     def hand_on(self, values: Sequence[Any], handover: Handover) -> None:
-        """Let all that the last layer returned travel if the next call takes some of it.
+        """Let everything that the last layer returned travel, if the next call takes any of it.
 
         Args:
             values: The arguments of that call.
@@ -159,16 +159,16 @@ class LayerLeavings:
         handover.kept = ()
 
     def restore(self, index: int, before: Spaces, rest: Rest, handover: Handover) -> Rest:
-        """Put what layer `index` left on another stage in its places.
+        """Put what layer `index` left on an earlier stage into its places here.
 
         Args:
-            index: The layer's.
-            before: What `look` returned before it was skipped.
+            index: The layer's index.
+            before: What `look` returned before the layer was skipped.
             rest: What skipping it returned besides the hidden state.
-            handover: What the stage before handed on.
+            handover: The handover from the stage before.
 
         Returns:
-            `rest` with the tensors that the layer returned in place of unknown ones.
+            `rest`, with received tensors in place of unknown ones.
         """
         returned = _rest_space(())
         spaces = {space.name: space for space in (*before.all, returned)}
@@ -184,7 +184,7 @@ class LayerLeavings:
         return _filled(rest, returned.names.get(_REST))
 
     def refuse_pieces(self, index: int, before: Spaces, rest: Rest) -> None:
-        """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""
+        """Refuse tensors that layer `index` has left: they are of this rank's tokens only."""
         for space in self._changed(before, rest):
             for name, change in space.changes():
                 if any(
@@ -197,7 +197,7 @@ class LayerLeavings:
                     )
 
     def undo(self, before: Spaces) -> None:
-        """Put all places back to what `look` saw there."""
+        """Restore all places to what `look` found there."""
         for space in before.all:
             for name in space.names.keys() - space.before.keys():
                 del space.names[name]
@@ -206,7 +206,7 @@ class LayerLeavings:
                 seen.undo()
 
     def _changed(self, before: Spaces, rest: Rest) -> Iterator[_Space]:
-        """Yield the places where something may have changed, the rest of an output last."""
+        """Yield the places where anything may have changed, last the rest of the output."""
         changed = before.changed()
         if changed:
             self._last.pop(before.index, None)  # What it has taken out is held by nobody.
@@ -219,14 +219,14 @@ _buffers_of = attrgetter("_buffers")
 
 
 def _names_of(layer: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of a layer's places: attributes, then buffers, then what is recorded."""
+    """Return the names of a layer's places: attributes, then buffers, then recorded outputs."""
     paths = [path for path, _ in layer.named_modules()]
     kinds = ("attributes", "buffers")
     return [(path, kind) for kind in kinds for path in paths] + [_RECORDED]
 
 
 def _recorded_outputs() -> dict[str, Any] | None:
-    """Return where Hugging Face models record outputs of submodules; None unless one is asked."""
+    """Return the dict in which a Hugging Face model records outputs now; None if none does."""
     found: dict[str, Any] | None = sys.modules[RECORDER]._active_collector.get()
     return found
 
@@ -266,14 +266,14 @@ def _is_large(value: Any, hidden: Tensor) -> bool:
 
 
 def _dump(value: Any, sides: list[Tensor], *, all_travel: bool = False) -> bytes | None:
-    """Return a value's bytes, its tensors by their index among the side tensors.
+    """Return a pickled value, with its tensors as indices into `sides`.
 
-    Returns None if it can't or shouldn't travel; new tensors are added only if it does.
+    Returns None, and adds no tensors, if the value can't be pickled.
 
     Args:
         value: What a layer has left.
-        sides: The hidden state, then the side tensors.
-        all_travel: Whether those do that aren't smaller than the hidden state, too.
+        sides: The hidden state, then the side tensors; new tensors are appended.
+        all_travel: Whether tensors travel that aren't smaller than the hidden state, too.
     """
     known = {id(tensor): index for index, tensor in enumerate(sides)}
     new: list[Tensor] = []
@@ -322,7 +322,7 @@ _DEPTH = 3
 
 
 class _Seen:
-    """A value at one time, with what was in it if it is a list or a dict."""
+    """A value at one time, and its contents if it is a list or a dict."""
 
     def __init__(self, value: Any = _NOTHING, depth: int = _DEPTH) -> None:
         self.value = value
@@ -350,12 +350,12 @@ class _Seen:
         return None
 
     def apply(self, change: tuple[str, Any], names: Any, name: Any) -> None:
-        """Change what is at `names[name]`, where this value was, as another stage's was changed."""
+        """Apply to `names[name]`, which held this value, a change from another stage."""
         kind, value = change
         if kind == "put":
             names[name] = value
         elif kind == "append":
-            # Skipping the layer may have added stand-ins for the very same.
+            # Skipping the layer may have added stand-ins for the same items.
             names[name][len(self._items) :] = value
         elif kind == "replace":
             names[name][:] = value
@@ -364,7 +364,7 @@ class _Seen:
                 self._at(inner).apply(inner_change, names[name], inner)
 
     def undo(self) -> None:
-        """Give a list or a dict back what was in it."""
+        """Restore the contents of a list or a dict."""
         inside = (*self._items, *self._named.values())
         if type(self.value) is list and self._depth:
             self.value[:] = [item.value for item in self._items]

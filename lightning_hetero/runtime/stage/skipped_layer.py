@@ -1,9 +1,9 @@
-"""Foretell what a layer of another stage returns on this one: tensors with unknown values.
+"""Return on this stage what a layer of another stage would return: tensors with unknown values.
 
 A layer is run once for each way of being called, on unknown weights, to see what it returns besides
-the hidden state. From then on that is handed out without running it. A layer that also leaves
-tensors where `LayerLeavings` doesn't see them, in others' lists or through hooks inside it, is run
-on unknown weights each time, so that whoever looks there finds unknown tensors and is refused.
+the hidden state. From then on such stand-ins are returned without running it. A layer that leaves
+tensors where `LayerLeavings` doesn't see them, in lists elsewhere or through hooks inside it, runs
+on unknown weights each time: code that uses these gets unknown tensors, and is refused.
 """
 
 import copy
@@ -41,31 +41,31 @@ _PLAIN = (*_SIMPLE, int, torch.device)
 
 @dataclass(frozen=True)
 class _Given:
-    """Stands for an argument that the layer hands on."""
+    """Stands for an argument that the layer returns."""
 
     argument: int | str
 
 
 class _Hidden:
-    """Stands for a hidden state of the form that the layer was given."""
+    """Stands for a hidden state with the shape and dtype of the layer's input."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Stands for a tensor of another form."""
+    """Stands for a tensor with another shape or dtype."""
 
     meta: Tensor
     position: int | None
-    """In the output; None for the hidden state itself."""
+    """Its place in the output; None for the hidden state."""
 
 
 class SkippedLayer:
-    """One layer that other stages run.
+    """Stands in for a layer where another stage runs it.
 
     Args:
         layer: The layer, its parameters still whole.
-        index: Its index.
-        leavings: Knows where it may leave tensors that travel.
+        index: The layer's index.
+        leavings: Finds what the layer leaves on its modules.
     """
 
     def __init__(self, layer: nn.Module, index: int, leavings: LayerLeavings) -> None:
@@ -74,26 +74,26 @@ class SkippedLayer:
         self._leavings = leavings
         self._origin = Origin(f"the output of layer {index}", _REMEDY)
         self._sealed = in_place_between(index)
-        # The layer's own hooks run around its forward, here as anywhere.
+        # Only hooks inside: the layer's own hooks run around its forward in any case.
         _, *inside = layer.modules()
         self._hooks = [
             hooks for item in inside for hooks in (item._forward_hooks, item._forward_pre_hooks)
         ]
         self._shapes = {name: tuple(item.shape) for name, item in layer.named_parameters()}
         self._outputs: dict[Any, Any] = {}
-        self._restless: set[Any] = set()
-        """Ways of being called in which it leaves tensors elsewhere."""
+        self._never_cached: set[Any] = set()
+        """Kinds of calls in which the layer leaves tensors elsewhere, so it is run each time."""
 
     def __call__(self, call: LayerCall, hidden: Tensor, made: HiddenForm | None = None) -> Any:
-        """Return what a call with this hidden state returns.
+        """Return what the layer would return for a call, with unknown values.
 
         Args:
             call: The call.
             hidden: The hidden state among its arguments.
-            made: Shape and dtype of the hidden state that it returns, if they are known.
+            made: Shape and dtype of the hidden state that it returns; None if unknown.
 
         Raises:
-            ModelError: What the layer would do can't be foretold.
+            ModelError: What the layer would return or leave can't be predicted.
         """
         kinds = [_kind_of(value) for value in call.args]
         if call.kwargs:
@@ -107,7 +107,7 @@ class SkippedLayer:
         return tree_map(lambda item: self._stand_in(item, call.given, hidden, made), output)
 
     def _of_sizes(self, call: LayerCall, hidden: Tensor, key: Any) -> Any:
-        """Return what stands for the output of a call whose sizes may decide on it."""
+        """Return stand-ins for a call's output, cached by sizes if the output depends on them."""
         leaves = tree_leaves(call.given)
         sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
         output = self._outputs.get((key, sizes))
@@ -115,13 +115,13 @@ class SkippedLayer:
             uncompiled = torch.compiler.set_stance("force_eager")
             with PreservedRandomState(), torch.no_grad(), uncompiled:
                 output = self._observe(call, hidden, key)
-            if key not in self._restless:
+            if key not in self._never_cached:
                 has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
                 self._outputs[(key, sizes) if has_sizes else key] = output
         return output
 
     def _has_hooks(self) -> bool:
-        """Whether hooks inside the layer look at what it computes."""
+        """Whether hooks inside the layer may look at what it computes."""
         return any(self._hooks) and any(
             getattr(hook, "__module__", None) != RECORDER
             for hooks in self._hooks
@@ -147,13 +147,13 @@ class SkippedLayer:
         return Unknown.of(*form, device, self._origin, self._sealed)
 
     def _observe(self, call: LayerCall, hidden: Tensor, key: Any) -> Any:
-        """Return what stands for a call's output, and note whether it leaves tensors elsewhere."""
-        if key in self._restless:
+        """Return stand-ins for a call's output; note whether the layer leaves tensors elsewhere."""
+        if key in self._never_cached:
             return self._run(call, hidden, on_zeros=False)[0]
         try:
             output, made = self._run(call, hidden, on_zeros=False)
         except Exception:
-            # It looks at values, as experts do. Zeros show the form, but take a layer's memory.
+            # It needs values, as experts do. Zeros show the shapes, but take a layer's memory.
             if self._has_hooks():
                 self._refuse_to_foretell("hooks inside it look at what it computes")
             try:
@@ -170,7 +170,7 @@ class SkippedLayer:
                 self._refuse_to_foretell("it leaves tensors in somebody's list")
             return output
         if self._has_hooks() or made.any_alive(unknown_only=True):
-            self._restless.add(key)
+            self._never_cached.add(key)
         return output
 
     def _refuse_to_foretell(self, why: str) -> NoReturn:
@@ -192,7 +192,7 @@ class SkippedLayer:
             state[name] = buffer.clone() if on_zeros else Unknown.like(buffer, origin)
         before = self._leavings.look(self._index)
         try:
-            # A layer that was compiled would never be so again if that met the tracking.
+            # Eager: if compiled code met the tracking, the layer would stay uncompiled for good.
             with (
                 torch.compiler.set_stance("force_eager"),
                 _Tracking() as made,
@@ -206,7 +206,7 @@ class SkippedLayer:
 
 
 def _described_output(call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> Any:
-    """Run the layer and return what stands for its output."""
+    """Run the layer and return stand-ins for its output."""
     given = {key: _argument_of(value, on_zeros) for key, value in call.given.items()}
     args = [given[key] for key in range(len(call.args))]
     output = call.forward(*args, **{name: given[name] for name in call.kwargs})
@@ -237,7 +237,7 @@ def _described_output(call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> Any
 
 
 class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers what operations make, without keeping it alive."""
+    """Remembers the tensors that operations make, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def any_alive(self, *, unknown_only: bool) -> bool:
-        """Return whether anybody holds any of it."""
+        """Return whether any of these tensors is still referenced."""
 
         def alive() -> bool:
             found = [item for made in self._made if (item := made()) is not None]
@@ -265,7 +265,7 @@ class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for item in found
             )
 
-        # What is in a cycle is held by nobody.
+        # Tensors that are only in a reference cycle don't count.
         return alive() and gc.collect() >= 0 and alive()
 
 
@@ -274,7 +274,7 @@ def _has_size(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return what of an argument decides on what a layer returns, apart from shapes."""
+    """Return the part of an argument, besides shapes, that a layer's output may depend on."""
     if type(value) in _TENSORS:
         return type(value)
     return (type(value), value) if isinstance(value, _SIMPLE) else type(value)
@@ -284,7 +284,7 @@ def _argument_of(value: Any, on_zeros: bool) -> Any:  # noqa: FBT001 - inside on
     if isinstance(value, Unknown):
         if on_zeros:
             return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-        # A layer may change its input in place, though nothing between layers may.
+        # Not sealed: a layer may change its input in place, though code between layers may not.
         return Unknown.like(value, value.origin)
-    # What a layer writes into a cache of keys and values isn't read in this pass.
+    # A copy, since the layer writes into a cache of keys and values.
     return copy.deepcopy(value) if is_cache(value) else value
