@@ -2,15 +2,15 @@
 
 A stage's iteration is a list of forwards and backwards, and inside and between them the rank waits
 for other ranks: for activations and their gradients, for weights, for gradients to leave, for the
-agreement. What a straggler detector needs is the time without those waits (Greyhound §4), and so
-does whoever compares a plan with its prediction. Reading a clock costs about a microsecond an
-action on a CPU; on CUDA, events are recorded on the stream and read an iteration later, when the
-device has long passed them, so that no host waits for its device.
+agreement. A straggler detector needs the time without those waits (Greyhound §4), and so does the
+comparison of a plan with its prediction. Reading a clock costs about a microsecond per action on a
+CPU; on CUDA, events are recorded on the stream and read an iteration later, when the device has
+long passed them, so that no host waits for its device.
 
-Waits for messages are also kept by peer, which is where the search for a slow link begins.
+Waits for messages are also kept by peer: there the search for a slow link begins.
 
-`lightning_hetero.testing.EmulatedClock` stands in for the clock where a device or a link plays a
-slower one: it overrides what begins and ends here, and the two methods that do nothing.
+`lightning_hetero.testing.EmulatedClock` replaces this clock to emulate a slower device or link: it
+overrides the methods that begin and end sections, and the two that do nothing here.
 """
 
 import time
@@ -49,11 +49,11 @@ class MessageTime:
     """Global rank of the sender."""
     num_bytes: int
     wait_s: float
-    """Seconds for which this rank stood still because the message wasn't there."""
+    """Seconds for which this rank waited because the message hadn't arrived."""
     is_exchange: bool
     """Whether it held weights or gradients of parameters, not an activation or its gradient."""
     num_together: int = 1
-    """Messages that this one wait was for: any of them may have been late."""
+    """Number of messages waited for at once: any of them may have been the late one."""
 
 
 class _Work(Protocol):
@@ -74,9 +74,9 @@ class IterationTimes:
     """The messages that this rank received, in the order in which it waited for them."""
 
     def wait_by_peer_s(self) -> dict[int, float]:
-        """Return for how many seconds this rank waited for messages of each peer.
+        """Return the seconds for which this rank waited for messages of each peer.
 
-        Of messages that a backend lets nobody wait for one by one each peer has the whole wait.
+        A wait for several messages at once counts in full for each of their senders.
         """
         waits_s: dict[int, float] = defaultdict(float)
         for message in self.messages:
@@ -112,7 +112,7 @@ class ComputeClock:
         """Whether `last` is the iteration before the last one."""
         self._last: IterationTimes | None = None
         self._ended: list[_Marks] = []
-        """Iterations whose times haven't been asked for, and those that it is too early for."""
+        """Iterations not read yet, and on CUDA one that it is too early to read."""
         self._marks = _Marks()
         self._iteration = _Section(self._begin_iteration, self._end_iteration)
         self._waiting = _Section(self._begin_wait, self._end_wait)
@@ -141,17 +141,17 @@ class ComputeClock:
         return self._action
 
     def waiting(self) -> "_Section":
-        """Count the time inside this context as waiting; it may stand inside itself."""
+        """Count the time inside this context as waiting; it may be nested."""
         return self._waiting
 
     def probing(self) -> "_Section":
-        """Let a probe inside this context take as long as an action would; its time isn't kept."""
+        """Treat the context's work as an action, so that an emulated device slows it down."""
         return self._action
 
     def wait_for(
         self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
     ) -> None:
-        """Wait for a message of a peer; counts as waiting. A message's header counts 0 bytes."""
+        """Wait for a message of a peer; counts as waiting. `num_bytes` is 0 for a mere header."""
         self.wait_together((work,), ((peer, num_bytes),), is_exchange=is_exchange)
 
     def wait_together(
@@ -171,10 +171,10 @@ class ComputeClock:
             marks.messages.append((peer, num_bytes, start, end, is_exchange, len(senders)))
 
     def before_send(self) -> None:
-        """Called before an action's result leaves the rank: a slower device would have it later."""
+        """Called before an action's result is sent; an emulated slower device delays it here."""
 
     def _delay_message(self, peer: int, num_bytes: int) -> None:
-        """Called when a message has arrived: a slower link would deliver it later."""
+        """Called when a message has arrived; an emulated slower link delays it here."""
 
     def _mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ class ComputeClock:
 
 
 class _Section:
-    """A reusable context without state of its own; what raises inside it is not recorded."""
+    """A reusable, stateless context; a section that raises is not recorded."""
 
     __slots__ = ("_begin", "_end")
 
@@ -264,10 +264,10 @@ _NOT_TRACED = nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether a profiler looks: a range costs as much as a small kernel, even where none does."""
+    """Whether a profiler records: a range costs as much as a small kernel, even without one."""
     return _profiler_enabled()
 
 
 def traced(name: object) -> AbstractContextManager[object]:
-    """Show what runs inside this context as one range of a trace; `name` as it is printed."""
+    """Show the work inside this context as one range of a trace, named `str(name)`."""
     return record_function(str(name)) if is_traced() else _NOT_TRACED

@@ -1,9 +1,9 @@
-"""Name the embedding that is asked for a row it doesn't have: a vocabulary too small, as a rule.
+"""Name the embedding that was asked for a row it doesn't have: usually the vocabulary is too small.
 
-On a CPU torch says no more than "index out of range in self". On CUDA the kernel asserts, and every
-later call of the process fails with an error that names neither rows nor model. So the integers of
-a batch are looked at on the host, before they go to the device: one pass over them (100,000 token
-ids: 0.03 ms), and nothing waits for the device unless one is too large for an embedding.
+On a CPU torch says only "index out of range in self". On CUDA the kernel asserts, and every later
+call of the process fails with an error that names neither rows nor model. So the range of a batch's
+integers is found on the host, before they go to the device: one pass over them (100,000 token ids:
+0.03 ms). Nothing waits for the device unless an id is too large for an embedding.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,12 +26,12 @@ _DEVICE_ASSERT = (
 
 
 class EmbeddingRows:
-    """Checks what a module's embeddings are asked for, as far as it comes from the batch as it is.
+    """Checks the ids that a module's embeddings get, if they come from the batch unchanged.
 
-    Embeddings whose class has a forward of its own, which may count rows otherwise, are left out.
+    Embeddings whose class has its own forward, which may count rows differently, are left out.
 
     Args:
-        module: The user's.
+        module: The user's LightningModule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,14 +44,14 @@ class EmbeddingRows:
         ]
 
     def note_batch(self, on_host: Iterable[Tensor], moved: Iterable[Tensor]) -> None:
-        """Look at the batch of the next iteration.
+        """Record the range of integers in the next iteration's batch.
 
         Args:
             on_host: Its tensors before they go to the device.
-            moved: The same there.
+            moved: The same tensors on the device.
         """
         self._ranges = {}
-        # Hooks of the user's may have changed the batch on its way.
+        # Not strict: transfer hooks of the user's may have changed the batch.
         for before, tensor in zip(on_host, moved, strict=False):
             if before.is_cpu and before.numel() and before.dtype in _ID_DTYPES:
                 address = tensor.untyped_storage().data_ptr()
@@ -60,21 +60,21 @@ class EmbeddingRows:
                 self._ranges[address] = min(known[0], lowest), max(known[1], highest)
 
     def remove(self) -> None:
-        """Check nothing any more."""
+        """Stop checking."""
         for handle in self._handles:
             handle.remove()
 
     def may_lie_outside(self, ids: Tensor, num_rows: int) -> bool:
-        """Return False where token ids are known to be rows; waits for no device."""
+        """Return whether ids may lie outside the rows; False if they aren't the batch's own."""
         if torch.compiler.is_compiling():
             return False
-        # Of what was computed from the batch nothing is known, and looking would wait for it.
+        # Of ids computed from the batch nothing is known, and looking would wait for the device.
         lowest, highest = self._ranges.get(ids.untyped_storage().data_ptr(), (0, 0))
         return lowest < 0 or highest >= num_rows
 
 
 class _Check:
-    """Called by an embedding before its forward; a copy of the embedding is not checked."""
+    """A pre-forward hook of an embedding; copies of the embedding aren't checked."""
 
     def __init__(self, rows: EmbeddingRows, module: nn.Module) -> None:
         self._rows = rows
@@ -105,10 +105,10 @@ def _check_nothing(*_: object) -> None:
 
 @contextmanager
 def explain_unknown_rows(module: nn.Module) -> Iterator[None]:
-    """Say which embedding was asked for which row where torch has found out.
+    """Explain torch's errors about indices inside this context.
 
     Raises:
-        BatchError: In place of the IndexError of an embedding of the module.
+        BatchError: In place of an IndexError of one of the module's embeddings; it names it.
     """
     try:
         yield

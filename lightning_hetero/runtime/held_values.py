@@ -1,6 +1,6 @@
-"""See in a few calls whether any value in some dicts, such as modules' attributes, is another one.
+"""Tell in a few calls whether any value in some dicts, such as modules' attributes, was replaced.
 
-Hundreds of attributes are looked at before and after each layer, and most never change.
+Hundreds of attributes are compared before and after each layer, and most never change.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from typing import Any
 __all__ = ["HeldValues"]
 
 _END = (object(),)
-"""Stands after all values, so that what comes or goes moves it."""
+"""Follows all values, so that an added or removed value is noticed."""
 
 
 class HeldValues:
     """The values in some places at one time, compared by identity.
 
     Args:
-        places: What shows them as they are whenever it is gone through, such as `dict.values()`.
+        places: Live views of the values, such as `dict.values()`.
     """
 
     def __init__(self, places: Iterable[Iterable[Any]]) -> None:
@@ -26,5 +26,5 @@ class HeldValues:
         self._values = [*chain.from_iterable(self._places)]
 
     def are_same(self) -> bool:
-        """Whether the very same values are there now."""
+        """Whether the same objects are still there."""
         return all(map(is_, chain.from_iterable(self._places), self._values))

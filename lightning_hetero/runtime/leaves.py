@@ -1,4 +1,4 @@
-"""The leaves of nested arguments, found fast: modes look at those of every function of torch."""
+"""Find the leaves of nested arguments fast: modes do so for every function of torch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Seed the generators of torch, NumPy and Python by what must not depend on the plan."""
+"""Seed, save and restore the generators of torch, NumPy and Python, independently of the plan."""
 
 import ctypes
 import hashlib
@@ -56,17 +56,17 @@ def seed_everything(seed: int) -> None:
 
 
 class GlobalSeed:
-    """The state of generators at a run's beginning, after Lightning's `reset_seed`.
+    """The generators' state at the beginning of a fit, after Lightning's `reset_seed`.
 
-    A member of a run that outlives ranks comes to its beginning again and again, and torch's
-    `manual_seed` takes milliseconds to look at the stack for each kind of device that isn't there.
+    It is kept because a member of a run that outlives ranks begins many fits, and torch's
+    `manual_seed` takes milliseconds for each kind of device that isn't there.
     """
 
     def __init__(self) -> None:
         self._seeded: RandomState | None = None
 
     def put_back(self, *, again: bool) -> None:
-        """Seed as for a process's start; as it was the last time if this is `again` one."""
+        """Seed as at a process's start; `again` restores the state of the last time."""
         if again and self._seeded is not None:
             self._seeded.put_back()
             return
@@ -79,7 +79,7 @@ class TorchState(NamedTuple):
 
     cpu: Tensor
     cuda: Tensor | None
-    """Of the current device, once CUDA is used."""
+    """The current device's; None until CUDA is used."""
 
     @classmethod
     def now(cls) -> "TorchState":
@@ -155,7 +155,7 @@ class RandomState(NamedTuple):
 
     torch: Tensor
     cuda: list[Tensor]
-    """Of each device; none without CUDA."""
+    """One state per device; empty without CUDA."""
     numpy: Any
     python: Any
 
@@ -167,7 +167,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RandomState":
-        """Return what `to_dict` was called of."""
+        """Return the state from which `to_dict` made `data`."""
         kind, keys, *rest = data["numpy"]
         version, numbers, gauss = data["python"]
         return cls(
@@ -178,14 +178,14 @@ class RandomState(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what can be saved without pickle: no arrays."""
+        """Return the state in a form that can be saved without pickle: no NumPy arrays."""
         kind, keys, *rest = self.numpy
         numpy = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
         state = {"torch": self.torch, "python": self.python, "numpy": numpy}
         return state | ({"cuda": self.cuda} if self.cuda else {})
 
     def put_back(self) -> None:
-        """Make them so again; those of CUDA where there are as many devices."""
+        """Restore these states; those of CUDA only if there are as many devices."""
         torch.set_rng_state(self.torch)
         if self.cuda and len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self.cuda)
@@ -194,7 +194,7 @@ class RandomState(NamedTuple):
 
 
 class PreservedRandomState:
-    """Leaves the generators of torch, NumPy and Python as they were found before this context."""
+    """A context after which torch's, NumPy's and Python's generators are as they were before it."""
 
     def __enter__(self) -> None:
         self._python, self._numpy = random.getstate(), _numpy_state()

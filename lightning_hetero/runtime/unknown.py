@@ -1,11 +1,11 @@
 """Tensors whose values this stage can't know: what other stages compute, weights they hold.
 
-An `Unknown` has a shape, a dtype and a device, and the name of where it comes from. What is
-computed from it costs nothing and is unknown as well, so a stage may run the user's whole step on
-it. Whatever would need a value is refused by name: nothing goes on with made-up numbers.
+An `Unknown` has a shape, a dtype, a device, and a description of where it comes from. Computing
+with it costs nothing and gives unknown tensors again, so a stage may run the user's whole step on
+it. Any operation that needs a value is refused, naming the origin: no made-up numbers are used.
 
-Operations that draw random numbers draw as many as they would on values, because what is drawn in a
-step is the same on all ranks of a pipeline.
+Operations that draw random numbers draw as many as they would on known values, because all ranks of
+a pipeline must draw the same numbers in a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ __all__ = ["Origin", "Unknown", "check_known", "written_by"]
 
 _KINDS = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _SHAPED_LIKE = {f"aten::{name}" for name in (*_KINDS, "new_zeros", "new_ones", "new_full")}
-"""Take no more than the shape of a tensor, so that what they make is known."""
+"""Operations that use only a tensor's shape, so their results are known."""
 
 _BY_VALUE = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 _DRAW_BY_VALUE = {f"aten::{name}" for name in _BY_VALUE}
-"""How many random numbers they draw depends on values."""
+"""Operations in which the number of random numbers drawn depends on values."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Origin:
 
 
 class Unknown(Tensor):
-    """A tensor of which this stage knows all but the values."""
+    """A tensor of which this stage knows everything but the values."""
 
     origin: Origin
     sealed: str | None
-    """Why it may not be changed in place, None if it may."""
+    """Why it may not be changed in place; None if it may."""
 
     @staticmethod
     def __new__(
         cls, form: "_Form", device: torch.device, origin: Origin, *, sealed: str | None = None
     ) -> "Unknown":
-        """Make one of a form."""
+        """Make an unknown tensor of a form."""
         made: Unknown = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.strides, dtype=form.dtype, device=device
         )
@@ -59,7 +59,7 @@ class Unknown(Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor, origin: Origin, sealed: str | None = None) -> "Unknown":
-        """Return an unknown tensor with the form of another tensor, which may be on meta."""
+        """Return an unknown tensor with the form of another tensor, also one on the meta device."""
         return cls(_form_of(tensor), tensor.device, origin, sealed=sealed)
 
     @classmethod
@@ -71,7 +71,7 @@ class Unknown(Tensor):
         origin: Origin,
         sealed: str | None = None,
     ) -> "Unknown":
-        """Return an unknown tensor of a shape."""
+        """Return a contiguous unknown tensor of a shape."""
         return cls(_contiguous_form(tuple(shape), dtype), device, origin, sealed=sealed)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -84,7 +84,7 @@ class Unknown(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Compute an operation's shapes alone."""
+        """Compute only the shapes of an operation's results."""
         kwargs = kwargs or {}
         traits = _traits_of(func)
         first = _first_unknown((*args, *kwargs.values()))
@@ -118,7 +118,7 @@ class Unknown(Tensor):
         return itself
 
     def refuse(self, user: str) -> NoReturn:
-        """Say that something needs the values; `user` is what, with its verb."""
+        """Raise ModelError: `user`, such as "tolist needs", asks for the values."""
         raise ModelError(f"{user} {self.origin.what}. {self.origin.remedy}")
 
     def tolist(self) -> NoReturn:
@@ -147,14 +147,14 @@ class Unknown(Tensor):
 
 
 def check_known(value: Any, user: str) -> None:
-    """Refuse a value in which there are unknown tensors.
+    """Refuse a value that contains unknown tensors.
 
     Args:
-        value: Anything; looked at as far as torch's pytrees go.
-        user: What needs it, with its verb.
+        value: Any value; its leaves are those of torch's pytrees.
+        user: What needs it, with its verb, such as "Layer 3 takes".
 
     Raises:
-        ModelError: It names where the first of them comes from.
+        ModelError: It names the origin of the first unknown tensor.
     """
     for leaf in tensors_in(value):
         if isinstance(leaf, Unknown):
@@ -187,7 +187,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 _MAX_FORMS = 1_000
-"""Of one operation."""
+"""Most results that are cached for one operation."""
 
 
 def _forms_made(
@@ -197,14 +197,14 @@ def _forms_made(
     first: Unknown,
     known: dict[Any, Any],
 ) -> Any:
-    """Return what an operation makes, with the forms of tensors in their place.
+    """Return an operation's result, with each tensor replaced by its form.
 
     Args:
         func: The operation.
         args: Its arguments by position.
         kwargs: Its arguments by name.
         first: The first unknown tensor among them.
-        known: What it has made of others: a look-up takes a hundredth of the time.
+        known: Cache of the operation's results: a look-up takes a hundredth of the time.
     """
     key: Any = _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
     if func._schema.name == "aten::index":

@@ -12,20 +12,20 @@ shapes, dtypes and what layers left.
   longest message so far. A longer one is announced by a message of `LENGTHS_BYTES` before it.
 * On accelerators the header stays on the CPUs, because a host that reads it from the device would
   wait for all that the device has yet to compute. It leaves when the sender's host has *enqueued*
-  the forward pass, so hosts run as far ahead of their devices as before. A micro-batch costs a
-  header more there, and side tensors are packed into one more message each way.
+  the forward pass, so hosts run as far ahead of their devices as without it. A micro-batch costs
+  one more message, the header, and side tensors are packed into another one each way.
 
-What comes next is received while the current action still computes: the gradient, which looks like
-what was sent, and the message or, on accelerators, the header of the next activation. It is posted
-after the send before it, where the order on the communicator has it anyway.
+While an action still computes, the next receive is already posted: of the gradient, whose form is
+that of what was sent, and of the next activation's message or, on accelerators, its header. It
+follows the send that precedes it in the communicator's order anyway.
 
 All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
-the other stage's group, and the groups may differ in size (`core.neighbours`). Where a larger group
+the other stage's group, and the groups may differ in size (`core.neighbours`). If a larger group
 receives pieces, headers are messages of their own among CPUs, too.
 
-What is sent is let go once it has arrived: at most `MAX_KEPT_SENDS` are kept in each direction,
-however many micro-batches there are. In 1F1B the older ones have arrived by then, so waiting for
-them costs nothing; in passes forward only it keeps a fast stage from running ahead.
+What is sent is freed once it has arrived: at most `MAX_KEPT_SENDS` are kept in each direction,
+however many micro-batches there are. In 1F1B older ones have arrived by then, so waiting for them
+costs nothing; in forward-only passes the wait keeps a fast stage from running ahead.
 """
 
 import pickle
@@ -56,7 +56,7 @@ from lightning_hetero.runtime.stage.packed_tensors import (
 __all__ = ["ActivationLink", "Handover", "HiddenForm"]
 
 HEADER_BYTES = 512
-"""A header takes a multiple of them."""
+"""The size of a header is a multiple of this."""
 _LENGTHS = struct.Struct("<QQ")
 """The start of each message: the bytes of its header's content and of the whole message."""
 LENGTHS_BYTES = _LENGTHS.size
@@ -66,7 +66,7 @@ HiddenForm = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Header(NamedTuple):
-    """All of a handover but the values of its tensors."""
+    """A handover without the values of its tensors."""
 
     tensors: tuple[Form, ...]
     left: tuple[bytes, ...]
@@ -81,21 +81,21 @@ class _Header(NamedTuple):
 
 @dataclass
 class Handover:
-    """All that a stage hands to the next one for one micro-batch."""
+    """Everything that a stage hands to the next one for one micro-batch."""
 
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then side tensors of all layers before; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
-    """For each layer before, what it left; refers to side tensors by their index."""
+    """For each earlier layer what it left, pickled; refers to tensors by their index."""
     forms: list[HiddenForm] = field(default_factory=list)
-    """For each layer before, the form of the hidden state that it returned."""
+    """For each earlier layer the form of the hidden state that it returned."""
     changes_input: bool = False
     """Whether the model's first layer changes its input in place, which later stages don't see."""
     kept: tuple[Any, ...] = ()
-    """What the last layer returned besides, if that is too large to travel unless it is taken."""
+    """What else the last layer returned, if large: it travels only if the next layer uses it."""
 
     def copy(self) -> "Handover":
-        """Return one to which a stage adds its own."""
+        """Return a copy to which this stage adds what its layers leave."""
         return Handover([*self.tensors], [*self.left], [*self.forms], self.changes_input)
 
 
@@ -105,12 +105,12 @@ class _Posted:
 
     forms: tuple[Form, ...]
     piece: SentPiece
-    """This rank's part of each."""
+    """The piece that this rank receives of each message."""
     works: list[tuple[dist.Work, Tensor]]
     buffers: list[Tensor]
 
     def tensors(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors, given the whole buffers."""
+        """Return the received tensors, from the whole messages' bytes."""
         if not self.forms:
             return []
         others = unpack(whole[1], self.forms[1:]) if self.forms[1:] else []
@@ -118,13 +118,13 @@ class _Posted:
 
 
 class ActivationLink:
-    """One rank's two neighbours in its pipeline.
+    """Sends to and receives from one rank's neighbouring stages in its pipeline.
 
     Args:
-        previous: The stage before; None if this rank's is the first.
-        following: The next stage; None if this rank's is the last.
-        comms: Forward and backward carry activations and gradients, control the headers that travel
-            apart.
+        previous: The stage before; None on the first stage.
+        following: The next stage; None on the last stage.
+        comms: `forward` and `backward` carry activations and gradients, `control` the headers that
+            are messages of their own.
         device: Where activations lie.
         clock: Times the waits.
         group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
@@ -155,16 +155,16 @@ class ActivationLink:
         self._sends_headers_apart = any(map(self._is_apart, following.sent if following else ()))
 
     def expect_activation(self) -> None:
-        """Begin to receive what the stage before hands on next, if that hasn't begun yet."""
+        """Post the receive of the next handover from the stage before, unless it is posted."""
         assert self.previous is not None
         if self._inbox.work is None:
             group = self._comms.control if self._gets_headers_apart else self._comms.forward
             self._inbox.post(self.previous.received.sender, group)
 
     def receive_activation(self) -> Handover:
-        """Return what the stage before hands on for its next micro-batch.
+        """Wait for the next handover from the stage before, and return it.
 
-        The tensors ask for gradients where those sent did.
+        Its tensors require gradients if those sent did.
         """
         assert self.previous is not None
         inbox, piece = self._inbox, self.previous.received
@@ -172,7 +172,7 @@ class ActivationLink:
         while opened is None:
             self.expect_activation()
             assert inbox.work is not None
-            # What only announces counts no bytes of its own.
+            # A message that only announces a longer one counts as no bytes.
             is_payload = not is_apart and inbox.capacity > LENGTHS_BYTES
             num_bytes = inbox.capacity if is_payload else 0
             self._clock.wait_for(inbox.work, peer=piece.sender, num_bytes=num_bytes)
@@ -187,7 +187,7 @@ class ActivationLink:
         return Handover(received, [*header.left], [*header.forms], header.changes_input)
 
     def send_activation(self, sent: Handover) -> None:
-        """Hand a micro-batch on to the next stage, without waiting for it."""
+        """Send a micro-batch's handover to the next stage, without waiting for its arrival."""
         assert self.following is not None
         if not self.following.sent:
             return
@@ -204,7 +204,7 @@ class ActivationLink:
                 self._sent_forward.add(_cut(part, piece), piece.receiver, self._comms.forward)
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
-        """Begin to receive the gradients of what was sent, if that hasn't begun yet."""
+        """Post the receive of the gradients of sent tensors, unless it is posted."""
         assert self.following is not None
         if microbatch_index not in self._gradients:
             forms = tuple(map(form_of, sent))
@@ -212,11 +212,11 @@ class ActivationLink:
             self._gradients[microbatch_index] = posted
 
     def receive_gradient(self, microbatch_index: int) -> list[Tensor]:
-        """Return the gradients of what was sent, in its order."""
+        """Wait for the gradients of a micro-batch's sent tensors, and return them in order."""
         return self._wait(self._gradients.pop(microbatch_index))
 
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of what was received back, without waiting for them."""
+        """Send back the gradients of received tensors, without waiting for their arrival."""
         assert self.previous is not None
         if not self.previous.sent:
             return
@@ -233,7 +233,7 @@ class ActivationLink:
         self._sent_backward.clear()
 
     def _is_apart(self, piece: SentPiece) -> bool:
-        """Whether the header of a message, of which this is a piece, is a message of its own."""
+        """Whether headers are messages of their own, for messages of which this is a piece."""
         return self._device.type != "cpu" or piece.count > 1
 
     def _wait(self, posted: _Posted) -> list[Tensor]:
@@ -246,7 +246,7 @@ class ActivationLink:
         return posted.tensors([self._whole(own, piece.count, size) for own, size in pairs])
 
     def _whole(self, own: Tensor, count: int, size: int) -> Tensor:
-        """Return all bytes of a message of which each rank of the group has received a piece."""
+        """Return a message's bytes, gathered from the group's ranks, which have received pieces."""
         if not size:
             return own
         padded = own.new_zeros(-(-size // count))
@@ -271,25 +271,25 @@ class ActivationLink:
 
 
 class _Inbox:
-    """The receiver's end of the messages that begin with headers."""
+    """The receiving end of messages that begin with a header."""
 
     def __init__(self) -> None:
         self.capacity = LENGTHS_BYTES
-        """Of the next message's buffer; the sender knows it, too."""
+        """Bytes of the next message's buffer; the sender counts the same."""
         self.work: dist.Work | None = None
-        """The receive under way."""
+        """The posted receive; None without one."""
         self._buffer = torch.empty(0)
         self._last: tuple[bytes, _Header] | None = None
 
     def post(self, peer: int, group: dist.ProcessGroup | None) -> None:
-        """Begin to receive a message."""
+        """Post the receive of a message."""
         self._buffer = torch.empty(self.capacity, dtype=torch.uint8)
         self.work = dist.irecv(self._buffer, peer, group=group)
 
     def open(self) -> tuple[_Header, Tensor] | None:
-        """Return the header of what has arrived, and the bytes after it.
+        """Return the header of the message that has arrived, and the bytes after it.
 
-        None if it only announces a longer message.
+        None if the message only announces a longer one.
         """
         self.work = None
         message = self._buffer.numpy().data
@@ -306,14 +306,14 @@ class _Inbox:
 
 
 class _Outbox:
-    """The sender's end of the messages that begin with headers."""
+    """The sending end of messages that begin with a header."""
 
     def __init__(self) -> None:
         self._capacity = LENGTHS_BYTES
         self._last: tuple[_Header, Tensor] | None = None
 
     def messages(self, header: _Header, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the message of a header and tensors, after one that announces it if need be."""
+        """Return the message of a header and tensors, after one that announces it if needed."""
         if self._last is None or self._last[0] != header:
             self._last = header, _first_bytes(header, has_tensors=bool(tensors))
         message = packed_behind(self._last[1], tensors) if tensors else self._last[1]
@@ -326,7 +326,7 @@ class _Outbox:
 
 
 def _first_bytes(header: _Header, *, has_tensors: bool) -> Tensor:
-    """Return a message up to its tensors."""
+    """Return the beginning of a message: lengths and header."""
     content = pickle.dumps(tuple(header))
     start = _header_bytes(content)
     length = start + offsets_of(header.tensors)[-1] if has_tensors else start
@@ -344,7 +344,7 @@ class _Sends:
         self._kept: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
     def make_room(self, clock: ComputeClock) -> None:
-        """Let go of all but the newest, and begin a micro-batch's."""
+        """Wait for and free all but the newest sends, and begin a micro-batch's."""
         while len(self._kept) >= MAX_KEPT_SENDS:
             clock.wait_together([work for work, _ in self._kept[0]], (), is_exchange=False)
             self._kept.popleft()
@@ -371,5 +371,5 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
 
 
 def _header_bytes(content: bytes) -> int:
-    """Return how many bytes a header takes in its message."""
+    """Return the bytes that a header with this content takes."""
     return -(-(LENGTHS_BYTES + len(content)) // HEADER_BYTES) * HEADER_BYTES
