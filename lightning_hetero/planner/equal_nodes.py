@@ -4,6 +4,7 @@ Nodes of a class have equal devices and links, so swapping them changes neither 
 search that moves single stages meets the same pipelines again and again under other names of nodes.
 """
 
+import itertools
 from collections.abc import Hashable
 
 from lightning_hetero.planner.arrangement import Arrangement
@@ -18,10 +19,9 @@ def kind_of_arrangement(arrangement: Arrangement, estimator: Estimator) -> Hasha
     Not all such arrangements have it in common: which of several pipelines of a class share nodes
     with others is told by their order. Prices of nodes count as well.
     """
-    names: dict[int, int] = {}
-    rows = [
-        (key, tuple([names.setdefault(node, len(names)) for node in nodes]))
-        for key, (_, nodes) in sorted(zip(estimator.keys(arrangement), arrangement, strict=True))
-    ]
+    pairs = sorted(zip(estimator.keys(arrangement), arrangement, strict=True))
+    used = dict.fromkeys(itertools.chain.from_iterable([nodes for _, (_, nodes) in pairs]))
+    names = dict(zip(used, itertools.count(), strict=False)).__getitem__
+    rows = [(key, *map(names, nodes)) for key, (_, nodes) in pairs]
     entries = estimator.cost.cluster.nodes
-    return tuple(rows), tuple([entries[node].price_per_hour for node in names])
+    return tuple(rows), tuple([entries[node].price_per_hour for node in used])

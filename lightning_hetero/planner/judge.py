@@ -359,7 +359,7 @@ class Judge:
         )
 
     def _count(self, per_stage: int, arrangement: Arrangement) -> None:
-        num_stages = sum(len(pipeline.nodes) for pipeline in arrangement)
+        num_stages = sum([len(nodes) for _, nodes in arrangement])
         self.work_done += per_stage * (num_stages + _WORK_OF_A_PLAN)
 
     def _num_actions(self, candidate: Candidate) -> int:

@@ -74,9 +74,7 @@ def propagate_equal(
             state = rounds.state()
             before, earlier = seen.get(paces, (index, state))
             later_s = state[0] - earlier[0]
-            if before < index and all(
-                abs(now - then - later_s) <= unit for now, then in zip(state, earlier, strict=True)
-            ):
+            if before < index and _are_later(state, earlier, later_s, unit):
                 repeats = (count - index) // (index - before)
                 rounds.delay(repeats * later_s)
                 index += repeats * (index - before)
@@ -85,6 +83,16 @@ def propagate_equal(
                 seen[paces] = index, state
     busy_s = [count * sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True)]
     return Timeline(end_s=tuple(rounds.free_s), busy_s=tuple(busy_s), events=())
+
+
+def _are_later(
+    state: Sequence[float], earlier: Sequence[float], later_s: float, unit: float
+) -> bool:
+    """Return whether all times are so much later, but for `unit`: a loop that mostly ends soon."""
+    for now, then in zip(state, earlier, strict=True):
+        if not -unit <= now - then - later_s <= unit:
+            return False
+    return True
 
 
 def propagate_all(
