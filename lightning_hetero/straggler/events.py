@@ -1,8 +1,8 @@
 """The events of a watched run: typed, written to a log (`core.event_log`), and read back.
 
 A line is `{"event": "iteration", "at_s": 1732180000.25, "step": 412, ...}`; the other keys are the
-fields of the dataclass of that event. Events of others in the same log are passed over; lines that
-a crash has torn are left out, with a warning; anything else is an error with its line number.
+fields of that event's dataclass. Other kinds of events in the same log are skipped; lines torn by a
+crash are left out, with a warning; anything else is an error that gives its line number.
 """
 
 import math
@@ -56,8 +56,8 @@ class ChangeEvent:
     after: float
     confidence: float
     where: str = "the run"
-    """Whose stream: "the run" (over what its work should take), "rank 3" (seconds of a unit of
-    work), "the job" (seconds of an iteration of a job that isn't ours); once found "pipeline 1"."""
+    """The stream: "the run" (time over what its work should take), "rank 3" (seconds per unit of
+    work), "the job" (seconds of an iteration of any job); or, once it is located, "pipeline 1"."""
 
     @classmethod
     def from_change(
@@ -105,7 +105,7 @@ class ActionEvent:
     mitigation: Mitigation
     reason: str
     effect: str = ""
-    """Its effect: "moved 5 of 32 micro-batches away"."""
+    """What it changed: "moved 5 of 32 micro-batches away"."""
     before_s: float | None = None
     """Iteration time before it, seconds."""
     after_s: float | None = None
@@ -116,7 +116,7 @@ class ActionEvent:
 
     @classmethod
     def from_decision(cls, decision: Decision, *, step: int) -> Self:
-        """Return the event of a decision; what it did and gained is filled in once it is known."""
+        """Return the event of a decision; effect, gain and cost are filled in once known."""
         return cls(
             step=step,
             kind=decision.kind,
@@ -128,22 +128,22 @@ class ActionEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEvent:
-    """Ranks were lost, or have come, and the others have gone on in place; as `RunLog` notes it."""
+    """Ranks were lost, or have joined, and the others went on in place; written by `RunLog`."""
 
     step: int
     """The first step of the generation."""
     generation: int
     """Its number."""
     ranks: int
-    """How many train in it."""
+    """Number of ranks that train in it."""
     idle_s: float
-    """Seconds from the last step before to the end of this one."""
+    """Seconds from the end of the last step before it to the end of this one."""
     steps_again: int
     """Steps that are trained again."""
     lost: tuple[int, ...] = ()
-    """Who was lost, or has left, since the last step."""
+    """Numbers of the ranks that were lost, or have left, since the last step."""
     joined: tuple[int, ...] = ()
-    """Who has come."""
+    """Numbers of the ranks that have joined."""
 
     def __str__(self) -> str:
         who = [f"without {list(self.lost)}"] if self.lost else []
@@ -169,7 +169,7 @@ class EventLog:
     """Appends events to a file.
 
     Args:
-        path: The file; a relative one is where the process is now, wherever it goes.
+        path: The file; a relative path is resolved now, against the working directory.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -181,7 +181,7 @@ class EventLog:
 
 
 def to_entry(event: Event) -> dict[str, Any]:
-    """Return the name of an event and its fields, as they are in a log."""
+    """Return an event's name and fields as a log's line holds them."""
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
     known = {key: value for key, value in asdict(event).items() if value is not None}
     return {"event": name, **known}
@@ -211,7 +211,7 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
 
 
 def _parse(entry: Any) -> Event | None:
-    """Return the event of a line; None if it is somebody else's."""
+    """Return the event of a line; None if it is of another kind."""
     kind = _NAMES.get(str(entry.get("event"))) if isinstance(entry, dict) else None
     if kind is None:
         # Logs of older releases hold no others, and no times.

@@ -1,9 +1,9 @@
 """A rank's memory of its own iterations, so that "slower" means slower than it was.
 
-A rank's *pace* is the seconds it computes, waits left out, for a unit of work: packed micro-batches
-differ in work, and devices in pace. Each rank watches its own pace with a detector of its own. What
-it was before a fault stays the baseline until the fault ends, also when the rank moves to another
-place in the plan: how the places differ it is then told.
+A rank's *pace* is its computing time, without waits, per unit of work: packed micro-batches differ
+in work, and devices in pace. Each rank watches its own pace with its own detector. Its pace before
+a fault stays the baseline until the fault ends, even if the rank moves to another place in the
+plan: then it is told by which factor the places differ (`move`).
 """
 
 import math
@@ -17,9 +17,9 @@ from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangePoin
 __all__ = ["Observation", "RankHistory", "RankReport"]
 
 _KEPT = 128
-"""Iterations that are kept, and so the longest baseline."""
+"""Iterations that are kept: the longest possible baseline."""
 _NUM_FIRST = 3
-"""Iterations after which a rank knows roughly what a unit of work takes it."""
+"""Iterations after which a rank has a rough idea of its pace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +30,24 @@ class Observation:
     forward_s: float = math.nan
     """Mean seconds of a micro-batch's forward without waits; NaN if the rank computed none."""
     backward_s: float = 0.0
-    """The same of its backward; 0 where only forwards can be timed."""
+    """The same for its backward; 0 if only forwards can be timed."""
     work: float = 1.0
-    """Work of a micro-batch on average, in any unit that is the same in all iterations."""
+    """Mean work of a micro-batch, in any unit that is the same in all iterations."""
     num_microbatches: int = 1
     share: float = 1.0
-    """Share of the model that the rank had, which changes with the plan."""
+    """The rank's share of the model, which changes with the plan."""
     waits_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of waiting for messages of each peer."""
     num_messages: Mapping[int, int] = field(default_factory=dict)
-    """How many there were of each peer."""
+    """Number of messages from each peer."""
     num_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of them all."""
+    """Bytes of the messages from each peer."""
     hidden_bytes: int = 0
     """Bytes of the largest hidden state received; 0 if none was."""
 
     @property
     def pace(self) -> float:
-        """Seconds a unit of work, were the whole model here."""
+        """Seconds per unit of work, scaled to the whole model; NaN without work."""
         work = self.work * self.share
         return (self.forward_s + self.backward_s) / work if work > 0 else math.nan
 
@@ -58,27 +58,27 @@ class RankReport:
 
     global_rank: int
     slowness: float
-    """Its pace now over its pace before; NaN if it knows one of them not."""
+    """Its pace now over its baseline; NaN if either is unknown."""
     pace: float
-    """Healthy seconds a unit of work, were the whole model there; NaN if unknown."""
+    """Its baseline: healthy seconds per unit of work, scaled to the whole model; NaN if unknown."""
     forward_share: float
-    """Share of forwards in it, 0 to 1."""
+    """Share of the forward passes in `pace`, 0 to 1."""
     work: float
     """Median work of a micro-batch."""
     num_microbatches: float
     """Median number of micro-batches of an iteration."""
     excess_wait_s: Mapping[int, float]
-    """By peer how many seconds longer than before an iteration waits for its messages."""
+    """By peer, seconds per iteration that waiting for its messages takes longer than before."""
     num_messages: Mapping[int, float]
-    """By peer how many messages an iteration brings."""
+    """By peer, messages per iteration."""
     num_bytes: Mapping[int, float]
-    """Their bytes."""
+    """By peer, bytes per iteration."""
     hidden_bytes: int
     """Bytes of the largest hidden state received."""
 
 
 class RankHistory:
-    """One rank's memory; communicates with nobody."""
+    """One rank's memory of its iterations; doesn't communicate."""
 
     def __init__(self, global_rank: int, config: BocdConfig | None = None) -> None:
         self._rank = global_rank
@@ -90,7 +90,7 @@ class RankHistory:
         self._first_pace = math.nan
 
     def observe(self, observation: Observation) -> ChangePoint | None:
-        """Take in an iteration; return a change of this rank's pace that it completes, in steps."""
+        """Take in an iteration; return the change of pace that it completes (see `step_of`)."""
         if self._first_step is None:
             self._first_step = observation.step
         pace = observation.pace * self._factor
@@ -98,10 +98,9 @@ class RankHistory:
         return self._detector.update(pace)
 
     def load_s(self, observation: Observation) -> float:
-        """Return the seconds of computing that an iteration's work should be for this rank.
+        """Return the seconds that an iteration's work should take this rank; 0 without work.
 
-        By the rank's first iterations, so that only its changes mean anything; NaN until then, 0 of
-        a rank without work.
+        By the rank's first iterations, so only changes mean anything; NaN until there are enough.
         """
         if not observation.work:
             return 0.0
@@ -111,28 +110,28 @@ class RankHistory:
         return self._first_pace * work / self._factor
 
     def step_of(self, index: int) -> int:
-        """Return the step of the detector's value of an index."""
+        """Return the step that an index of a `ChangePoint` stands for."""
         return (self._first_step or 0) + index
 
     def settle(self, onset_step: int) -> None:
-        """Let what was before a step be the baseline, unless a fault's baseline stands already."""
+        """Take the iterations before a step as the baseline, unless there is a baseline already."""
         if not self._baseline:
             self._baseline = tuple(o for o, _ in self._kept if o.step < onset_step)
 
     def move(self, factor: float) -> None:
-        """Note that the rank computes in another place from now on.
+        """Note that the rank computes in another place of the plan from now on.
 
         Args:
-            factor: Its healthy time in its first place over that in the new one.
+            factor: Its healthy pace in its first place over that in the new one.
         """
         self._factor = factor
 
     def unsettle(self) -> None:
-        """Take the baseline back: there was no fault."""
+        """Drop the baseline: there was no fault."""
         self._baseline = ()
 
     def recover(self) -> None:
-        """Forget what was seen during the fault, which has ended, and compare with nothing."""
+        """Forget the baseline and the iterations of the fault, which has ended."""
         self.unsettle()
         self._kept.clear()
 

@@ -1,8 +1,8 @@
-"""Watch the level of a run: its iteration times over what their work should take, and its ranks.
+"""Watch the level of a run, iteration times over what their work should take, and its ranks' paces.
 
-The run's level is watched by one detector; each rank watches its own pace and says in its note of
-an iteration when that has changed. A rank's pace shows a change before the run does, and it alone
-shows that a slow rank recovered when others have long taken its work over.
+One detector watches the run's level; each rank watches its own pace, and says in its note of an
+iteration if that has changed. A rank's pace shows a change before the run does, and only the pace
+shows that a slow rank has recovered after others have taken over its work.
 """
 
 import math
@@ -22,35 +22,35 @@ __all__ = ["LevelWatch", "RankNote", "slowest_s"]
 
 _KEPT = 128
 _UP = 1.05
-"""How much longer iterations must have become for a slower rank to matter."""
+"""How many times longer iterations must have become for a slower rank to matter."""
 _PATIENCE = 8
-"""Steps for which a slower rank may begin to matter."""
+"""Steps within which a slower rank must begin to matter, or is ignored."""
 _RECENT = 4
-"""Iterations that tell whether they are up, and steps between two dates of one change."""
+"""Newest iterations that tell whether times are up; onsets nearer than that are of one change."""
 
 
 class RankNote(NamedTuple):
     """One rank's note of one iteration: numbers, which travel as a row of floats.
 
-    All ranks' notes are an array, (num_ranks, num_fields): rank 0 looks through it by columns, so
-    what it does for an iteration is a few passes over n numbers each.
+    All ranks' notes form an array, (num_ranks, num_fields), which rank 0 reads by columns: a few
+    passes over num_ranks numbers per iteration.
     """
 
     iteration_s: float
     load_s: float
-    """Seconds of computing that its work should be; NaN if unknown, 0 of a rank without work."""
+    """Seconds that its work should take to compute; NaN if unknown, 0 for a rank without work."""
     change: float = 0.0
-    """Whether a change of this rank's pace has just been found: 1 slower, -1 faster, else 0."""
+    """A change of this rank's pace that was just found: 1 slower, -1 faster, 0 none."""
     onset_step: float = 0.0
     before: float = 0.0
-    """Pace before."""
+    """Pace before the change."""
     after: float = 0.0
 
     @classmethod
     def of(
         cls, iteration_s: float, load_s: float, change: ChangePoint | None, onset_step: int
     ) -> Self:
-        """Return the note of an iteration and of what the rank's own detector said."""
+        """Return the note of an iteration, with the change that the rank's detector found."""
         if change is None:
             return cls(iteration_s, load_s)
         sign = 1.0 if change.kind is ChangeKind.SLOWDOWN else -1.0
@@ -62,20 +62,20 @@ _ITERATION_S, _LOAD_S, _CHANGE, _, _BEFORE, _AFTER = range(len(RankNote._fields)
 
 
 def slowest_s(notes: FloatArray) -> float:
-    """Return what an iteration took, seconds: the most of all ranks."""
+    """Return the seconds of an iteration: those of the slowest rank."""
     return float(notes[:, _ITERATION_S].max())
 
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """All ranks' notes of one iteration."""
+    """A summary of all ranks' notes of one iteration."""
 
     step: int
     seconds: float
     load_s: float
-    """The most computing that its work should be for a rank; NaN if unknown."""
+    """The largest `load_s` of any rank; NaN if unknown."""
     work_s: float
-    """That of all ranks together; it depends less on who does the work."""
+    """The sum of all ranks' `load_s`, which depends less on how work is divided."""
 
     @classmethod
     def of(cls, step: int, notes: FloatArray) -> Self:
@@ -89,12 +89,12 @@ class _Iteration:
 
     @property
     def value(self) -> float:
-        """Its time over what its work should take; NaN if unknown."""
+        """The iteration's time over what its work should take; NaN if unknown."""
         return self.seconds / self.load_s if self.load_s > 0.0 else math.nan
 
 
 class LevelWatch:
-    """One rank's memory of all ranks' notes."""
+    """The leader's memory of all ranks' notes."""
 
     def __init__(self, config: BocdConfig) -> None:
         self._config = config
@@ -104,11 +104,11 @@ class LevelWatch:
         self._rank_change: ChangeEvent | None = None
 
     def before_s(self, step: int) -> float:
-        """Return what an iteration of usual work took before a step, seconds; NaN if unknown."""
+        """Return the seconds of an iteration with usual work before a step; NaN if unknown."""
         return self._usual_s([item for item in self._kept if item.step < step])
 
     def since_s(self, step: int) -> float:
-        """Return what an iteration of usual work takes from a step on, seconds."""
+        """Return the seconds of an iteration with usual work from a step on; NaN if unknown."""
         return self._usual_s([item for item in self._kept if item.step >= step])
 
     def _usual_s(self, iterations: Sequence[_Iteration]) -> float:
@@ -120,10 +120,10 @@ class LevelWatch:
         return statistics.median(item.seconds for item in iterations) if iterations else math.nan
 
     def skip(self, step: int, notes: FloatArray) -> float:
-        """Leave an iteration out whose time says nothing, but not what ranks say of their pace.
+        """Ignore the time of an iteration, which says nothing, but not changes of ranks' paces.
 
         Returns:
-            What it would have taken with the usual work, seconds.
+            The seconds that it would have taken with the usual work.
         """
         self._count(step, math.nan)
         self._note_rank_change(step, notes)
@@ -140,9 +140,9 @@ class LevelWatch:
 
         Args:
             step: The iteration.
-            notes: Of all ranks, see `RankNote`.
-            last: The change before.
-            is_known: Whether a fault is known; else a rank's change matters if iterations are up.
+            notes: All ranks' notes, see `RankNote`.
+            last: The previous change.
+            is_known: Whether a fault is known; else a rank's change matters only if times are up.
         """
         found = _Iteration.of(step, notes)
         self._kept.append(found)
@@ -154,7 +154,7 @@ class LevelWatch:
         return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
 
     def settle(self) -> None:
-        """Take what comes next for a level of its own."""
+        """Begin a new level with the next iteration."""
         self._detector.reset()
 
     def forget(self) -> None:

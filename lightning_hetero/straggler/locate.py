@@ -35,7 +35,7 @@ _LEAST_RATIO = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect(Generic[_Key]):
-    """One that is slower than its peers."""
+    """A rank, stage, group or link that is slower than its peers."""
 
     key: _Key
     ratio: float
@@ -48,12 +48,12 @@ def find_suspects(
     expected_s: Mapping[_Key, float] | None = None,
     least_ratio: float = _LEAST_RATIO,
 ) -> tuple[Suspect[_Key], ...]:
-    """Return those at or above `least_ratio` times the median of the others, slowest first.
+    """Return those whose time is `least_ratio` times the others' median or more, slowest first.
 
     Args:
         times_s: Time of each rank, stage, group or link.
-        expected_s: What each should take; unequal devices are then compared by time/expected.
-        least_ratio: Where suspicion begins (Greyhound: 1.1).
+        expected_s: Expected time of each; if given, time/expected is compared.
+        least_ratio: Least ratio of a suspect (Greyhound: 1.1).
     """
     scaled = {k: t / (expected_s[k] if expected_s else 1.0) for k, t in times_s.items()}
     scaled = {k: t for k, t in scaled.items() if math.isfinite(t) and t > 0.0}
@@ -99,7 +99,7 @@ class FindingKind(StrEnum):
     DEVICE = "device"
     """A rank's device: its matmul probe is slow."""
     HOST = "host"
-    """A rank whose device is as fast as ever: something else keeps it from computing."""
+    """A slow rank whose device is as fast as ever: something else keeps it from computing."""
     LINK = "link"
     """The link between two ranks."""
     PORT = "port"
@@ -140,8 +140,8 @@ def diagnose_links(
 
     Args:
         link_s: Point-to-point probe of each pair (smaller rank first), seconds.
-        expected_link_s: What each link should take, where links are unequal.
-        least_ratio: Where slowness begins.
+        expected_link_s: Expected time of each link, if links are unequal.
+        least_ratio: Least ratio of a slow link.
     """
     links = find_suspects(link_s, expected_s=expected_link_s, least_ratio=least_ratio)
     findings = _links_and_ports({suspect.key: suspect.ratio for suspect in links}, link_s)

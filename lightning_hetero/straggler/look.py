@@ -1,11 +1,10 @@
-"""Look for the cause of a slowdown: who is suspected by what the run shows, and what probes say.
+"""Look for the cause of a slowdown: suspect ranks and links by the run's times, then probe them.
 
-Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 times the median) and
-links whose messages are waited for longer than before; waiting for a slow rank looks like that too,
-so links are believed only when their probe is slow, and so slow that it explains the waiting. A
-rank whose probe is as fast as ever is slow all the same, but not because of its device. Where the
-run shows nothing of its ranks (strategies that don't tell computing from waiting), all are
-suspects.
+Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 times the median), and
+links whose messages are waited for longer than before. Waiting for a slow rank looks the same, so a
+link is blamed only if its probe is slow enough to explain the waiting. A slow rank whose probe is
+as fast as ever is slow for another reason than its device. If the run doesn't show its ranks' paces
+(strategies that don't tell computing from waiting), all ranks and links are suspects.
 """
 
 import math
@@ -28,23 +27,23 @@ from lightning_hetero.straggler.locate import (
 __all__ = ["Probes", "Suspicion", "Waiting", "are_alike", "diagnose", "probe_rounds", "suspect"]
 
 _LEAST_LINK_RATIO = 1.5
-"""A message between two ranks varies more than a matrix product does."""
+"""Least ratio of a slow link: message times vary more than those of matrix products."""
 _LEAST_HOST_RATIO = 1.25
-"""A slowness that no probe confirms must be clearer."""
+"""Least ratio of a rank whose slowness its probe doesn't confirm."""
 _LEAST_EXCESS = 0.05
-"""Share of an iteration by which waiting for a peer must have grown."""
+"""Least growth of the wait for a peer, as a share of an iteration."""
 _ALIKE = 1.3
-"""Ratio up to which two findings about the same device or link are the same."""
+"""Ratio up to which two findings about the same device or link count as equal."""
 _LEAST_EXPLAINED = 0.25
-"""Share of the waiting that a slow link must explain; ends wait for each other in turns."""
+"""Least share of the waiting that a slow link must explain; its ends wait in turns."""
 _MOST_PAIRS = 8
 _MOST_MEMBERS = 16
-"""Ranks whose links are probed beside a suspect's, so that there is something to compare with."""
+"""Most ranks in the ring of probed links, others than suspects being there for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """How a rank waits for a peer in an iteration."""
+    """How much longer than before a rank waits for a peer in an iteration."""
 
     excess_s: float
     """Seconds longer than before."""
@@ -52,7 +51,7 @@ class Waiting:
     num_bytes: float
 
     def is_explained(self, slower_s: float, probe_bytes: int) -> bool:
-        """Return whether a link whose probe takes `slower_s` longer, one way, can be the cause.
+        """Return whether a link can be the cause if its probe takes `slower_s` longer, one way.
 
         A smaller message is slower by no more than the probe, a larger one in proportion.
         """
@@ -69,26 +68,26 @@ class Suspicion:
     pairs: tuple[Pair, ...] = ()
     """Links whose messages are waited for longer."""
     waiting: Mapping[Pair, Waiting] = field(default_factory=dict)
-    """By link, of the end that waits more."""
+    """By link, the wait of the end that waits more."""
     is_informed: bool = True
     """Whether the run shows the paces of its ranks; else all are suspects."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """Measurements of probes, seconds."""
+    """Measurements of probes."""
 
     device_s: Mapping[int, float] = field(default_factory=dict)
-    """A matrix product of each rank."""
+    """Seconds of a matrix product on each rank."""
     link_s: Mapping[Pair, float] = field(default_factory=dict)
-    """A message there and back of each pair."""
+    """Seconds of a message there and back, for each pair."""
     link_bytes: int = 0
     """Bytes of that message, one way."""
     hosts: tuple[str, ...] = ()
     """The machine of each rank."""
 
     def expected_link_s(self, pairs: Collection[Pair]) -> dict[Pair, float]:
-        """Return what links should take: what they took, or what others of their kind took."""
+        """Return the expected time of each link: its own, or that of others of its kind."""
         by_kind: dict[bool, list[float]] = {True: [], False: []}
         for pair, seconds in self.link_s.items():
             by_kind[self._is_inside(pair)].append(seconds)
@@ -106,12 +105,12 @@ class Probes:
 def suspect(
     reports: Sequence[RankReport], *, iteration_s: float, known: Sequence[Finding] = ()
 ) -> Suspicion:
-    """Return who is suspected by what the ranks report; links known to be slow stay suspects.
+    """Return the suspects, given the ranks' reports; links known to be slow stay suspects.
 
     Args:
-        reports: One of each rank.
+        reports: One report of each rank.
         iteration_s: Healthy iteration time; NaN if unknown.
-        known: What was found before.
+        known: The findings of the last look.
     """
     slowness = {r.global_rank: r.slowness for r in reports if math.isfinite(r.slowness)}
     least_s = _LEAST_EXCESS * iteration_s if math.isfinite(iteration_s) else 0.0
@@ -140,7 +139,8 @@ def probe_rounds(
 ) -> tuple[tuple[Pair, ...], ...]:
     """Return rounds of disjoint pairs: suspected links, and a ring to compare them with.
 
-    Nothing is probed if no link is suspected. After a port was found, all its rank's links are.
+    No rounds if no link is suspected. If a port is known to be slow, all its rank's links are
+    probed.
     """
     if not suspicion.pairs and suspicion.is_informed:
         return ()
@@ -156,7 +156,7 @@ def probe_rounds(
 
 
 def _with_pairs(rounds: list[list[Pair]], wanted: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
-    """Put pairs that no round has into the first one in which both ranks are free."""
+    """Add each pair that is in no round to the first round in which both ranks are free."""
     for pair in wanted:
         if any(pair in pairs for pairs in rounds):
             continue
@@ -172,12 +172,12 @@ def _with_pairs(rounds: list[list[Pair]], wanted: Sequence[Pair]) -> tuple[tuple
 
 
 def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Finding, ...]:
-    """Return what is slow, the slowest first.
+    """Return the slow devices, hosts, links and ports, the slowest first.
 
     Args:
-        suspicion: Who is suspected.
-        probes: What probes measured now.
-        healthy: What they measured when training began.
+        suspicion: The suspects.
+        probes: Measurements of now.
+        healthy: Measurements from when training began.
     """
     slow_devices = {
         s.key: s.ratio for s in find_suspects(probes.device_s, expected_s=healthy.device_s or None)
@@ -214,7 +214,7 @@ def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
 def _explaining(
     suspicion: Suspicion, probes: Probes, expected_s: Mapping[Pair, float]
 ) -> dict[Pair, float]:
-    """Return the probes of links, those as expected that can't be why their messages are late."""
+    """Return links' probe times; the expected time for a link that can't explain the waiting."""
     found = {}
     for pair, seconds in probes.link_s.items():
         waiting = suspicion.waiting.get(pair)
@@ -225,7 +225,7 @@ def _explaining(
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
-    """Tell whether a look found what was known: the same culprits, about as slow."""
+    """Tell whether a look has found what was known: the same culprits, about as slow."""
     ratios, before = _by_culprit(found), _by_culprit(known)
     return ratios.keys() == before.keys() and all(
         max(ratios[key] / before[key], before[key] / ratios[key]) < _ALIKE for key in ratios
@@ -233,6 +233,6 @@ def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
 
 
 def _by_culprit(findings: Sequence[Finding]) -> dict[tuple[FindingKind, tuple[int, ...]], float]:
-    # One probe more or less tells whether it is a slow rank's device: the culprit is the same.
+    # Whether a slow rank's device or its host is blamed may depend on one probe: it is one culprit.
     kinds = {FindingKind.HOST: FindingKind.DEVICE}
     return {(kinds.get(f.kind, f.kind), f.ranks): f.ratio for f in findings}

@@ -1,4 +1,4 @@
-"""Find what can be done about a fault: Greyhound's S2 to S4, each with its predicted time."""
+"""Find the possible mitigations of a fault, Greyhound's S2 to S4, each with its predicted time."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Mitigation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PossibleMitigation:
-    """A mitigation that is possible against the present fault, and what it would give."""
+    """A mitigation that is possible against the present fault, and its predicted effect."""
 
     mitigation: Mitigation
     """Which of the four steps it is."""
@@ -45,32 +45,32 @@ class PossibleMitigation:
     plans: tuple[ParallelPlan, ...] = ()
     """The plans to run: one, or those among which a data module chooses; none for a restart."""
     first_plans: tuple[ParallelPlan, ...] = ()
-    """The plans to return to."""
+    """The plans to return to when the fault ends."""
     factors: Mapping[int, float] = field(default_factory=dict)
-    """By rank its healthy pace in its first place over that in its new one."""
+    """By rank, its healthy pace in its first place over that in its new place."""
     slowdowns: Mapping[int, float] = field(default_factory=dict)
-    """By rank how many times longer it takes in its place than whoever was first there."""
+    """By rank, its time in its new place over that of the rank that was first there."""
     exclude: tuple[int, ...] = ()
     """Ranks that a restart should leave out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
-    """The plans of a run as they are without a fault, and what each takes under it."""
+    """A run's plans from before a fault, and models that predict iteration times under it."""
 
     plans: tuple[ParallelPlan, ...]
-    """One, or those among which a data module chooses."""
+    """One plan, or those among which a data module chooses."""
     models: tuple[RunModel, ...]
-    """Of those that ran, the one that ran most first."""
+    """A model of each plan that ran, the one that ran most often first."""
     has_room: Callable[[ParallelPlan], bool]
-    """Says whether each rank's memory holds its place in a plan like one of these."""
+    """Tells whether each rank's memory suffices for its place in a plan."""
 
     def has_room_for(self, taken_by: Mapping[int, int]) -> bool:
-        """Return whether all plans still fit with ranks in others' places."""
+        """Return whether all plans still fit if ranks take others' places ({rank: taker})."""
         return all(self.has_room(move_ranks(plan, taken_by)) for plan in self.plans)
 
     def predict_s(self, taken_by: Mapping[int, int]) -> float:
-        """Return the seconds of an iteration with ranks in others' places."""
+        """Return the predicted seconds of an iteration if ranks take others' places."""
         return sum(
             model.facts.share
             * model.iteration_s(model.balanced(move_ranks(model.facts.plan, taken_by)))
@@ -80,7 +80,7 @@ class WatchedPlans:
     def mitigation(
         self, step: Mitigation, taken_by: Mapping[int, int], effect: str
     ) -> PossibleMitigation:
-        """Return the step that puts ranks in others' places, in all plans alike."""
+        """Return the mitigation in which ranks take others' places, the same in all plans."""
         model = self.models[0]
         place_of = {taker: rank for rank, taker in taken_by.items()}
         before = model.paces(model.facts.plan)
@@ -101,10 +101,10 @@ class WatchedPlans:
 
 
 def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMitigation, ...]:
-    """Return S2 and S3 where they change anything.
+    """Return S2 and S3, each if it would change anything.
 
-    S3 moves the same ranks in all plans, so that each rank does the work of one other. It moves
-    micro-batches too, so it is never worse than S2 by prediction.
+    S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. It also
+    moves micro-batches, so its predicted time is never worse than that of S2.
     """
     model, found = run.models[0], []
     balancing = _balancing(model, slowness, model.facts.plan)
@@ -132,9 +132,9 @@ def restart_mitigation(
     world_size: int,
     num_left: Callable[[Sequence[int]], int],
 ) -> PossibleMitigation | None:
-    """Return S4: the run without the slow ranks' machines, where the others do as much, in longer.
+    """Return S4, a restart without the slow ranks' machines: the others take over their work.
 
-    A slow link is left out with its second rank. None if nobody would be left.
+    For a slow link its second rank is left out. None if nobody would be left.
 
     Args:
         findings: What is slow.
@@ -155,7 +155,7 @@ def restart_mitigation(
 
 
 def _balancing(model: RunModel, slowness: Slowness, plan: ParallelPlan) -> str:
-    """Say how a plan's pipelines are balanced, "" if nothing changes."""
+    """Return, in words, how a plan's pipelines would be balanced; "" if nothing changes."""
     if model.facts.is_assigned:
         return f"assigned less to {_ranks(slowness.ranks)}" if slowness.ranks else ""
     counts = model.counts(plan), model.counts(model.balanced(plan))

@@ -1,4 +1,4 @@
-"""Decide when to do something about a straggler, and how much: ski rental over four steps.
+"""Decide when to mitigate a straggler, and by which of the four mitigations (*steps*): ski rental.
 
 Greyhound's Algorithm 1: begin with the cheapest step, S1 (do nothing), and climb when the time lost
 so far reaches what the next step costs. How long the fault lasts is unknown; this rule pays at most
@@ -32,7 +32,7 @@ _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 
 class DecisionKind(StrEnum):
-    """Orders to the caller."""
+    """What the caller is to do."""
 
     KEEP = "keep"
     """Nothing changes."""
@@ -44,7 +44,7 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """An act before the next iteration, and why; it travels from the leader to all ranks."""
+    """What all ranks do before the next iteration, and why; the leader sends it to them."""
 
     kind: DecisionKind
     choice: PossibleMitigation
@@ -52,7 +52,7 @@ class Decision:
     reason: str
     """The figures that led to it, in one line."""
     dry_run: bool = False
-    """Only report it."""
+    """Whether to report it only."""
 
     @property
     def mitigation(self) -> Mitigation:
@@ -62,7 +62,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Costs of steps until they have been measured, and which are allowed.
+    """First guesses of the steps' costs, used until these are measured; and the allowed steps.
 
     Raises:
         ConfigurationError: A cost isn't positive.
@@ -73,8 +73,8 @@ class PolicyConfig:
     swap_cost_s: float = 5.0
     """First guess for S3 and its undoing, seconds: a new plan's tables, buffers and first pull."""
     restart_cost_s: float | None = None
-    """Cost of S4, seconds: checkpoint, new processes, loading. None takes what the run's newest
-    restart, or change of ranks in place, took, and 300 before there was one."""
+    """Cost of S4, seconds: checkpoint, new processes, loading. None takes the time of the run's
+    newest restart, or change of ranks in place, and 300 before there was one."""
     allowed: tuple[Mitigation, ...] = _LADDER
     """Steps that may be taken."""
     dry_run: bool = False
@@ -90,7 +90,7 @@ class PolicyConfig:
 
     @property
     def known_restart_cost_s(self) -> float:
-        """Cost of S4, seconds; a first guess while nothing is known."""
+        """Cost of S4, seconds; 300 while nothing is known."""
         return 300.0 if self.restart_cost_s is None else self.restart_cost_s
 
 
@@ -98,8 +98,8 @@ class MitigationPolicy:
     """Ski rental: `begin` once per fault, `decide` before each slow iteration, `end` once.
 
     It changes nothing itself: the caller carries out a decision of kind APPLY or UNDO and reports
-    what it cost with `record_cost`. Only the leader has one (see `watch`). During a fault it only
-    climbs; the end of the fault leads back to no mitigation.
+    its cost with `record_cost`. Only the leader has a policy (see `watch`). During a fault it only
+    climbs to higher steps; the end of the fault undoes them.
     """
 
     def __init__(self, config: PolicyConfig | None = None) -> None:
@@ -120,11 +120,11 @@ class MitigationPolicy:
         return (self._in_force or _NOTHING).mitigation
 
     def cost_s(self, mitigation: Mitigation) -> float:
-        """Return what a step costs, as measured so far, seconds."""
+        """Return the cost of a step, seconds, as known so far."""
         return self._costs_s.get(mitigation, 0.0)
 
     def record_cost(self, mitigation: Mitigation, cost_s: float) -> None:
-        """Take in what a step really cost: half of it and half of what was known."""
+        """Take in a step's measured cost: the known cost becomes the mean of both."""
         if mitigation is Mitigation.IGNORE or not cost_s > 0.0:
             raise ConfigurationError(
                 f"{mitigation.value} can't cost {cost_s} s; record a positive time for S2 to S4."
@@ -145,7 +145,7 @@ class MitigationPolicy:
     def decide(
         self, *, unmitigated_s: float, possible: Sequence[PossibleMitigation] = ()
     ) -> Decision:
-        """Decide what the next iteration, known to be slow, runs under.
+        """Decide under which step the next iteration, known to be slow, runs.
 
         Args:
             unmitigated_s: Iteration time with the fault and without any mitigation, seconds.
@@ -169,7 +169,7 @@ class MitigationPolicy:
         return self._decision(DecisionKind.APPLY, choices[best], reason)
 
     def end(self) -> Decision:
-        """Note that the cause ended; undo what was done."""
+        """Note that the fault has ended; decide to undo the step in force, if there is one."""
         undone, self._in_force = self._in_force or _NOTHING, None
         kind = DecisionKind.KEEP
         if undone.mitigation is Mitigation.IGNORE:
@@ -190,7 +190,7 @@ class MitigationPolicy:
         """Add the coming iteration's loss to every step's account."""
         loss_s = max(0.0, unmitigated_s - self._healthy_s)
         for step in _LADDER:
-            # A dearer step that does worse would not be taken: the cheaper one's loss stands.
+            # A dearer step that does worse wouldn't be taken: the cheaper one's loss counts.
             if step in choices:
                 loss_s = min(loss_s, max(0.0, choices[step].iteration_s - self._healthy_s))
             self._lost_s[step] += loss_s

@@ -1,7 +1,7 @@
-"""Measure devices and links for a moment, at a step boundary, where stragglers are suspected.
+"""Briefly measure suspected devices and links, at a step boundary.
 
 Greyhound's validation: one matrix product per device, one message there and back per pair of a
-round. Every rank calls these functions together; they communicate.
+round. All ranks call `probe_devices` and `probe_links` together; these communicate.
 """
 
 import statistics
@@ -27,7 +27,7 @@ def probe_device(
     repeats: int = 5,
     within: AbstractContextManager[Any] | None = None,
 ) -> float:
-    """Return the median seconds of one `size`³ matrix product here, in bf16 on CUDA. No messages.
+    """Return the median seconds of a `size`³ matrix product, in bf16 on CUDA; doesn't communicate.
 
     Args:
         device: The device.
@@ -67,19 +67,19 @@ def probe_links(
     repeats: int = 3,
     wait_for: Callable[[dist.Work, int, int], None] | None = None,
 ) -> dict[Pair, float]:
-    """Return the least seconds of a message there and back for every pair of the rounds.
+    """Return the shortest time of a message there and back, seconds, for every pair.
 
-    A slow link is slow for each message; what a busy host adds to some of them isn't the link's.
+    The shortest, because a slow link slows every message, and a busy host only some.
 
-    All ranks call it with the same rounds. Pairs of one round run at the same time;
-    rounds are kept apart by barriers.
+    All ranks call it with the same rounds. Pairs of one round run at the same time; barriers
+    separate the rounds.
 
     Args:
         rounds: Disjoint pairs of global ranks, as `ring_rounds` gives them.
         device: Where the messages lie.
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.
-        wait_for: Waits for a message, given its sender and its bytes, as the runtime does; None
+        wait_for: Waits for a message, given its work, sender and bytes, as the runtime does; None
             just waits.
     """
     own = dist.get_rank()
@@ -129,7 +129,7 @@ def _ping_pong(
 
 
 def _repeat_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of each time, after one to warm up."""
+    """Return the seconds of each repeat, after one to warm up."""
     times_s = []
     for repeat in range(repeats + 1):
         _synchronize(device)

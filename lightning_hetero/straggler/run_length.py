@@ -23,17 +23,17 @@ from lightning_hetero.core.arrays import FloatArray
 __all__ = ["RunLengthPosterior"]
 
 _PRIOR_ALPHA = 2.0
-"""A new run's variance is as if known from four values: the least that gives it a mean and more."""
+"""A new run's variance counts as known from four values, the fewest that give it a finite mean."""
 _PRIOR_MEAN_SD = 1.0
-"""Of a new run's level, in logarithms: e times faster or slower is nothing unusual."""
+"""Standard deviation of a new run's level, in logarithms: e times faster or slower is usual."""
 _OUTLIER_DENSITY = 0.01
-"""Of an outlier's logarithm; a value that no run predicts better says nothing of them. Tuned."""
+"""Density of an outlier's logarithm: a value less likely in all runs tells nothing. Tuned."""
 _TINY = 1e-290
 _MEAN, _KAPPA, _ALPHA, _BETA = range(4)
 
 
 class RunLengthPosterior:
-    """The posterior of the run length after each value, and what each hypothesis has learnt.
+    """The posterior of the run length after each value, and each hypothesis's statistics.
 
     Hypothesis r has seen the last r values; `mass[r]` is its probability.
     """
@@ -93,7 +93,7 @@ class RunLengthPosterior:
         return density
 
     def _shift(self, *, tail_is_older: bool) -> None:
-        """Let every hypothesis be one value older; the two oldest become one."""
+        """Make every hypothesis one value older; the two oldest are merged."""
         stats = self._stats
         if tail_is_older:
             oldest = stats[:, -1].copy()

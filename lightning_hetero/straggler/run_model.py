@@ -1,10 +1,10 @@
-"""Predict what a plan's iteration takes under a fault, from what this run itself has shown.
+"""Predict a plan's iteration time under a fault, from this run's own measurements.
 
 Nothing needs to be known of model or devices: a place of the plan takes, on any rank, the time that
 was measured there while nothing was slow, times how much slower the rank's device is by its probe.
 Pipelines are timed by the simulator's own 1F1B; push and pull by the bytes of the runtime's own
-transfer tables, because slices keep their owners when ranks swap places. What is left of the
-measured iteration (optimizer, data, logging) is a constant.
+transfer tables, because slices keep their owners when ranks swap places. The rest of the measured
+iteration (optimizer, data, logging) is a constant.
 
 Micro-batches are balanced as Greyhound's S2 does, but by min-max, not variance (see
 `balance_microbatches`).
@@ -36,8 +36,8 @@ def balance_microbatches(
         minimise   max_i  fixed_i + m_i · t_i
         such that  Σ m_i = M,  m_i ≥ 1,  m_i whole
 
-    The planner shares micro-batches by the same water filling; where pipelines would end together,
-    the first of them gets more.
+    The planner distributes micro-batches by the same water filling; of pipelines that would end
+    together, the first gets more.
 
     Args:
         times_s: Seconds per micro-batch of each pipeline (of its slowest stage).
@@ -70,7 +70,7 @@ def balance_microbatches(
 
 
 _FEW_RANKS = 32
-"""Most ranks whose messages are all counted; of more only those of ranks that a plan moves are."""
+"""Most ranks for which all messages are counted; of more ranks only those of moved or slow ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Slowness:
 
     @classmethod
     def of(cls, findings: Sequence[Finding], world_size: int) -> "Slowness":
-        """Return what the findings say; a port is all links of its rank."""
+        """Return the slowness that findings describe; a slow port means all links of its rank."""
         ranks: dict[int, float] = {}
         links: dict[Pair, float] = {}
         for finding in findings:
@@ -99,7 +99,7 @@ class Slowness:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceTimes:
-    """Times of a micro-batch in one place of the plan, on the rank that stands there."""
+    """Times of a micro-batch in one place of the plan, on the rank that has that place."""
 
     forward_s: float
     backward_s: float
@@ -122,29 +122,29 @@ class MeasuredRun:
     """Micro-batches of each pipeline."""
     iteration_s: float
     places: Mapping[int, PlaceTimes]
-    """By global rank; ranks that compute."""
+    """By global rank, for ranks that compute."""
     probe_s: Mapping[int, float]
-    """Matmul probe of each rank's device; empty if all are taken to be equal."""
+    """Seconds of the matmul probe of each rank's device; empty if all count as equal."""
     link_s_per_byte: float
     """Seconds a byte takes over a link that isn't slow."""
     hidden_bytes: int
     """Bytes of a hidden state."""
     value_bytes: int
-    """Bytes of one value of weights and gradients on their way."""
+    """Bytes of one value of weights and gradients when they are sent."""
     table_of: Callable[[ParallelPlan], TransferTable]
-    """Returns what a plan would move between which ranks."""
+    """Returns a plan's transfer table."""
     is_assigned: bool = False
-    """Whether samples are dealt by what each rank takes, so that the pipelines end together."""
+    """Whether a data module assigns samples so that the pipelines end together."""
     share: float = 1.0
     """Share of the iterations that ran the plan."""
 
 
 class RunModel:
-    """Judges plans that have the places of the plan that ran, with other ranks or counts in them.
+    """Predicts plans with the same places as the plan that ran, but other ranks or micro-batches.
 
     Args:
-        facts: What was measured.
-        slowness: What is slow now.
+        facts: Measurements while nothing was slow.
+        slowness: The ranks and links that are slow now.
     """
 
     def __init__(self, facts: MeasuredRun, slowness: Slowness) -> None:
@@ -158,7 +158,7 @@ class RunModel:
         return self._rest_s + self._moving_s(plan, healthy=False)
 
     def counts(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Return the numbers of micro-batches of a plan's pipelines, measured where not named."""
+        """Return each pipeline's micro-batches: the plan's number, or else the measured one."""
         if self.facts.is_assigned:
             return self.facts.counts
         return tuple(
@@ -167,7 +167,7 @@ class RunModel:
         )
 
     def with_counts(self, plan: ParallelPlan, counts: Sequence[int]) -> ParallelPlan:
-        """Return the plan with these numbers of micro-batches, named where they are others."""
+        """Return the plan with these numbers of micro-batches."""
         pipelines = zip(plan.pipelines, self.counts(plan), counts, strict=True)
         return replace(
             plan,
@@ -180,8 +180,8 @@ class RunModel:
     def balanced(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with micro-batches moved away from slow pipelines: S2.
 
-        Where samples are assigned it is the plan as it is: every iteration is balanced anyway. So
-        it is where micro-batches have sizes of their own, which other numbers would change.
+        The plan is unchanged if samples are assigned, since every iteration is balanced then, or if
+        it names sizes of micro-batches, which other numbers would change.
         """
         if self.facts.is_assigned or any(item.microbatch_size for item in plan.pipelines):
             return plan
@@ -197,9 +197,9 @@ class RunModel:
         return self.with_counts(plan, counts)
 
     def paces(self, plan: ParallelPlan) -> dict[int, float]:
-        """Return for each rank that computes what a unit of work takes it without a fault.
+        """Return the healthy pace of each rank that computes: seconds per unit of work.
 
-        As a rank's own history has it: were the whole model there.
+        Scaled to the whole model, as in a rank's own history.
         """
         places = {
             rank: self._place(p, s, rank, healthy=True)
@@ -211,7 +211,7 @@ class RunModel:
         }
 
     def slowdown(self, rank: int, other: int, *, healthy: bool = False) -> float:
-        """Return how many times longer a rank takes in another's place than that one did there."""
+        """Return a rank's time in another rank's place over that rank's time there."""
         factor = 1.0 if healthy else self._slow.ranks.get(rank, 1.0)
         probe_s = self.facts.probe_s
         return factor * probe_s[rank] / probe_s[other] if probe_s else factor
@@ -226,7 +226,7 @@ class RunModel:
         }
         moving_s = max(ends_s.values())
         if self.facts.is_assigned:
-            # All end together: in a second each does what it did in a second alone.
+            # Pipelines end together, each working at the rate that it has alone.
             first = [pipeline.stages[0].ranks[0] for pipeline in self.facts.plan.pipelines]
             works = {
                 index: counts[index] * self.facts.places[first[index]].work for index in ends_s
@@ -263,7 +263,7 @@ class RunModel:
         )
 
     def _place(self, pipeline: int, stage: int, rank: int, *, healthy: bool) -> PlaceTimes:
-        """Return what a micro-batch takes a rank in a place of the plan that ran."""
+        """Return a micro-batch's times on a rank in a place of the plan that ran."""
         measured = self.facts.plan.pipelines[pipeline].stages[stage].ranks[0]
         factor = self.slowdown(rank, measured, healthy=healthy)
         times = self.facts.places[measured]
@@ -272,9 +272,9 @@ class RunModel:
         )
 
     def _boundary_s_per_byte(self, pipeline: PipelinePlan, stage: int, *, healthy: bool) -> float:
-        """Return the seconds of a byte of an activation, or of its gradient if that is slower.
+        """Return the seconds per byte of an activation, or of its gradient if that is slower.
 
-        Pieces for a larger group, several from one sender, go one after another.
+        Pieces that one sender sends to a larger group go one after another.
         """
         groups = pipeline.stages[stage].ranks, pipeline.stages[stage + 1].ranks
         by_sender: defaultdict[tuple[bool, int], float] = defaultdict(float)
@@ -312,7 +312,7 @@ class RunModel:
         return [rank for rank in everyone if rank in slow or plan.place(rank) != base.place(rank)]
 
     def _traffic_s(self, numels: Counter[tuple[int, int]], rank: int, *, healthy: bool) -> float:
-        """Return the longer of what a rank sends and what it receives."""
+        """Return the seconds of a rank's sends or of its receives, whichever take longer."""
         seconds: dict[bool, float] = defaultdict(float)
         for (source, destination), numel in numels.items():
             if source != destination:

@@ -9,8 +9,8 @@ means; iteration times have outliers and correlated noise. So medians stand for 
 √(π/2), the price of it for normal values), σ is what the median absolute deviation says of the
 values before, and medians of values with lag-1 correlation ρ stray farther by the next factor.
 
-Few values tell their own σ and ρ badly, as Student's t says: that is the last factor. It is left
-out for a change by half or more: noise that could be mistaken for one is rarer than such a fault.
+From few values σ and ρ can't be estimated well, as in Student's t: hence the last factor. It is
+left out for changes by half or more: noise that looks like one is rarer than such a fault.
 """
 
 import math
@@ -24,21 +24,21 @@ __all__ = ["robust_scale", "significance", "without_warmup"]
 _NORMAL_MAD = 1.4826
 """Standard deviation of normal values over their median absolute deviation."""
 _FEW = 8
-"""Values that don't tell their own spread."""
+"""Fewer values than this don't tell their own spread."""
 _DOUBTFUL = 16.0
-"""Number of values that doubles the error. Tuned: with 14, strongly correlated noise is found."""
+"""Number of values at which the error doubles. Tuned: with 14, correlated noise raises alarms."""
 _LARGE = math.log(1.5)
 _LEAST_CORRELATED = 32
-"""Values from which a correlation can be told: its standard error is then below 0.18."""
+"""Fewest values that tell a correlation: its standard error is then below 0.18."""
 _HIGHEST_CORRELATION = 0.9
-"""More is drift, which would hide every change."""
+"""A higher correlation is drift, which would hide every change."""
 _WARMUP_DEVIATIONS = 5.0
-"""Standard deviations above the later values that a first iteration must not exceed."""
+"""A first iteration that exceeds the later ones by more standard deviations is warm-up."""
 _LEAST_WARMUP_SCALE = 0.005
 
 
 def robust_scale(values: Sequence[float]) -> float:
-    """Return the standard deviation as the median absolute deviation tells it."""
+    """Return the standard deviation, estimated from the median absolute deviation."""
     center = median(values)
     return _NORMAL_MAD * median([abs(value - center) for value in values])
 
@@ -55,9 +55,9 @@ def significance(
     Args:
         before: Values of the old level.
         after: Values of the new one.
-        scale: Standard deviation of `before` where it is too short to tell it.
-        noise: Deviations of values before those from their own level, which tell how values follow
-            each other where `before` is short: that is the machine's way, not the level's.
+        scale: Standard deviation of `before`, used if that is too short to tell it.
+        noise: Deviations of earlier values from their own level: they tell how noise is correlated,
+            which depends on the machine, not on the level, if `before` is short.
     """
     center = median(before)
     shift = abs(median(after) - center)
@@ -69,7 +69,7 @@ def significance(
 
 
 def _stray(values: Sequence[float]) -> float:
-    """Return how many times farther means of these values stray than independent ones' do.
+    """Return how many times farther means of these values stray than those of independent ones.
 
     √((1+ρ)/(1-ρ)) for autoregressive noise; ρ is its lag-1 correlation without outliers, less the
     standard error of ρ.
@@ -87,7 +87,7 @@ def _stray(values: Sequence[float]) -> float:
 
 
 def without_warmup(values: Sequence[float]) -> Sequence[float]:
-    """Leave out the first values, as far as they lie above what the later half explains."""
+    """Return the values without the first ones that lie above what the later half explains."""
     settled = values[len(values) // 2 :]
     scale = max(_LEAST_WARMUP_SCALE, robust_scale(settled))
     highest = median(settled) + _WARMUP_DEVIATIONS * scale

@@ -3,10 +3,10 @@
 Data parallelism moves more bytes than pipeline parallelism, so a congested link should join
 neighbouring stages of one pipeline rather than two holders of the same layers. Slow devices should
 share as few stages as possible, ⌈slow devices / ranks per stage⌉, interior ones first, because the
-first and last stages also hold embedding and head. These two rules order the candidates; what is
-chosen is what `predict_s` (the simulator) finds fastest, so a rule that doesn't hold does no harm.
+first and last stages also hold embedding and head. These two rules only order the candidates; the
+one that `predict_s` finds fastest is chosen, so a rule that doesn't hold does no harm.
 
-Slices keep their owners when ranks swap places, so a link is relieved for good only when both its
+Slices keep their owners when ranks swap places, so a link is relieved for good only if both its
 ends leave the layers that they own: hence moves of both ends at once.
 """
 
@@ -30,9 +30,9 @@ __all__ = [
 _Swap = tuple[tuple[int, ...], tuple[int, ...]]
 _MOST_SWAPS = 4
 _PREDICTIONS = 64
-"""Candidates predicted for each swap, the most promising first."""
+"""Most candidates that are predicted for each swap, the most promising ones."""
 _LEAST_GAIN = 0.01
-"""Relative gain below which a swap isn't made."""
+"""Least relative gain of a swap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,9 @@ def propose_swap(
         slow_ranks: Slow ranks and their slowdown.
         slow_links: Pairs of ranks whose link is congested.
         predict_s: Predicts the iteration time of a plan under the present faults; with
-            micro-batches balanced, if S2 goes along.
-        has_room: Says whether each rank's memory holds its place in a plan; asked only of plans
-            that would be taken. None takes all.
+            micro-batches balanced, if S2 is part of the swap.
+        has_room: Tells whether each rank's memory suffices for its place in a plan; called only for
+            plans that would be chosen. None accepts all.
     """
     suspects = sorted({*slow_ranks, *(rank for pair in slow_links for rank in pair)})
     before_s = best_s = predict_s(plan)
@@ -106,7 +106,7 @@ def swap_ranks(plan: ParallelPlan, group_a: Sequence[int], group_b: Sequence[int
 
 
 def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
-    """Return the plan with each rank's place taken by another rank, its own where none is named."""
+    """Return the plan with places taken by other ranks ({rank: taker}); others keep theirs."""
     pipelines = tuple(
         replace(
             pipeline,
@@ -121,7 +121,7 @@ def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
 
 
 def ranks_moved(before: ParallelPlan, after: ParallelPlan) -> dict[int, int]:
-    """Return by rank who takes its place in a plan of the same places, where another one does."""
+    """Return {rank: taker} of the places that another rank has in `after` than in `before`."""
     stages = zip(before.iter_stages(), after.iter_stages(), strict=True)
     pairs = (pair for (*_, a), (*_, b) in stages for pair in zip(a.ranks, b.ranks, strict=True))
     return {rank: taker for rank, taker in pairs if rank != taker}
@@ -187,7 +187,7 @@ def _swap_all(plan: ParallelPlan, move: Sequence[_Swap]) -> ParallelPlan:
 def _penalty(
     plan: ParallelPlan, slow_ranks: Mapping[int, float], slow_links: Collection[Pair]
 ) -> tuple[int, int, int]:
-    """Return what the two rules hold against a plan: less is more promising."""
+    """Return a plan's violations of the two rules: fewer are more promising."""
     slow_stages = {
         (place.pipeline_index, place.stage_index)
         for rank in slow_ranks

@@ -1,13 +1,13 @@
 """Decide for all ranks, on one of them: is the run slow, does a look for the cause pay, what to do.
 
-One rank, the *leader*, sees everyone's note of every iteration and gives one order. Ranks don't
-decide by themselves from the same numbers, because numbers that differ in the last bit would part
-them. The order is to go on, to look for the cause (all ranks probe together), or to act.
+One rank, the *leader*, gets all ranks' notes of every iteration and gives one order. Ranks don't
+decide for themselves, because numbers that differ in the last bit would part them. The order is to
+go on, to *look* for the cause (all ranks report and probe together), or to act.
 
 A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
-they find is mitigated by ski rental (`mitigation`); a look that finds nothing any more ends it, and
-the first plan returns. A slow link that no longer carries much tells nobody when it recovers, so it
-is probed again whenever that costs less than its share of the time since the last look.
+they find is mitigated by ski rental (`policy`); a look that no longer finds anything ends it, and
+the first plan returns. A slow link that carries little under the new plan shows no recovery, so it
+is probed again whenever that takes less than its share of the time since the last look.
 """
 
 import math
@@ -37,21 +37,21 @@ from lightning_hetero.straggler.policy import Decision, DecisionKind, Mitigation
 __all__ = ["Order", "RunWatch", "WatchConfig"]
 
 _SETTLING = 3
-"""Iterations of a new plan, after its first, whose median is its iteration time."""
+"""Number of a new plan's iterations, after its first, whose median is its iteration time."""
 _LOOK_AGAIN = (8, 24)
-"""Iterations after a look that found no culprit until the next one."""
+"""Iterations until further looks, after one that has found no culprit."""
 _RECENT = 4
-"""Newest iterations that a look takes into account where no change says since when."""
+"""Newest iterations that a look considers if no change says where to begin."""
 
 
 class Order(IntEnum):
-    """Orders to all ranks before the next step."""
+    """The leader's order to all ranks, before the next step."""
 
     GO_ON = 0
     LOOK = 1
-    """Report, probe, and hear what to do."""
+    """Report and probe, then get a decision from the leader."""
     ACT = 2
-    """Hear what to do."""
+    """Get a decision from the leader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ class WatchConfig:
     detector: BocdConfig = field(default_factory=BocdConfig)
     """When a level counts as changed."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """Costs of steps, and which are allowed."""
+    """Costs of mitigations, and which are allowed."""
     recheck_share: float = 0.002
-    """Share of the time that probing a known slow link again may take."""
+    """Share of the time that may be spent on probing a known slow link again."""
 
 
 @dataclass
@@ -79,13 +79,13 @@ class _Transition:
 class RunWatch:
     """The leader's memory of the run and of the fault it suffers from, if any.
 
-    Per iteration `see` gives the order. After LOOK the caller tells `found` what was found; after
-    LOOK and ACT `next_decision` says what to do; `began` is told once a new plan was handed over.
+    In each iteration `see` returns the order. After LOOK the caller passes findings to `found`;
+    after LOOK and ACT it carries out the decision from `next_decision`, and calls `began`.
 
     Args:
-        config: How eagerly.
-        report: Takes events.
-        say: Takes lines for people.
+        config: How eagerly to watch.
+        report: Gets events.
+        say: Gets lines for people.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class RunWatch:
         self._said_why = False
         self._next_looks: tuple[int, ...] = ()
         self.since_step = 0
-        """First step of the run as it is now; a look takes no earlier one into account."""
+        """First step since the last change; a look considers no earlier one."""
         self.known: tuple[Finding, ...] = ()
-        """Devices and links that are known to be slow."""
+        """Devices and links known to be slow."""
 
     @property
     def mitigation(self) -> Mitigation:
-        """The step in force."""
+        """The mitigation in force."""
         return self._policy.mitigation
 
     def base_s(self) -> float:
@@ -136,13 +136,13 @@ class RunWatch:
         predicted_s: float | None = None,
         is_changing: bool = False,
     ) -> Order:
-        """Take in everyone's notes of an iteration; give the order.
+        """Take in all ranks' notes of an iteration; return the order.
 
         Args:
             step: The iteration.
             notes: A `RankNote` of each rank, or their array, (num_ranks, num_fields).
-            predicted_s: What was predicted of it, for the record.
-            is_changing: Whether it still ran under the plan of before the last act.
+            predicted_s: Predicted seconds of the iteration, for the log.
+            is_changing: Whether it still ran under the plan from before the last act.
         """
         rows = np.asarray(notes, dtype=np.float64)
         iteration_s = slowest_s(rows)
@@ -150,7 +150,7 @@ class RunWatch:
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
         if self._transition is not None:
-            # What it takes to change the plan isn't what the plan takes.
+            # The time of changing plans isn't the new plan's iteration time.
             usual_s = self._levels.skip(step, rows)
             if not is_changing:
                 self._follow(step, usual_s)
@@ -190,14 +190,14 @@ class RunWatch:
         where: str,
         look_s: float,
     ) -> None:
-        """Take in what a look found.
+        """Take in the findings of a look.
 
         Args:
-            step: The step after which it was looked.
-            findings: What is slow.
-            find_mitigations: Finds what could be done about it; asked only if it is news.
-            where: Whose slowness it is, for people: "pipeline 1".
-            look_s: What the look took.
+            step: The step after which the ranks looked.
+            findings: The slow devices and links.
+            find_mitigations: Returns the possible mitigations; called only for new findings.
+            where: The slow part of the run, for people: "pipeline 1".
+            look_s: Seconds that the look took.
         """
         self._look_s, self._since_look_s = look_s, 0.0
         assert self._change is not None
@@ -224,7 +224,7 @@ class RunWatch:
         self._possible = possible
         self._said_why = False
         self._policy.begin(healthy_s=self._healthy_s)
-        # What was lost before the cause was known counts, too.
+        # Time lost before the cause was known counts, too.
         for _ in range(onset_step, step):
             if self._decide(step):
                 break
@@ -252,7 +252,7 @@ class RunWatch:
     # -- what to do -----------------------------------------------------------------------------
 
     def _decide(self, step: int) -> bool:
-        """Ask the policy about one slow iteration; return whether there is something to do."""
+        """Let the policy count one slow iteration; return whether there is something to do."""
         decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
         if decision.kind is DecisionKind.APPLY:
             if not decision.dry_run:
@@ -266,7 +266,7 @@ class RunWatch:
         return False
 
     def next_decision(self) -> Decision | None:
-        """Return what all ranks are to apply or undo now, if anything; once."""
+        """Return the decision that all ranks are to carry out now, only once; None if none."""
         decision, self._decision = self._decision, None
         if decision is not None:
             before_s = self._levels.since_s(self.since_step)
@@ -274,11 +274,11 @@ class RunWatch:
         return decision
 
     def began(self, call_s: float, *, refusal: str | None = None) -> None:
-        """Note what it took to hand the new plan over; from now on it is waited for.
+        """Note that a decision was carried out; from now on wait until its plan runs.
 
         Args:
-            call_s: Seconds of the call.
-            refusal: Why the run goes on as before, if it does; no plan is tried again then.
+            call_s: Seconds that it took.
+            refusal: Why it couldn't be carried out, None if it was; then no plan is tried again.
         """
         change = self._transition
         assert change is not None
@@ -290,12 +290,12 @@ class RunWatch:
             self._report(ActionEvent.from_decision(decision, step=self._step))
             self._say(f"{decision.mitigation.value} can't be done here. {refusal}")
         elif not decision.choice.plans:
-            # A restart: what it gains is another run's to see.
+            # A restart: this run won't see what it gains.
             self._transition = None
             self._finish(self._step, decision, before_s=change.before_s)
 
     def _follow(self, step: int, iteration_s: float) -> None:
-        """Wait for the new plan's iteration time; say what was gained and paid."""
+        """Collect the new plan's iteration times; once there are enough, report gain and cost."""
         change = self._transition
         assert change is not None
         change.times_s.append(iteration_s)
@@ -324,7 +324,7 @@ class RunWatch:
         after_s: float | None = None,
         cost_s: float | None = None,
     ) -> None:
-        """Report and say what was done, or in a dry run would have been."""
+        """Report a mitigation that was applied or undone, or would have been in a dry run."""
         assert self._change is not None
         event = replace(
             ActionEvent.from_decision(decision, step=step),
