@@ -1,9 +1,9 @@
 """Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV).
 
-`saving` brings a rank's state into all tiers, `recovering` brings it back onto whichever ranks
-there are; `survivors` does so with what nobody has saved. All of it rests on the files of a part
-(`manifest`, `parts`), on the places where they lie (`store`, `tiers`, `claims`), and on waits that
-end (`deadlines`, `transport`, `lockstep`).
+`saving` brings a rank's state into all tiers, `recovering` brings it back onto any set of ranks;
+`survivors` recovers what ranks still hold in memory, without a save. All of it builds on the files
+of a part (`manifest`, `parts`), on the places where they are kept (`store`, `tiers`, `claims`), and
+on waits that are sure to end (`deadlines`, `transport`, `lockstep`).
 """
 
 import importlib

@@ -1,13 +1,13 @@
-"""Whose a place is: which run's checkpoints it holds, and which one living job writes there.
+"""Mark which run's checkpoints a place holds, and which single live job may write there.
 
-A run's identity is made once and kept beside the checkpoints and in each. The lasting places say
-which run goes on. What they don't know, such as what an earlier run left in shared memory, is no
-part of it.
+A run's identity is made once and kept beside the checkpoints and in each of them. The lasting
+places decide which run goes on; checkpoints of other runs, such as an earlier one's in shared
+memory, don't belong to it.
 
-The job that writes keeps a lease: a file that it rewrites as long as it lives where other machines
-may write, too. Who finds one knows at once that its owner is gone if that ran on this machine, or
-was an earlier start of the same torchrun job; else it waits and sees whether the file changes.
-Clocks of two machines are never compared.
+The job that writes holds a lease: a file, which it rewrites regularly if other machines can write
+to the place, too. Another job that finds one knows at once that its owner is gone if that ran on
+this machine, or was an earlier start of the same torchrun job; else it waits to see whether the
+file changes. Clocks of two machines are never compared.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ __all__ = ["OWNER_FILE", "RUN_FILE", "Lease", "OccupiedError", "mark_places", "n
 _log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-"""Names the run at the top of every lasting place."""
+"""File at the top of every lasting place that names its run."""
 
 
 def new_run() -> str:
@@ -62,11 +62,11 @@ def read_run(store: Store) -> str:
 
 
 def mark_places(tiers: Sequence[Tier], run: str) -> None:
-    """Write down in lasting places which run they belong to from now on.
+    """Write into lasting places which run they belong to from now on.
 
     Raises:
-        CheckpointError: The shared place can't be written. It says which run goes on, so it must
-            know; a disk may be full today.
+        CheckpointError: The shared place can't be written, which decides which run goes on. A local
+            disk that can't be written is only logged.
     """
     for tier in tiers:
         if tier.kind is TierKind.MEMORY:
@@ -83,16 +83,16 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
 
 
 OWNER_FILE = "owner.json"
-"""Says at the top of a place which job writes there."""
+"""File at the top of a place that names the job that writes there."""
 _BEAT_S = 10.0
 _BEATS_TO_WAIT = 3
 _PATIENCE_S = 2.0
 _NO_JOB = {"", "none"}
-"""torchrun's run id where nobody gave one: jobs don't differ by it."""
+"""torchrun's run ids if none was given: they don't identify a job."""
 
 
 class OccupiedError(CheckpointError):
-    """Another living job writes to a place."""
+    """Another live job writes to a place."""
 
 
 class Lease:
@@ -115,10 +115,10 @@ class Lease:
         self._thread = threading.Thread(target=self._live, name="checkpoint-lease", daemon=True)
 
     def take(self) -> None:
-        """Become the owner; waits where it is unclear whether the last one lives.
+        """Become the owner; wait if it is unclear whether the last owner is alive.
 
         Raises:
-            OccupiedError: Another living job writes here.
+            OccupiedError: Another live job writes here.
         """
         try:
             self._wait_for(self._read())
@@ -156,7 +156,7 @@ class Lease:
             raise OccupiedError(self._describe(self._thief))
 
     def release(self) -> None:
-        """Let others write at once; gives up soon where the place doesn't answer."""
+        """Release the lease, so that others may write; give up soon if the place doesn't answer."""
         self._ended.set()
         if self._thief is None:
             remover = threading.Thread(target=self._remove, daemon=True)
@@ -176,7 +176,7 @@ class Lease:
                     self._write()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return who owns the place; None if nobody, or nobody that can be made out."""
+        """Return the owner of the place; None if there is none, or its file can't be parsed."""
         try:
             found = json.loads(self._store.read(OWNER_FILE))
         except (FileNotFoundError, ValueError):
@@ -226,18 +226,18 @@ class Lease:
 
 
 def _is_of_own_run(owner: dict[str, Any]) -> bool:
-    """Whether an owner is, or was, a member of this run: an earlier generation's, or a lost one.
+    """Whether an owner is or was a member of this run, perhaps of an earlier generation, or lost.
 
-    Who is lost while the others go on can't complete a checkpoint without them.
+    A lost member can't complete a checkpoint without the others.
     """
     return membership_name() is not None and owner.get("membership") == membership_name()
 
 
 def _job() -> list[str] | None:
-    """Return what tells this torchrun job from all others, through its restarts; None without one.
+    """Return what identifies this torchrun job, also over restarts; None without torchrun.
 
-    A name that users fix (`--rdzv-id`) may be that of two jobs, so it counts only together with
-    the store that its agents meet at, and the machine where that is a name of this machine.
+    Two jobs may have the same name (`--rdzv-id`), so it counts only together with the address of
+    the store where agents meet, and with this machine if that address is a local one.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

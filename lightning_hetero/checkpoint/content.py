@@ -1,4 +1,4 @@
-"""State as one rank saves it, asks for it and gets it back.
+"""The state that one rank saves, asks for and gets back.
 
 A rank saves the slices that it owns (`core.slices`), each with its optimizer state, and asks for
 the slices that it owns after the restart, whatever the plan and the world size are then.
@@ -42,7 +42,7 @@ class SliceContent:
     parameter: str
     """Name of the parameter in the module."""
     unit: int
-    """The unit that it is filed under: its layer, -1 before the layers, `num_layers` after them."""
+    """The unit that it is stored with: its layer, -1 before the layers, `num_layers` after them."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dim: int
@@ -54,9 +54,9 @@ class SliceContent:
     weight: torch.Tensor
     """The master copy of the slice, on any device."""
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Optimizer state; what has the slice's shape may be cut anew, anything else may not."""
+    """Optimizer state; tensors of the slice's shape may be cut anew, others may not."""
     whole_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Optimizer state that must never be cut, even where it has the slice's shape."""
+    """Optimizer state that must never be cut, even if it has the slice's shape."""
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     """Optimizer state that is a plain number, text, boolean or None."""
 
@@ -90,39 +90,39 @@ class CheckpointContent:
     global_rank: int
     """The rank that saves."""
     world_size: int
-    """Number of ranks that save; the checkpoint is complete with the parts of all."""
+    """Number of ranks that save; the checkpoint is complete when it has the parts of all."""
     num_layers: int
     """Number of layers of the model, for the names of the units."""
     slices: tuple[SliceContent, ...]
-    """All that the rank owns."""
+    """All slices that the rank owns."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Loops, LR schedulers, sampler, callbacks: the same on all ranks, rank 0's is kept.
+    """Loops, LR schedulers, sampler, callbacks: the same on all ranks; rank 0's is saved.
 
     `export` expects Lightning's names of a checkpoint's entries here, with parameter names in
     `optimizer_states[i]["param_groups"][j]["params"]`.
     """
     rank_metadata: Mapping[str, Any] = field(default_factory=dict)
-    """All that differs between ranks, such as random number generators."""
+    """State that differs between ranks, such as random number generators."""
     plan: ParallelPlan | None = None
     """The plan that ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredSlice:
-    """A slice that was asked for, on the CPU."""
+    """A recovered slice, on the CPU."""
 
     parameter: str
     """Name of the parameter."""
     weight: torch.Tensor
     """The slice."""
     state: Mapping[str, torch.Tensor]
-    """Optimizer state: cut like the slice where it has its shape, else whole."""
+    """Optimizer state: cut like the slice if it has the slice's shape, else whole."""
     scalars: Mapping[str, Scalar]
     """Optimizer state that is a plain value."""
 
     @property
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state of it, as an entry of its `state_dict`."""
+        """The slice's entry of the optimizer's `state_dict`."""
         tensors = {k: v for k, v in self.state.items() if not k.startswith(OF_CALLBACKS)}
         return {**tensors, **self.scalars}
 
@@ -130,11 +130,11 @@ class RestoredSlice:
 def optimizer_state_dict(
     groups: Sequence[Mapping[str, Any]], slices: Mapping[str, RestoredSlice]
 ) -> dict[str, Any]:
-    """Return an optimizer's `state_dict`, which numbers the parameters that groups name here.
+    """Return an optimizer's `state_dict`, with numbers in place of the parameters' names.
 
     Args:
-        groups: Its groups, with names as "params".
-        slices: By name; a parameter without a slice gets no state.
+        groups: The optimizer's groups, with names as "params".
+        slices: Recovered slices by name; a parameter without one gets no state.
     """
     state: dict[int, dict[str, Any]] = {}
     numbered: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class SliceNeed:
     stop: int
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
-        """Whether these rows are just what is needed; all rows are the same along any dim."""
+        """Whether exactly these rows are needed; a whole parameter is the same along any dim."""
         own = self.dim, self.start, self.stop
         return own == (dim, start, stop) or all(
             (first, last) == (0, num_rows(self.shape, along))
@@ -170,7 +170,7 @@ class SliceNeed:
 
 
 def num_rows(shape: Sequence[int], dim: int) -> int:
-    """Return the rows of a parameter along a dim; one without dims is one row."""
+    """Return a parameter's number of rows along a dim; a scalar has one."""
     return shape[dim] if shape else 1
 
 
@@ -191,9 +191,9 @@ class RecoveryReport:
     attempt: int
     """Attempt number for the checkpoints that this run saves."""
     place: str = ""
-    """The fastest tier that has any of it, on any node."""
+    """The fastest kind of tier that has any of the checkpoint, on any node."""
     is_last: bool = False
-    """Whether the run has nothing else to go on from than what is in that tier."""
+    """Whether the run has no complete checkpoint without the copy in that kind of tier."""
 
     def __str__(self) -> str:
         sources = ", ".join(
@@ -214,15 +214,15 @@ class Recovered:
     """One rank's state."""
 
     id: CheckpointId
-    """The checkpoint that it is of."""
+    """The checkpoint that it comes from."""
     world_size: int
     """Number of ranks that saved it."""
     plan: ParallelPlan | None
     """The plan under which it was saved."""
     slices: tuple[RestoredSlice, ...]
-    """The slices that were asked for, in that order."""
+    """The needed slices, in the order of the needs."""
     metadata: Mapping[str, Any]
     """Rank 0's shared metadata."""
     rank_metadata: Mapping[str, Any] | None
-    """State that this rank saved for itself; None if another number of ranks saved it."""
+    """This rank's own state; None if another number of ranks saved the checkpoint."""
     report: RecoveryReport

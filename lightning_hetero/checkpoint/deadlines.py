@@ -1,9 +1,9 @@
-"""Work on threads that end with the process, and waits that last as long as the work moves.
+"""Threads that end with the process, and waits that last as long as work makes progress.
 
-Executors of the standard library are joined when the interpreter exits. A process that has lost its
-peers must exit at once, in the middle of an upload if need be, so that it can be started anew. And
-storage may be slow for hours or hang for ever, even in the kernel (a network mount whose server is
-gone): what tells them apart is whether anything moves.
+The standard library's executors are joined when the interpreter exits. A process that has lost its
+peers must exit at once, even in the middle of an upload, so that it can be restarted. And storage
+may be slow for hours or hang for ever, even in the kernel (a network mount whose server is gone):
+only progress tells these apart.
 """
 
 import queue
@@ -32,29 +32,29 @@ _MAX_HANGING = 8
 
 
 class Progress:
-    """Counts what a thread gets done, for whoever waits for it."""
+    """Counts a thread's progress, for code that waits for it."""
 
     def __init__(self) -> None:
         self.count = 0
         self.is_given_up = False
-        """Whether nobody waits any more."""
+        """Whether nobody waits for the work any more."""
         self.part_of: Progress | None = None
-        """Work that moves whenever this does."""
+        """Larger work, whose progress ticks whenever this one does."""
 
     def tick(self) -> None:
-        """Something moved."""
+        """Note some progress."""
         self.count += 1
         if self.part_of is not None:
             self.part_of.tick()
 
     def refuse_if_late(self) -> None:
-        """Raise TimeoutError if nobody waits any more: what is done now could undo newer things."""
+        """Raise TimeoutError if nobody waits any more: late work could undo newer work."""
         if self.is_given_up:
             raise TimeoutError("This came too late.")
 
 
 class Followed(Generic[_T]):
-    """Items that tell of each one that is taken; they may be iterated again."""
+    """An iterable that ticks a progress with each item; may be iterated several times."""
 
     def __init__(self, items: Iterable[_T], progress: Progress) -> None:
         self._items = items
@@ -68,7 +68,7 @@ class Followed(Generic[_T]):
 
 
 class Patience:
-    """Ends once nothing has moved for `stall_s` seconds."""
+    """Is over once there has been no progress for `stall_s` seconds."""
 
     def __init__(self, progress: Progress, stall_s: float) -> None:
         self._progress = progress
@@ -78,17 +78,17 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing has moved for too long, as far as earlier looks tell."""
+        """Whether there has been no progress for too long, as far as earlier calls have seen."""
         now_s = time.monotonic()
         if self._progress.count != self._seen:
             self._seen, self._since_s = self._progress.count, now_s
         return now_s - self._since_s > self._stall_s
 
     def wait_for(self, future: "Future[Any]") -> None:
-        """Return when a job has ended, whatever it came to.
+        """Wait until a job has ended, successfully or not.
 
         Raises:
-            TimeoutError: Nothing has moved for too long.
+            TimeoutError: There has been no progress for too long.
         """
         while not wait([future], timeout=min(_LONGEST_LOOK_S, self._stall_s)).done:
             if self.is_over:
@@ -96,22 +96,22 @@ class Patience:
 
 
 class BackgroundThread:
-    """Runs one job after the other; ends with the process, whatever it is doing then.
+    """Runs jobs one after another on a daemon thread, which never keeps the process alive.
 
     Args:
-        name: Of the thread.
-        count: Threads that share the jobs, where their order doesn't matter.
+        name: Name of the thread.
+        count: Number of threads that share the jobs, if their order doesn't matter.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
         self.progress = Progress()
-        """Counts what the jobs get done; each job that ends counts."""
+        """The jobs' progress; it also ticks when a job ends."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         for _ in range(count):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, job: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
-        """Run a job after those that wait already, unless it is cancelled before its turn."""
+        """Queue a job; return its future, by which it can be cancelled before it starts."""
         future: Future[_T] = Future()
 
         def run() -> None:
@@ -127,7 +127,7 @@ class BackgroundThread:
         return future
 
     def finish(self) -> None:
-        """End the threads once all jobs are done; doesn't wait for it."""
+        """End the threads once all jobs are done; doesn't wait."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -138,15 +138,15 @@ class BackgroundThread:
 
 
 class HangingError(TimeoutError):
-    """Too many operations hang already; another one would only add a thread that does."""
+    """Too many operations hang already; another one would only add one more hanging thread."""
 
 
 class Deadline:
-    """Runs operations that may hang; those in which nothing moves are left to their threads.
+    """Runs operations that may hang; one without progress is given up and left to its thread.
 
     A thread that hangs in the kernel can't be ended. So that a place that hangs for days doesn't
-    collect threads, no operation begins while as many as `max_hanging` have been given up and still
-    hang. (Those that were under way side by side by then may be given up besides.)
+    collect threads, no operation begins while `max_hanging` operations have been given up and still
+    hang. (More may hang if they were running in parallel by then.)
 
     Args:
         stall_s: Seconds without progress after which an operation is given up.
@@ -159,10 +159,10 @@ class Deadline:
         self._hanging: set[Future[Any]] = set()
 
     def run(self, operation: Callable[[Progress], _T]) -> _T:
-        """Return what an operation returns, which tells its progress; called from any thread.
+        """Run an operation, which ticks the given progress; return its result. For any thread.
 
         Raises:
-            TimeoutError: Nothing has moved for too long.
+            TimeoutError: There has been no progress for too long.
             HangingError: Too many operations hang, so this one hasn't begun.
         """
         if len(self._hanging) >= self._max_hanging:
@@ -173,7 +173,7 @@ class Deadline:
         try:
             Patience(thread.progress, self._stall_s).wait_for(result)
         except TimeoutError:
-            # What it still writes must not replace what a later try does.
+            # Its late writes must not replace those of a later try.
             thread.progress.is_given_up = True
             self._hanging.add(result)
             result.add_done_callback(self._hanging.discard)
@@ -184,13 +184,13 @@ class Deadline:
 def map_on_threads(
     job: Callable[[_Item], _T], items: Iterable[_Item], *, count: int, progress: Progress
 ) -> list[_T]:
-    """Return what a job makes of each item, in order, worked on side by side.
+    """Return the result of a job for each item, in order; items are processed in parallel.
 
     Args:
-        job: Ends sooner or later by itself; called on daemon threads.
-        items: What to work on.
-        count: Threads.
-        progress: Is told of every item that is done.
+        job: Called on daemon threads; must end by itself sooner or later.
+        items: The items.
+        count: Number of threads.
+        progress: Ticks with every finished item.
     """
     threads = BackgroundThread("checkpoint-map", count)
     futures = [threads.submit(job, item) for item in items]

@@ -3,9 +3,9 @@
 A checkpoint is a folder `step-<step>-<attempt>-<run>`, to which every rank adds one *part*: for
 each *unit* (a layer, or what lies before or after the layers) one safetensors file with the weights
 that it owns and one with their optimizer state, small files with metadata, and last of all its
-manifest. A part without a valid manifest does not exist; a checkpoint is complete once the parts of
-all ranks are (`tiers`). So no rank waits for another one while it writes, and a folder with
-parts of one crash more never looks whole (AutoHet §IV-B.1).
+manifest. A part without a valid manifest doesn't exist; a checkpoint is complete once the parts of
+all ranks are (`tiers`). So no rank waits for another while it writes, and a folder that a crash has
+left incomplete never looks complete (AutoHet §IV-B.1).
 
 Rows of the cut dim come first in the stored tensors, so that any interval of rows, which is what
 another plan or tensor-parallel degree asks for, is one byte range.
@@ -46,15 +46,15 @@ _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
 _BARE_NAME = re.compile(r"(?!(?:confirmed|quarantined|acquitted)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""Nothing that leads out of the checkpoint's folder, nor what says whether it is good."""
+"""No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
 
 
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class CheckpointId:
-    """Which checkpoint; they are ordered by age: by run, by attempt, then by step.
+    """Identifies a checkpoint; ordered by age: by run, by attempt, then by step.
 
-    A start that went back to an earlier step, with a higher attempt, is the newer one.
+    So checkpoints of a later start, which has a higher attempt, are newer even at earlier steps.
     """
 
     step: int
@@ -74,7 +74,7 @@ class CheckpointId:
 
     @classmethod
     def parse(cls, folder: str) -> Self | None:
-        """Return what `folder` names, or None."""
+        """Return the checkpoint that a folder's name stands for; None if it is no such name."""
         match = re.fullmatch(r"step-(\d{12,20})-(\d{6,20})(?:-([0-9a-z-]{1,64}))?", folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3] or "")
 
@@ -96,7 +96,7 @@ def parse_manifest_name(name: str) -> tuple[CheckpointId, int] | None:
 
 
 def name_of_unit(unit: int, num_layers: int) -> str:
-    """Return how files and messages call a unit."""
+    """Return the name of a unit in files and messages."""
     if unit < 0:
         return "before"
     return "after" if unit >= num_layers else f"layer-{unit:04d}"
@@ -115,7 +115,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     """Shape as stored: rows of the cut dim first if `by_rows`."""
     by_rows: bool
-    """Whether an interval of the slice's rows may be taken; else all of it or nothing."""
+    """Whether intervals of the slice's rows may be read; if not, only the whole tensor."""
     begin: int
     """First byte in the file."""
     end: int
@@ -152,7 +152,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class PartManifest:
-    """All that one rank saved, and under which plan."""
+    """Describes all that one rank saved, and the plan under which it did."""
 
     id: CheckpointId
     part: int
@@ -167,7 +167,7 @@ class PartManifest:
     plan: Mapping[str, Any] | None
     """The plan that ran, as `ParallelPlan.to_dict` gives it."""
     versions: Mapping[str, str]
-    """Packages that wrote it."""
+    """Versions of the packages that wrote it."""
 
     def file(self, name: str) -> FileEntry:
         """Return the entry of a file; CheckpointError if the part has no such file."""
@@ -245,7 +245,7 @@ class PartManifest:
         return manifest
 
     def _check(self) -> None:
-        """Raise ValueError unless it can be what a rank wrote: it may come from anybody."""
+        """Raise ValueError unless a rank can have written this: a file may come from anywhere."""
         if CheckpointId.parse(self.id.folder) != self.id:
             raise ValueError(f"{self.id!r} is no checkpoint")
         if not 0 <= self.part < self.world_size or self.block_bytes < 1:
@@ -298,9 +298,9 @@ def _slice_from_json(data: Mapping[str, Any]) -> SliceEntry:
 
 
 SHARED_METADATA = "metadata.pt"
-"""File with what is the same on all ranks; part 0 has it."""
+"""File with the metadata that are the same on all ranks; part 0 has it."""
 
 
 def rank_metadata_name(part: int) -> str:
-    """Return the name of the file with what is one rank's own."""
+    """Return the name of the file with one rank's own metadata."""
     return f"rank-{part:05d}.pt"

@@ -99,7 +99,7 @@ def first_corrupt_block(
 
 
 def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes: int) -> str:
-    """Return what is wrong with bytes [start, stop) of a file, whole blocks; "" if nothing is."""
+    """Return what is wrong with bytes [start, stop), whole blocks, of a file; "" if nothing is."""
     if len(data) != stop - start:
         return f"got {len(data)} of {stop - start} bytes at {start}"
     block = first_corrupt_block(data, start, entry.checksums, block_bytes=block_bytes)
@@ -109,7 +109,7 @@ def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes:
 
 
 def write_manifest(store: Store, manifest: PartManifest) -> None:
-    """Make a part exist, once all its files do."""
+    """Write a part's manifest, once all its files are written: only then the part exists."""
     store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
 
 
@@ -131,10 +131,10 @@ def read_chunks(source: Store, manifest: PartManifest) -> Iterator[bytes]:
 def write_received(
     target: Store, checkpoint: CheckpointId, part: int, chunks: Iterator[bytes]
 ) -> None:
-    """Write what `read_chunks` has yielded elsewhere; of a part that fails nothing is left.
+    """Write the chunks that `read_chunks` has yielded on another rank; remove all if it fails.
 
     Raises:
-        CheckpointError: It is another part, another checkpoint's, or corrupt.
+        CheckpointError: They are of another part or checkpoint, or corrupt.
     """
     manifest = PartManifest.decode(next(chunks))
     if (manifest.id, manifest.part) != (checkpoint, part):
@@ -154,7 +154,7 @@ def write_received(
 
 
 class _StoredFile:
-    """Chunks of a stored file, compared with its checksums on the way, as often as asked for."""
+    """The chunks of a stored file, checked against its checksums; may be iterated several times."""
 
     def __init__(self, store: Store, manifest: PartManifest, entry: FileEntry) -> None:
         self._store = store
@@ -179,7 +179,7 @@ def _read_file(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterat
 def _checked(
     chunks: Iterable[Buffer], manifest: PartManifest, entry: FileEntry
 ) -> Iterator[Buffer]:
-    """Pass chunks on; raise at the end, before the file exists, unless they are the file."""
+    """Yield the chunks; raise at the end, before the file exists, if a checksum is wrong."""
     checksums = BlockChecksums(manifest.block_bytes)
     for chunk in chunks:
         checksums.update(chunk)

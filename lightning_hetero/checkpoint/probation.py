@@ -1,11 +1,11 @@
-"""Whether a recovered state is to be trusted: its first steps are held against what is known.
+"""Judge a recovered state by its first steps, compared with what is known of earlier ones.
 
-A copy may be corrupt although all its checksums are right, because it was so when it was written.
-Then the first steps show it: the loss is no number, or gradients are far larger than they were.
-What failed is put aside, not deleted: a file in the checkpoint's folder of a tier says so, and
-while it is there the copy counts as nothing (`tiers`). The next copy or the next older checkpoint
-is taken. A step that fails from every one of them isn't the checkpoints' fault: then it is its
-data's, the copies are good again, and what was tried stays on record.
+A copy may be corrupt although all its checksums are right, if it was corrupt when it was written.
+The first steps show it: the loss is no number, or gradients are far larger than before. A copy that
+fails is quarantined, not deleted: a file in the checkpoint's folder says so, and while it is there
+the copy counts as absent (`tiers`). Then the next copy or the next older checkpoint is used. If a
+step fails from several of them, its data is at fault, not the checkpoints: the copies count again,
+and the tries stay on record.
 """
 
 import json
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAX_TRIES = 3
-"""Failures of one step, each from another copy, that show that its data is at fault."""
+"""Number of copies from which a step must fail to show that its data is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class Probation:
 
     Args:
         start: Step of the checkpoint.
-        known: What steps were like before, in any order; of two the later counts.
-        failed: What failed before.
-        num_steps: Steps on probation.
+        known: Facts of earlier steps; the last entry for a step counts.
+        failed: Earlier tries that failed.
+        num_steps: Number of steps on probation.
         tolerance: How many times larger than before gradients may be.
     """
 
@@ -123,7 +123,7 @@ class Probation:
         return is_early or any(item.facts.step == step for item in self.failed)
 
     def doubt(self, facts: StepFacts) -> str:
-        """Return why the state can't be trusted after a step; "" if nothing speaks against it."""
+        """Return why the state can't be trusted, given a step's facts; "" if it can."""
         if not facts.is_finite:
             return (
                 f"step {facts.step} isn't finite: loss {facts.loss}, gradient norm "
@@ -145,7 +145,7 @@ class Probation:
 
 
 def failed_alike(failed: Collection[FailedTry], new: FailedTry) -> list[FailedTry]:
-    """Return all tries that weren't finite at the step at which a new one isn't, that included."""
+    """Return all tries, the new one included, that weren't finite at the new one's step."""
     if new.facts.is_finite:
         return [new]
     step = new.facts.step
@@ -172,7 +172,7 @@ _ACQUITTED = "acquitted"
 
 
 def put_in_quarantine(tiers: Iterable[Tier], failed: FailedTry) -> None:
-    """Put a copy aside in the tiers that are its place; what can't be written is logged."""
+    """Quarantine a copy in the tiers that it came from; log it if that can't be written."""
     for tier in tiers:
         if tier.kind.name.lower() == failed.place:
             try:
@@ -183,7 +183,7 @@ def put_in_quarantine(tiers: Iterable[Tier], failed: FailedTry) -> None:
 
 
 def acquit(tiers: Iterable[Tier], step: int) -> None:
-    """Take back what was put aside because of a step; it stays on record."""
+    """Lift the quarantine of copies that failed at a step; the failures stay on record."""
     for tier in tiers:
         for name, failed in _marks_in(tier.store):
             if failed.facts.step == step and name.endswith(f"/{QUARANTINED}"):
@@ -193,7 +193,7 @@ def acquit(tiers: Iterable[Tier], step: int) -> None:
 
 
 def read_failed_tries(tiers: Iterable[Tier], run: str) -> list[FailedTry]:
-    """Return what failed on probation in a run, as far as tiers tell."""
+    """Return the failed tries of a run that tiers have on record."""
     found = [failed for tier in tiers for _, failed in _marks_in(tier.store)]
     return [item for item in found if item.checkpoint.run == run]
 

@@ -1,4 +1,4 @@
-"""Where files are kept: local folders (disk or shared memory) and anything that fsspec reaches.
+"""Stores of files: local folders (disk or shared memory) and anything that fsspec reaches.
 
 A write is atomic: a name exists with all its bytes or not at all. Locally that is a temporary file,
 fsync, rename, fsync of the folder; on object stores one put, or a multipart upload that is
@@ -54,16 +54,16 @@ class Store(Protocol):
 class LocalStore:
     """A folder on a local disk, or in /dev/shm, where files survive the process.
 
-    What hangs, as in a network mount whose server is gone, is given up with a TimeoutError.
+    An operation that hangs, such as on a network mount without its server, raises TimeoutError.
 
         store = LocalStore("/mnt/scratch/run")
         store.write("a/b.bin", [b"some", b"bytes"])
         assert store.read("a/b.bin", 2, 6) == b"meby"
 
     Args:
-        root: The folder; a relative one is where the process is now, wherever it goes.
-        private: Whether nobody but this user may read what is written.
-        stall_s: Seconds after which an operation in which nothing moves is given up.
+        root: The folder; a relative path is resolved now, against the working directory.
+        private: Whether only this user may read what is written.
+        stall_s: Seconds without progress after which an operation is given up.
     """
 
     def __init__(self, root: str | Path, *, private: bool = False, stall_s: float = 300.0) -> None:
@@ -86,7 +86,7 @@ class LocalStore:
                     _write_all(file.fileno(), chunk)
                     unsynced += len(chunk)
                     if unsynced >= _SYNC_BYTES:
-                        # Else all of a slow disk's work would hide in the last call.
+                        # Else a slow disk would do all its work in the last call, without progress.
                         os.fdatasync(file.fileno())
                         unsynced = 0
                 os.fsync(file.fileno())
@@ -123,13 +123,13 @@ class LocalStore:
         """Return all files and their sizes; temporary ones are left out, links are followed.
 
         Raises:
-            OSError: A folder can't be read, so nobody knows what is in it.
+            OSError: A folder can't be read, so its contents are unknown.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
                 return self._deadline.run(self._walk)
             except OSError as error:
-                # A network filesystem's handle that somebody has replaced: look it up again.
+                # A network filesystem's handle of a file that was replaced: look it up again.
                 if error.errno != errno.ESTALE or not tries_left:
                     raise
         raise AssertionError("the last try returns or raises")
@@ -156,7 +156,7 @@ class LocalStore:
         return found
 
     def remove(self, names: Collection[str]) -> None:
-        """Delete files, and a folder with its last one, temporary leftovers included."""
+        """Delete files, and each folder with its last file, temporary leftovers included."""
         self._deadline.run(lambda progress: self._remove(names, progress))
 
     def _remove(self, names: Collection[str], progress: Progress) -> None:
@@ -259,7 +259,7 @@ class FsspecStore:
         }
 
     def _walk(self) -> Iterator[Mapping[str, Any]]:
-        """Yield all files; unlike fsspec's own walk it leaves out no folder that fails."""
+        """Yield all files; unlike fsspec's own walk it raises if a folder can't be read."""
         folders = [self._path]
         while folders:
             folder = folders.pop()
@@ -278,7 +278,7 @@ class FsspecStore:
         try:
             self._fs.rm(paths)
         except FileNotFoundError:
-            # Some filesystems stop at the first that isn't there.
+            # Some filesystems stop at the first missing file.
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
@@ -286,10 +286,10 @@ class FsspecStore:
             self._remove_empty({path.rpartition("/")[0] for path in paths} - {self._path})
 
     def _remove_empty(self, folders: Collection[str]) -> None:
-        """Delete folders without files, which object stores don't have; others are kept."""
+        """Delete folders that are empty; object stores have no folders."""
         self._fs.invalidate_cache()
         for folder in folders:
-            # Some filesystems' `rmdir` would take files with it.
+            # Some filesystems' `rmdir` would delete files, too.
             with contextlib.suppress(OSError):
                 if not self._fs.ls(folder, detail=False):
                     self._fs.rmdir(folder)
@@ -299,7 +299,7 @@ class FsspecStore:
 
 
 def _status_of(entry: "os.DirEntry[str]") -> os.stat_result | None:
-    """Return what an entry leads to, None if to nothing."""
+    """Return the status of what an entry, perhaps a link, leads to; None if to nothing."""
     try:
         return entry.stat()
     except OSError as error:

@@ -1,15 +1,15 @@
-"""Go on from what the ranks that are left still have, where others were lost: no step is lost.
+"""Recover a run's state from the ranks that are left after a loss, so that no step is lost.
 
-With redundancy each row of a parameter is kept by two ranks. Where a generation ends at one step on
-all ranks that are left, and they have all rows together, their slices are a complete checkpoint
+With redundancy each row of a parameter is kept by two ranks. If a generation ends at the same step
+on all ranks that are left, and these have all rows together, their slices are a complete checkpoint
 that nobody had to save. Newcomers have no part of it, and get theirs from the others.
 
-1. Each rank offers what it has, or says why it has nothing (one all-gather). Whoever was in the
-   middle of an optimizer's step has nothing, and who is a step ahead of another one is no part of
-   the same state. Then the newest checkpoint counts.
-2. Who keeps which rows was known to all ranks of the old generation, and is known to all of the new
-   one. So each works out the same list of moves, and rows go straight from memory to memory.
-3. Each says whether it could put its rows together (one all-gather): all go on from them, or none.
+1. Each rank offers what it has, or says why it has nothing (one all-gather). A rank that was in the
+   middle of an optimizer's step has nothing, and ranks at different steps have no common state.
+   Then the newest checkpoint is used.
+2. All ranks know which rank kept which rows in the old generation, and which keeps them in the new
+   one. So each computes the same list of moves, and rows go straight from memory to memory.
+3. Each says whether it has all its rows (one all-gather): all ranks go on from them, or none does.
 
 Floor: each row is copied once; what a rank keeps itself doesn't travel.
 """
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Follows(StrEnum):
-    """The thing that a step's state is noted before."""
+    """What follows the step whose state was noted."""
 
     STEP = "a step"
     END = "the end of an epoch or of training"
@@ -67,7 +67,7 @@ class Follows(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Keepers:
-    """Who keeps which rows of each parameter in a generation; the same on all its ranks."""
+    """Which ranks keep which rows of each parameter in a generation; the same on all its ranks."""
 
     slices: Mapping[str, tuple[Slice, ...]]
     dims: Mapping[str, int]
@@ -76,36 +76,36 @@ class Keepers:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveState:
-    """A rank's state of a generation that has ended, as of the end of an optimizer step."""
+    """A rank's state at the end of an optimizer step, in a generation that has ended."""
 
     content: CheckpointContent
-    """All rows that it keeps, as owner or standby, on the host; rank and size are of then."""
+    """All rows that the rank kept, as owner or standby, on the host; its rank and size are old."""
     generation: int
     """The number of the generation."""
     keepers: Keepers
-    """Of that generation."""
+    """The keepers in that generation."""
     follows: Follows = Follows.STEP
-    """The next thing; the same on all ranks, or they can't go on from it."""
+    """What follows the step; must be the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class NothingLive:
-    """A rank has nothing to go on from."""
+    """A rank has no state to go on from."""
 
     why: str
-    """Why not."""
+    """The reason."""
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A rank has just come, or has trained no step yet: it has nothing, and needs all."""
+    """A rank has just joined, or has trained no step yet: it gets its state from the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows of a parameter, along the dim of before, that one rank has for another, or for itself.
+    """Rows of a parameter, along its old dim, that one rank gives to another or keeps for itself.
 
-    Ranks are those of the new generation.
+    `source` and `target` are ranks of the new generation.
     """
 
     parameter: str
@@ -121,18 +121,18 @@ def recover_from_survivors(
     own: LiveState | NothingLive | Newcomer,
     transport: Transport,
 ) -> Recovered | NothingLive:
-    """Return the state of the last step, if all ranks are at one and have all rows together.
+    """Return the last step's state, if all ranks have the same step and together all rows.
 
     Every rank calls it. Communicates.
 
     Args:
-        needs: What this rank keeps from now on.
-        keepers: Who keeps what from now on.
+        needs: The slices that this rank keeps from now on.
+        keepers: Which ranks keep which rows from now on.
         own: What this rank still has.
-        transport: The ranks that are left, and newcomers.
+        transport: Connects the ranks that are left, and newcomers.
 
     Returns:
-        The state; or, the same on all ranks, why a saved checkpoint has to be taken.
+        The state; or why a saved checkpoint must be used, the same on all ranks.
 
     Raises:
         PeerError: Another rank is gone.
@@ -154,7 +154,7 @@ def recover_from_survivors(
     try:
         state = _put_together(needs, found, told, kept)
     except Exception as error:
-        # What a user's object raises mustn't end a rank that can go on otherwise.
+        # An error of a user's object mustn't end a rank that can go on from a checkpoint.
         errors.append(repr(error))
     told_errors = gather_json(transport, [f"Rank {rank}: {error}" for error in errors])
     why = " ".join(error for item in told_errors for error in item)
@@ -163,7 +163,7 @@ def recover_from_survivors(
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """Rank 0's word on what is the same for all."""
+    """What rank 0 tells all: the parts of the state that are the same on all ranks."""
 
     metadata: bytes
     id: CheckpointId
@@ -176,13 +176,13 @@ class _Told:
 def _encoded(
     own: LiveState | NothingLive | Newcomer,
 ) -> tuple[bytes, LiveState | NothingLive | Newcomer]:
-    """Return the metadata for all, and what is left to offer if that can't be."""
+    """Return the pickled metadata, and what to offer: nothing, if they can't be pickled."""
     if not isinstance(own, LiveState):
         return b"", own
     try:
         return pickle.dumps(own.content.metadata), own
     except Exception as error:
-        # Anything that a callback or a module saves may be what can't be pickled.
+        # Any object that a callback or a module saves may fail to be pickled.
         return b"", NothingLive(f"{type(error).__name__}: {error}")
 
 
@@ -221,12 +221,12 @@ def _offer_of(own: LiveState | NothingLive | Newcomer) -> dict[str, Any]:
 
 
 def why_not(offers: Sequence[Mapping[str, Any]], slices: Mapping[str, tuple[Slice, ...]]) -> str:
-    """Return why ranks can't go on from what they have, nothing if they can.
+    """Return why ranks can't go on from what they have; "" if they can.
 
     Args:
-        offers: What each rank has, by rank: "generation", "step" and what "follows", "rank" and
-            "size" of then; or "why" it has nothing; or that it is "new".
-        slices: Who kept which rows in that generation.
+        offers: What each rank has, by rank: "generation", "step", what "follows", and the old
+            "rank" and "size"; or "why" it has nothing; or that it is "new".
+        slices: The slices, with their keepers, in that generation.
     """
     for rank, offer in enumerate(offers):
         if "why" in offer:
@@ -251,14 +251,14 @@ def why_not(offers: Sequence[Mapping[str, Any]], slices: Mapping[str, tuple[Slic
 
 
 def find_moves(before: Keepers, after: Keepers, rank_now: Mapping[int, int]) -> list[Move]:
-    """Return who gives which rows to whom, in the same order on all ranks.
+    """Return all moves of rows, in the same order on all ranks.
 
-    A rank takes what it has kept itself; else keepers take turns to give.
+    A rank takes rows from itself if it kept them; else their keepers take turns to give them.
 
     Args:
-        before: Of the generation that has ended.
-        after: Of the one that begins.
-        rank_now: The new rank of each rank of before that is left.
+        before: The keepers in the generation that has ended.
+        after: The keepers in the one that begins.
+        rank_now: The new rank of each old rank that is left.
     """
     known: dict[Hashable, list[tuple[int, int, int, int]]] = {}
     moves = []
@@ -276,7 +276,7 @@ def _moves_of(
     old: Sequence[Slice], new: Sequence[Slice], rank_now: Mapping[int, int], *, is_same_dim: bool
 ) -> Iterator[tuple[int, int, int, int]]:
     for item in new:
-        # Cut along another dim than before, each slice has something of all rows of before.
+        # If the cut dim has changed, each new slice needs a part of all old rows.
         rows: Interval = (item.start, item.stop) if is_same_dim else (0, old[-1].stop)
         for target in item.keepers:
             for piece in old:
@@ -293,7 +293,7 @@ def _moves_of(
 
 @dataclass(frozen=True)
 class _Found:
-    """Pieces that a rank has come by."""
+    """The pieces that a rank has got."""
 
     pieces: dict[str, list[Piece]] = field(default_factory=partial(defaultdict, list))
     """By parameter."""
@@ -308,9 +308,9 @@ class _Found:
 def _carry_out(
     moves: Sequence[Move], kept: Sequence[SliceContent], transport: Transport
 ) -> tuple[_Found, list[str]]:
-    """Give and take what moves; return what was taken, and what went wrong.
+    """Carry out this rank's moves; return the pieces that it got, and what went wrong.
 
-    Whatever goes wrong here, every message is sent and received: nobody waits for one in vain.
+    Every message is sent and received even after errors, so that no rank waits in vain.
     """
     rank, found, errors = transport.global_rank, _Found(), list[str]()
     own: dict[str, list[SliceContent]] = defaultdict(list)
@@ -365,7 +365,7 @@ def _put_together(
             seconds={},
             failures=(),
             skipped=(),
-            # Checkpoints from now on are newer than those of before.
+            # So that checkpoints saved from now on count as newer than the earlier ones.
             attempt=told.id.attempt + 1,
             place="memory",
         ),

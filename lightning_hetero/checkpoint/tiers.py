@@ -1,9 +1,9 @@
-"""The places of one node's checkpoints: what they hold, and what of it is complete.
+"""The places of one node's checkpoints: what they hold, and which checkpoints are complete.
 
-Complete: decided here alone, for all who list, prune or recover checkpoints. A part is *whole* in a
-place where its manifest is valid and every file has the size that the manifest says. A checkpoint
-is complete where the places that are looked at together hold every file of the parts of all ranks.
-Parts of saves by different numbers of ranks are never counted together.
+Only this module decides what is complete, for all code that lists, prunes or recovers checkpoints.
+A part is *whole* in a place if its manifest is valid and every file has the manifest's size. A
+checkpoint is *complete* if the places under consideration together hold every file of all ranks'
+parts. Parts of saves by different numbers of ranks are never counted together.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ CONFIRMED = "confirmed"
 
 
 class TierKind(IntEnum):
-    """Kinds of places, by what they survive; the faster, the less."""
+    """Kinds of places, from the fastest to the one that survives most."""
 
     MEMORY = 0
     """Shared memory of the node: survives the process."""
@@ -58,7 +58,7 @@ class Holder:
     """One tier of one node, or a remote tier, which every node reaches."""
 
     node: str
-    """Name of the node; of a remote tier its own name."""
+    """Name of the node; for a remote tier the tier's own name."""
     kind: TierKind
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Tier:
             )
 
     def holder(self, node: str) -> Holder:
-        """Return what this tier is, seen by a rank of a node, to all ranks."""
+        """Return how all ranks call this tier of a node."""
         return Holder(self.name if self.kind is TierKind.REMOTE else node, self.kind)
 
     def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
@@ -117,7 +117,7 @@ class Source(IntEnum):
 
 
 def source_of(holder: Holder, node: str) -> Source:
-    """Return what a holder is, seen from a node."""
+    """Return which kind of source a holder is for a node."""
     if holder.kind is TierKind.REMOTE:
         return Source.REMOTE
     first = Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
@@ -125,14 +125,14 @@ def source_of(holder: Holder, node: str) -> Source:
 
 
 QUARANTINED = "quarantined"
-"""File of a checkpoint that isn't to be trusted in the place where it lies."""
+"""File that marks a checkpoint's copy in its place as not to be trusted."""
 
 _READERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PartCopy:
-    """One part in one place, whose manifest is valid."""
+    """One part in one place, with a valid manifest."""
 
     id: CheckpointId
     part: int
@@ -141,7 +141,7 @@ class PartCopy:
     missing: tuple[str, ...]
     """Files of the part that aren't there or have a wrong size."""
     holder: Holder = _SOMEWHERE
-    """Which tier it is in, where several are looked at."""
+    """The tier that it is in, if several are considered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ class StoreParts:
 
     copies: tuple[PartCopy, ...]
     broken: tuple[tuple[CheckpointId, str], ...]
-    """Manifests that are torn or have gone, and why."""
+    """Manifests that are torn or have vanished, and why."""
     unreadable: tuple[tuple[CheckpointId, str], ...]
-    """Manifests that the store couldn't give, and why: they may be good."""
+    """Manifests that the store couldn't read, and why: they may be good."""
 
 
 def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
@@ -193,7 +193,7 @@ def read_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartMani
 
 
 class _TornError(CheckpointError):
-    """A manifest's content is wrong; a store that doesn't answer is another matter."""
+    """A manifest's content is wrong; not raised if only the store doesn't answer."""
 
 
 def look_at_parts(
@@ -204,7 +204,7 @@ def look_at_parts(
 ) -> StoreParts:
     """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
 
-    What is in quarantine counts as nothing. `progress` is told of every manifest.
+    Quarantined checkpoints count as absent. `progress` ticks with every manifest.
     """
     trusted = {item for item in wanted if f"{item.folder}/{QUARANTINED}" not in files}
     names = [
@@ -244,10 +244,10 @@ def _copy_of(manifest: PartManifest, files: Mapping[str, int]) -> PartCopy:
 
 
 def complete_size(copies: Iterable[PartCopy]) -> int | None:
-    """Return the number of parts of the checkpoint that copies make complete; None if none.
+    """Return the number of parts of a checkpoint if copies make it complete, else None.
 
     Args:
-        copies: All that is known of one checkpoint, from any places.
+        copies: All known copies of one checkpoint's parts, from any places.
     """
     missing: dict[int, dict[int, set[str]]] = defaultdict(dict)
     for copy in copies:

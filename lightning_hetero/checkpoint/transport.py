@@ -1,13 +1,13 @@
-"""How ranks exchange bytes for checkpoints, and wait for each other's slow work.
+"""Exchange bytes between ranks for checkpoints, and wait for each other's slow work.
 
-`Transport` is the seam that `runtime` fills. Every call is made by all ranks concerned in one
-agreed order, so blocking sends can't deadlock.
+`runtime` implements `Transport`. All ranks concerned make its calls in one agreed order, so
+blocking sends can't deadlock.
 
-A transport's own waits are short. So a rank whose storage is slow takes part in an exchange every
-second at most and says that it isn't done yet (`Rounds`): no rank waits in the transport for
-longer, however slow storage is, and no rank is given up while its work moves. Work that doesn't
-move any more is given up by the rank itself: all learn of it in the same round, and the transport
-is as good as before.
+A transport's own waits must be short. So a rank with slow storage takes part in an exchange at
+least every second and says that it isn't done yet (`Rounds`): no rank waits longer in the
+transport, however slow storage is, and no rank is given up while its work makes progress. A rank
+gives up its own work if that hangs: all learn of it in the same round, and the transport still
+works.
 """
 
 import json
@@ -34,7 +34,7 @@ class Transport(Protocol):
         """Number of ranks."""
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Give `data` to all ranks; return what each gave, by rank. All ranks call it."""
+        """Send `data` to all ranks; return each rank's data, by rank. All ranks call it."""
 
     def send(self, data: bytes, destination: int) -> None:
         """Send bytes of any length to a rank that calls `receive`."""
@@ -63,12 +63,12 @@ class SoloTransport:
 
 
 def gather_json(transport: Transport, value: Any) -> list[Any]:
-    """Return what each rank gives, by rank; it must fit into JSON. All ranks call it."""
+    """Return each rank's value, by rank; values must fit into JSON. All ranks call it."""
     return [json.loads(data) for data in transport.all_gather(json.dumps(value).encode())]
 
 
 def take_turns(pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """Return an order of (sender, receiver) pairs in which many of them run side by side.
+    """Return an order of (sender, receiver) pairs, as indices, in which many run in parallel.
 
     In each round a rank has at most one pair. If every rank works through its own pairs in this
     order, blocking sends can't deadlock: both ends of the first unfinished pair are free.
@@ -85,7 +85,7 @@ def take_turns(pairs: Sequence[tuple[int, int]]) -> list[int]:
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _STALL_S = 450.0
-"""More than one place that hangs is given, so that it is told as that place's failure."""
+"""Longer than a hanging place is waited for, so that it is reported as that place's failure."""
 _T = TypeVar("_T")
 
 
@@ -93,9 +93,9 @@ class Rounds:
     """Exchanges of statuses; all ranks make the same calls in the same order, from one thread.
 
     Args:
-        transport: The ranks.
-        progress: Is told of every exchange.
-        stall_s: Seconds after which work that doesn't move is given up.
+        transport: Connects the ranks.
+        progress: Ticks with every exchange.
+        stall_s: Seconds without progress after which work is given up.
     """
 
     def __init__(self, transport: Transport, progress: Progress, stall_s: float) -> None:
@@ -104,7 +104,7 @@ class Rounds:
         self._stall_s = stall_s
 
     def gather(self, status: Any) -> list[Any]:
-        """Return what each rank says, by rank; it must fit into JSON."""
+        """Return each rank's status, by rank; statuses must fit into JSON."""
         statuses = gather_json(self._transport, status)
         self._progress.tick()
         return statuses
@@ -115,13 +115,13 @@ class Rounds:
         thread: BackgroundThread,
         describe: Callable[[Any], Mapping[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Wait until all ranks' work is done; return what each one says about it, by rank.
+        """Wait until all ranks' work is done; return each rank's status, by rank.
 
         Args:
-            work: This rank's.
+            work: This rank's work.
             thread: The thread that does it.
-            describe: Turns what it came to, None if nothing, into a status. A rank whose work
-                failed or was given up says why under "error" besides.
+            describe: Turns the result of the work (None without one) into a status. If the work
+                failed or was given up, the reason is added as "error".
         """
         patience = Patience(thread.progress, self._stall_s)
         pause_s, status = _FIRST_PAUSE_S, None
@@ -158,13 +158,13 @@ def finish_together(
     *,
     may_fail: bool = False,
 ) -> "tuple[Future[_T], list[dict[str, Any]]]":
-    """Let all ranks do something once, on a thread; as `Rounds.finish`, with what it came to.
+    """Do something once on all ranks, each on a thread; return this rank's future and all statuses.
 
-    The work tells its progress, so that a rank is waited for as long as its work moves. Where
-    another rank is lost it is given up, and may end later.
+    A rank is waited for as long as its work ticks its progress. If another rank is lost, the work
+    is given up, and may end later.
 
     Raises:
-        CheckpointError: A rank couldn't, unless it `may_fail`; all ranks raise it.
+        CheckpointError: The work of a rank failed, unless it `may_fail`; all ranks raise it.
     """
     thread = BackgroundThread("checkpoint-start")
     done = thread.submit(work, thread.progress)

@@ -1,10 +1,10 @@
-"""Which bytes of a checkpoint make up the slices that a rank asks for, and their assembly.
+"""Find the bytes of a checkpoint that make up the slices a rank needs, and assemble them.
 
-A rank asks for rows [start, stop) of parameters. Any plan, world size, ownership or
-tensor-parallel degree is such a set of intervals, and so are the parts of a checkpoint: what a rank
-needs of a part is the overlap (AutoHet §IV-B.2, Figure 6). Stored tensors have their cut dim first,
-so an overlap is one byte range; where the reader cuts along another dim than the writer did, it
-takes all rows and cuts them itself. Fetched bytes become tensors chunk by chunk, in any order.
+A rank needs rows [start, stop) of parameters. Any plan, world size, ownership or tensor-parallel
+degree is such a set of intervals, and so are the parts of a checkpoint: what a rank needs of a part
+is the overlap (AutoHet §IV-B.2, Figure 6). Stored tensors have their cut dim first, so an overlap
+is one byte range; a reader that cuts along another dim than the writer takes all rows and cuts them
+itself. Fetched bytes become tensors chunk by chunk, in any order.
 """
 
 import io
@@ -37,7 +37,7 @@ __all__ = ["Assembly", "RankNeeds", "Span", "Target", "find_targets"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of a file and where they go in a target."""
+    """Bytes of a file, and their offset in a target."""
 
     range: FileRange
     offset: int
@@ -45,14 +45,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One tensor to put together from byte ranges."""
+    """One tensor to be assembled from byte ranges."""
 
     need: SliceNeed
     key: str
     """`WEIGHT` or the name of an optimizer state."""
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the bytes put end to end; rows of `dim` first if `by_rows`."""
+    """Shape of the assembled bytes; the rows of `dim` come first if `by_rows`."""
     by_rows: bool
     dim: int
     """Dim along which the writer cut."""
@@ -68,7 +68,7 @@ def find_targets(
     Args:
         need: The slice.
         slices: (part, entry) of every stored slice of this parameter.
-        own_part: Where several parts have a row, this one is taken if it is among them.
+        own_part: The preferred part, if several parts have a row.
 
     Raises:
         CheckpointError: The parameter isn't stored, has another shape, has gaps, or has state that
@@ -126,7 +126,7 @@ def _row_target(
     rows: tuple[int, int],
     own_part: int | None,
 ) -> Target:
-    """Sweep over the rows, taking the own part's slice or the one that reaches farthest."""
+    """Go through the rows, taking each from the own part, else from the slice that ends last."""
     spans: list[Span] = []
     start, stop = rows
     position, offset, first = start, 0, None
@@ -160,7 +160,7 @@ def _row_target(
 def _whole_target(
     need: SliceNeed, key: str, stored: Sequence[tuple[int, SliceEntry, TensorEntry]]
 ) -> Target:
-    """Take state that can't be cut: a count from any slice, anything else from the same rows."""
+    """Take state that can't be cut: a single number from any slice, others from the same rows."""
     for part, entry, tensor in stored:
         if need.is_just(entry.dim, entry.start, entry.stop) or prod(tensor.shape) == 1:
             size = tensor.end - tensor.begin
@@ -204,7 +204,7 @@ class RankNeeds:
         )
 
     def blocks(self) -> list[FileRange]:
-        """Return the runs of whole blocks to fetch, each byte once."""
+        """Return the ranges of whole blocks to fetch, each byte once."""
         ranges = [s.range for targets in self.targets for target in targets for s in target.spans]
         ranges += [item for item in (self.metadata, self.rank_metadata) if item is not None]
         return whole_blocks(ranges, self.manifests)
@@ -214,7 +214,7 @@ class RankNeeds:
 
 
 class Assembly:
-    """Buffers for all that a rank needs; chunks may be delivered by several threads at once."""
+    """Buffers for everything that a rank needs; several threads may deliver chunks at once."""
 
     def __init__(self, needs: RankNeeds) -> None:
         self._needs = needs
@@ -230,7 +230,7 @@ class Assembly:
             spans.sort(key=lambda item: (item[0], item[1].range.stop))
 
     def deliver(self, item: FileRange, data: Buffer) -> None:
-        """Copy the bytes of a fetched range to where they belong."""
+        """Copy the bytes of a fetched range into the buffers of all tensors that need them."""
         source = memoryview(data)
         spans = self._spans[item.part, item.file]
         # Spans of one file may overlap (two needs of the same rows), so look back from the last
@@ -245,7 +245,7 @@ class Assembly:
     def finish(
         self,
     ) -> tuple[tuple[RestoredSlice, ...], Mapping[str, Any], Mapping[str, Any] | None]:
-        """Return the slices, the shared metadata and the rank's own, once all is delivered."""
+        """Return the slices, the shared and the rank's own metadata, once all is delivered."""
         slices = []
         for need, targets, buffers, scalars in zip(
             self._needs.needs, self._needs.targets, self._buffers, self._needs.scalars, strict=True

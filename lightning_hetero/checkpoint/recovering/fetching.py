@@ -1,11 +1,11 @@
-"""Who reads which bytes for whom, from where, and how each rank carries out its share of that.
+"""Decide which rank reads which bytes from where for which rank, and carry out one rank's share.
 
-All ranks compute the same table. Each byte range gets its cheapest source: memory and disk of the
-own node, a peer's memory or disk, the remote store (AutoHet §IV-C). Among peers that cost the same
-the least loaded one sends, in chunks, so that several share even one large range.
+All ranks compute the same table. Each byte range gets its cheapest source: memory or disk of the
+own node, a peer's memory or disk, the remote store (AutoHet §IV-C). Of peers at the same cost the
+least loaded one sends, in chunks, so that several can share even one large range.
 
-Threads read from the own node's tiers and from the remote store. Meanwhile the calling thread lets
-peers' bytes travel in lockstep, each reader's next chunks being read ahead.
+Threads read from the own node's tiers and from the remote store. Meanwhile the calling thread
+exchanges peers' bytes in lockstep, while each reader's next chunks are read ahead.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 16 << 20
-"""Largest fetch: what a sender, a link and a receiver hold at a time."""
+"""Largest fetch: the bytes that a sender, a link and a receiver hold at a time."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -51,7 +51,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One byte range for one rank: who reads it, from where."""
+    """One byte range that a rank needs, with its reader and source."""
 
     receiver: int
     reader: int
@@ -64,7 +64,7 @@ class Fetch:
 def whole_blocks(
     ranges: Collection[FileRange], manifests: Mapping[int, PartManifest]
 ) -> list[FileRange]:
-    """Return the fewest runs of whole blocks that hold all ranges, each byte once."""
+    """Return the fewest ranges of whole blocks that contain all ranges, each byte once."""
     by_file: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for item in ranges:
         manifest = manifests[item.part]
@@ -97,20 +97,20 @@ def assign_sources(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[Fetch]:
-    """Give every needed byte range its source; the same list on every rank.
+    """Return the fetches of all needed byte ranges, each with its source; the same on every rank.
 
-    The fetches between two ranks are in an order in which blocking sends and receives can't
-    deadlock, and in which ranks work side by side: by rounds, a rank at most once in each.
+    Fetches between ranks are ordered by rounds, in each of which a rank takes part at most once: so
+    blocking sends and receives can't deadlock, and ranks work in parallel.
 
     Args:
-        needs: For each rank runs of whole blocks, each byte at most once.
+        needs: For each rank ranges of whole blocks, each byte at most once.
         manifests: The parts of the checkpoint.
         holders: Which tiers hold each (part, file).
         node_of_rank: Name of each rank's node.
-        chunk_bytes: Largest fetch; rounded to whole blocks, one at least.
+        chunk_bytes: Largest fetch; rounded to whole blocks, at least one.
 
     Raises:
-        CheckpointError: Nobody has a file; the message names the layer.
+        CheckpointError: No tier has a file; the message names the layer.
     """
     own: list[Fetch] = []
     peers: list[tuple[int, FileRange, list[Holder]]] = []
@@ -132,7 +132,7 @@ def _spread_over_peers(
     load: dict[Holder, int],
     node_of_rank: Sequence[str],
 ) -> list[Fetch]:
-    """Choose each range's sender by what its node reads already, and order them by rounds."""
+    """Choose each range's reader by the load of holders and ranks; order fetches by rounds."""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(node_of_rank):
         ranks_of[node].append(rank)
@@ -154,7 +154,7 @@ def _interleave(
     manifests: Mapping[int, PartManifest],
     chunk_bytes: int,
 ) -> list[tuple[int, FileRange]]:
-    """Return all chunks, the ranks taking turns."""
+    """Return all chunks as (rank, range), with ranks taking turns."""
     queues = {
         rank: [
             FileRange(item.part, item.file, start, min(start + step, item.stop))
@@ -180,7 +180,7 @@ def _cheapest(
     holders: Mapping[tuple[int, str], Sequence[Holder]],
     node: str,
 ) -> list[Holder]:
-    """Return all holders that cost the least."""
+    """Return all holders of the cheapest kind of source."""
     options = holders.get((item.part, item.file), ())
     if not options:
         manifest = manifests[item.part]
@@ -196,14 +196,14 @@ def _cheapest(
 
 _LOCAL_READERS = 2
 _REMOTE_READERS = 8
-"""One connection to an object store carries much less than the link."""
+"""Several, because one connection to an object store carries much less than the link."""
 _STALL_S = 300.0
-"""Seconds after which sources that give nothing more are given up."""
+"""Seconds without progress after which sources are given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A byte range that a source couldn't give."""
+    """A byte range that couldn't be read from a holder."""
 
     range: FileRange
     holder: Holder
@@ -211,7 +211,7 @@ class Failure:
 
 
 class Fetcher:
-    """Runs tables of fetches for one rank; memory is bounded by readers × chunk."""
+    """Carries out fetches for one rank; memory is bounded by readers × chunk."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Fetcher:
         return failures
 
     def _await_own(self, results: Mapping[Fetch, "Future[Failure | None]"]) -> list[Failure]:
-        """Wait until all ranks have read what they read for themselves, however slowly."""
+        """Wait until all ranks have finished their own reads, however slow; return the failures."""
         thread = BackgroundThread("checkpoint-fetch")
 
         def collect() -> None:
@@ -272,12 +272,12 @@ class Fetcher:
     def _fetch(self, fetch: Fetch) -> Failure | None:
         data, why = self._read(fetch)
         if fetch in self._late:
-            # By now another source has given it, and what became of it may be in use.
+            # Another source has delivered it by now, and its buffer may be in use.
             why = "this came too late"
         return Failure(fetch.range, fetch.holder, why) if why else self._accept(fetch, data)
 
     def _exchange(self, fetches: Sequence[Fetch]) -> list[Failure]:
-        """Read for peers and take what they read; what a rank can't read it says in its place."""
+        """Read for peers, and take what they read for this rank; return the failures."""
         by_pair: dict[tuple[int, int], list[Fetch]] = defaultdict(list)
         for fetch in fetches:
             by_pair[fetch.reader, fetch.receiver].append(fetch)
@@ -287,7 +287,7 @@ class Fetcher:
         def produce(index: int) -> Iterator[bytes]:
             for fetch in by_pair[pairs[index]]:
                 data, why = self._read(fetch)
-                # One byte says whether the range follows or the reason why not.
+                # The first byte says whether the range follows, or the reason why it doesn't.
                 yield b"!" + why.encode() if why else b"=" + data
 
         def consume(index: int, answers: Iterator[bytes]) -> None:
@@ -308,7 +308,7 @@ class Fetcher:
         return [failure for failure in outcomes.values() if failure is not None]
 
     def _read(self, fetch: Fetch) -> tuple[bytes, str]:
-        """Return the bytes, or no bytes and what went wrong."""
+        """Return (bytes, ""), or no bytes and what went wrong."""
         tier = self._tier_of(fetch.holder)
         if tier is None:
             return b"", "this rank doesn't reach it"
@@ -317,11 +317,11 @@ class Fetcher:
         try:
             return tier.store.read(name, item.start, item.stop), ""
         except Exception as error:
-            # Stores raise their client library's own types; whatever it is, try another source.
+            # Stores raise their client library's own types; another source is tried in any case.
             return b"", f"{type(error).__name__}: {error}"
 
     def _accept(self, fetch: Fetch, data: Buffer) -> Failure | None:
-        """Check the bytes and hand them on."""
+        """Deliver the bytes if their checksums are right; return the failure if not."""
         item = fetch.range
         manifest = self._manifests[item.part]
         entry = manifest.file(item.file)

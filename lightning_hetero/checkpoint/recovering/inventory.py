@@ -1,13 +1,13 @@
-"""The layer bitmap, and which checkpoint it makes the ranks go on from (AutoHet §IV-C).
+"""Take the inventory of all tiers (the layer bitmap), and choose the checkpoint (AutoHet §IV-C).
 
-Every rank reports which valid files of which checkpoint its node's tiers hold, rank 0 also those of
-the remote one. What is complete is decided by `tiers`; checksums of files are compared when they
-are read.
+Every rank reports which valid files of which checkpoints its node's tiers hold, rank 0 also those
+of the remote one. `tiers` decides what is complete; files' checksums are compared when they are
+read.
 
-Which run and checkpoint is taken every rank decides alike from what all saw together, or raises the
-same error. A run never begins anew where there is, or might be, something to go on from. Memory
-doesn't count there: a node that is gone doesn't bring it back, so a run that has lost its first
-checkpoint before any lasting place had it begins anew, as later it would go back to the newest
+From the inventory of all ranks, each chooses the same run and checkpoint, or raises the same error.
+A run never begins anew if there is, or might be, a lasting checkpoint to go on from. Shared memory
+doesn't count: a node that is gone doesn't bring it back. So a run that loses its first checkpoint
+before any lasting place has one begins anew, just as a later loss would take it back to the newest
 lasting one.
 """
 
@@ -50,15 +50,15 @@ _STALL_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """One rank's report of what tiers hold; nothing twice."""
+    """One rank's report of what tiers hold, without duplicates."""
 
     held: tuple[PartCopy, ...] = ()
     present: tuple[tuple[CheckpointId, Holder], ...] = ()
-    """Checkpoints of which there is any file, complete or not."""
+    """Checkpoints with any files, complete or not, and where."""
     finished: tuple[tuple[CheckpointId, TierKind], ...] = ()
-    """Checkpoints that were complete once, confirmed or damaged since, and in what kind of tier."""
+    """Checkpoints that were once complete, even if damaged since, and the kind of tier."""
     places: tuple[tuple[Holder, str | None], ...] = ()
-    """Places that answered, and the run that each says it belongs to."""
+    """Places that answered, and the run that each belongs to."""
     broken: tuple[str, ...] = ()
     """Manifests that are torn, and why."""
     unreadable: tuple[tuple[CheckpointId | None, str], ...] = ()
@@ -78,7 +78,7 @@ class Inventory:
 
     @classmethod
     def merge(cls, inventories: Iterable[Self]) -> Self:
-        """Return all that any rank reported, once, in an order that two looks have in common."""
+        """Return all ranks' reports as one, without duplicates, and sorted so that it compares."""
         items = list(inventories)
 
         def all_of(name: str) -> tuple[Any, ...]:
@@ -110,12 +110,12 @@ def _as_tuple(item: Any) -> Any:
 def take_inventory(
     tiers: Sequence[Tier], *, node: str, progress: Progress | None = None
 ) -> Inventory:
-    """Look through tiers side by side; what can't be read, or hangs, is reported as such.
+    """Return what tiers hold, searched in parallel; what can't be read, or hangs, is reported.
 
     Args:
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
-        progress: Is told of everything that is read.
+        progress: Ticks with everything that is read.
     """
 
     def look(tier: Tier) -> Inventory:
@@ -163,7 +163,7 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
 
 
 def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
-    """Return the complete checkpoints, newest first, with the numbers of their parts."""
+    """Return the complete checkpoints, newest first, each with its number of parts."""
     copies: dict[CheckpointId, list[PartCopy]] = defaultdict(list)
     for held in inventory.held:
         copies[held.id].append(held)
@@ -189,7 +189,7 @@ def holders_of_files(
 
 
 _UNSEEN_ATTEMPTS = 1000
-"""More starts than a place that can't be read knows of and the others don't."""
+"""More starts than an unreadable place may know of that the others don't."""
 
 
 class ChoiceError(CheckpointError):
@@ -203,23 +203,22 @@ class Choice:
     run: str | None
     """Identity of the run; None if no place knows one."""
     checkpoints: Mapping[CheckpointId, int]
-    """Its complete checkpoints, newest first, with the numbers of their parts."""
+    """Its complete checkpoints, newest first, each with its number of parts."""
     attempt: int
-    """Above that of all there is of the run, incomplete or not, and far above where some place
-    can't be read: what is saved from now on is newer than what is there, and never its other half.
-    """
+    """Attempt number of the next saves: above all attempts found of the run, complete or not, and
+    far above if some place can't be read. So new parts are newer, and never mix with old ones."""
     ignored: tuple[str, ...]
-    """Checkpoints that aren't gone on from: other runs', and remains in memory."""
+    """Checkpoints that aren't used: other runs', and remains in shared memory."""
 
 
 def choose(
     inventory: Inventory, *, step: int | None = None, skip_unreadable: bool = False
 ) -> Choice:
-    """Decide what to go on from.
+    """Choose the run and the checkpoints to go on from.
 
     Args:
-        inventory: What all ranks saw.
-        step: Take this step, of whichever run, and no other.
+        inventory: What all ranks found.
+        step: Take only this step, of any run.
         skip_unreadable: Go on without places that can't be read.
 
     Raises:
@@ -284,7 +283,7 @@ def _refuse_unreadable(reasons: Iterable[str]) -> None:
 
 
 def choose_run(inventory: Inventory) -> str | None:
-    """Return the run that the most lasting place that knows one belongs to."""
+    """Return the run of the most lasting place that belongs to one; None if no place does."""
     runs: dict[TierKind, set[str]] = {kind: set() for kind in TierKind}
     for kind in TierKind:
         marked = {run for at, run in inventory.places if at.kind is kind and run is not None}
@@ -297,7 +296,7 @@ def choose_run(inventory: Inventory) -> str | None:
         _refuse_two_opinions(*on_disk[-1])
     if runs[TierKind.DISK]:
         return max(runs[TierKind.DISK])
-    # Memory alone isn't asked: the lasting places may have been deleted to start anew.
+    # Not memory's run alone: the lasting places may have been deleted to start anew.
     return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
 
 
@@ -311,7 +310,7 @@ def _refuse_two_opinions(run: str, place: Holder) -> None:
 
 
 def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
-    """Raise where a lasting checkpoint was complete once; unfinished first saves are no reason."""
+    """Raise if a lasting checkpoint was ever complete; unfinished first saves don't count."""
     if inventory.unreadable:
         reasons = "; ".join(why for _, why in inventory.unreadable)
         raise ChoiceError(f"Nothing to go on from is left without what can't be read: {reasons}.")

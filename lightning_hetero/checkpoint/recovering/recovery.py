@@ -1,4 +1,4 @@
-"""How the ranks of a run get their state back, together.
+"""Recover the state of a run's ranks, all together.
 
 1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
    (`inventory`).
@@ -6,8 +6,8 @@
 3. All ranks compute the same table of fetches and carry it out: own memory, own disk and the remote
    store by threads, peers by sends and receives in the table's order. Every block's checksum is
    compared before it counts.
-4. What failed is shared; the sources that failed are struck off and step 3 is repeated with what is
-   missing. Where no source is left, the next older complete checkpoint is tried.
+4. All ranks learn of failures; sources that failed are no longer used, and step 3 is repeated for
+   what is missing. If no source is left, the next older complete checkpoint is tried.
 
 Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
 """
@@ -46,7 +46,7 @@ __all__ = ["begin_run", "recover"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Times to look again where a run that still writes deletes what was seen."""
+"""Times to look again, if a run that still writes has deleted what was seen."""
 
 
 def recover(
@@ -61,15 +61,15 @@ def recover(
     """Restore the run's newest complete checkpoint; every rank calls it. Communicates.
 
     Args:
-        needs: What this rank owns from now on.
+        needs: The slices that this rank keeps from now on.
         tiers: This node's tiers and the remote one.
         node: Name of this rank's node; equal on ranks that share the local tiers.
-        transport: The other ranks; None if there are none.
-        step: Take this step, of whichever run, and no other.
+        transport: Connects the ranks; None for a single rank.
+        step: Take only this step, of any run.
         skip_unreadable: Go on without tiers that can't be read.
 
     Returns:
-        The state, or None if there is nothing but, at most, unfinished first saves.
+        The state; None if there is none, except perhaps unfinished first saves.
 
     Raises:
         CheckpointError: There are checkpoints but none can be read, a tier can't be read, or `step`
@@ -90,7 +90,7 @@ def recover(
             failure = CheckpointError(f"{error} Looked in {session.places}.")
         if found is not None:
             return found
-        # What was seen may be gone because a run that still writes has pruned it meanwhile.
+        # A run that still writes may have pruned what was seen.
         if not session.look():
             break
     if failure is not None:
@@ -125,19 +125,19 @@ def begin_run(
     skip_unreadable: bool = False,
     anew: bool = False,
 ) -> CheckpointId:
-    """Return the run's identity, and an attempt number for what this start of it saves.
+    """Return the run's identity and the attempt number of this start's checkpoints, as an id.
 
     Every rank calls it, after `recover`, with what that returned. Communicates. The identity is the
-    one that the lasting places know, else a new one, and is written down in all of them now. Parts
-    that another start, or another run, has left are never taken for this one's.
+    one that the lasting places know, else a new one, and is now written into all of them. So parts
+    left by another start, or another run, are never taken for this start's.
 
     Args:
         tiers: This node's tiers and the remote one.
         recovered: What `recover` returned.
         node: Name of this rank's node.
-        transport: The other ranks; None if there are none.
+        transport: Connects the ranks; None for a single rank.
         skip_unreadable: Go on without tiers that can't be read.
-        anew: Whether a new run begins, whatever the places know.
+        anew: Whether a new run begins, whatever is in the places.
 
     Returns:
         Step 0 of the attempt.
@@ -199,7 +199,7 @@ def _recover_from(
 
 
 def _is_last(inventory: Inventory, checkpoint: CheckpointId, kind: TierKind) -> bool:
-    """Return whether a run has nothing to go on from without a checkpoint's copy in some tiers."""
+    """Return whether the run has nothing complete but a checkpoint's copy in a kind of tier."""
     others = tuple(
         held
         for held in inventory.held
@@ -211,7 +211,7 @@ def _is_last(inventory: Inventory, checkpoint: CheckpointId, kind: TierKind) -> 
 def _share_needs(
     session: Session, manifests: Mapping[int, PartManifest], needs: Sequence[SliceNeed]
 ) -> tuple[Assembly, dict[int, list[FileRange]]]:
-    """Return what puts this rank's state together, and the byte ranges that every rank needs."""
+    """Return the assembly of this rank's state, and the byte ranges that each rank needs."""
     transport = session.transport
     message: dict[str, Any]
     assembly = None
@@ -237,7 +237,7 @@ def _fetch_all(
     assembly: Assembly,
     ranges: Mapping[int, Sequence[FileRange]],
 ) -> tuple[Fetcher, list[str]]:
-    """Fetch, strike off the sources that fail, fetch the rest, until nothing is missing."""
+    """Fetch everything, again from other sources where one fails, until nothing is missing."""
     holders = {
         key: list(items) for key, items in holders_of_files(session.inventory, manifests).items()
     }
@@ -261,7 +261,7 @@ def _share_failures(
     holders: dict[tuple[int, str], list[Holder]],
     reasons: list[str],
 ) -> dict[int, list[FileRange]]:
-    """Strike off the sources that failed anywhere; return what is still missing."""
+    """Remove the holders that failed on any rank; return what is still missing, by rank."""
     message = [[*astuple(f.range), *astuple(f.holder), f.why] for f in failures]
     missing: dict[int, list[FileRange]] = {}
     for rank, failed in enumerate(gather_json(session.transport, message)):

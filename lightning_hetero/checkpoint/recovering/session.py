@@ -1,7 +1,7 @@
-"""Knowledge that the ranks of a recovery share: who reaches which tier, and what all tiers hold.
+"""What all ranks of a recovery know: which rank reaches which tier, and what the tiers hold.
 
 Every rank reports what its node's tiers hold, rank 0 also the remote one; manifests are read by one
-rank for all. Storage is waited for as long as it moves, and what hangs is given up (`Rounds`).
+rank for all. Storage is waited for while it makes progress, and given up if it hangs (`Rounds`).
 """
 
 import logging
@@ -29,24 +29,24 @@ _log = logging.getLogger(__name__)
 
 
 class ExhaustedError(CheckpointError):
-    """No source is left for something; all ranks raise it at the same point."""
+    """Something needed has no source left; all ranks raise it at the same point."""
 
 
 @dataclass
 class Session:
-    """One rank's view of what stays the same while the ranks try checkpoint after checkpoint."""
+    """One rank's view of tiers and ranks while these try one checkpoint after another."""
 
     tiers: Sequence[Tier]
     transport: Transport
     node_of_rank: Sequence[str]
     inventory: Inventory = field(default_factory=Inventory)
-    """All that the ranks saw when they looked last."""
+    """What all ranks together found when they looked last."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of each phase."""
 
     @classmethod
     def open(cls, tiers: Sequence[Tier], node: str, transport: Transport | None) -> Self:
-        """Tell each other the nodes; every rank calls it. Communicates."""
+        """Open a session, in which the ranks know each other's nodes; all call it. Communicates."""
         transport = transport or SoloTransport()
         return cls(tiers, transport, gather_json(transport, node))
 
@@ -64,19 +64,19 @@ class Session:
 
     @property
     def places(self) -> str:
-        """Where anything was looked for, for messages."""
+        """The places that were searched, for messages."""
         found = sorted({held.holder for held in self.inventory.held})
         return ", ".join(map(str, (*found, *self.tiers)))
 
     def tier_of(self, holder: Holder) -> Tier | None:
-        """Return a holder's tier if this rank reaches it."""
+        """Return a holder's tier; None if this rank doesn't reach it."""
         return next((tier for tier in self.tiers if tier.holder(self.node) == holder), None)
 
     def look(self) -> bool:
-        """Take an inventory together; return whether it is another one than before. Communicates.
+        """Take an inventory with all ranks; return whether it has changed. Communicates.
 
         Raises:
-            CheckpointError: A rank couldn't; all ranks raise it.
+            CheckpointError: A rank has failed; all ranks raise it.
         """
         start_s, before = time.perf_counter(), self.inventory
         _, reports = finish_together(
@@ -91,7 +91,7 @@ class Session:
         return self.inventory != before
 
     def share_manifests(self, checkpoint: CheckpointId, world_size: int) -> dict[int, PartManifest]:
-        """Let the lowest rank that reaches a part's manifest read it for all. Communicates.
+        """Return all manifests; the lowest rank that reaches one reads it for all. Communicates.
 
         Raises:
             ExhaustedError: Some can't be read any more; all ranks raise it.

@@ -1,8 +1,8 @@
-"""How a snapshot becomes files: safetensors with rows of the cut dim first, streamed in chunks.
+"""Turn a snapshot into files: safetensors with rows of the cut dim first, streamed in chunks.
 
-The header is written here rather than by the safetensors package because the package wants all
-tensors of a file at once, in memory and in their final layout; this needs one chunk. The files are
-ordinary safetensors files that the package reads.
+The header is written here because the safetensors package wants all tensors of a file at once, in
+memory and in their final layout; this needs one chunk. The files are ordinary safetensors files,
+which the package can read.
 """
 
 import io
@@ -48,7 +48,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class FileBody:
-    """The bytes of a file in chunks, as often as they are asked for."""
+    """The bytes of a file in chunks; may be iterated several times."""
 
     name: str
     unit: int | None
@@ -96,8 +96,8 @@ def encode_part(
     """Return the files of a part and the manifest's entries of its slices.
 
     Args:
-        snapshot: What was copied.
-        metadata: Names and contents of the metadata files, one at least.
+        snapshot: The copied state.
+        metadata: Names and contents of the metadata files, at least one.
         block_bytes: Bytes that one checksum covers.
     """
     content = snapshot.content
@@ -153,7 +153,7 @@ def make_manifest(
 
 
 def metadata_files(content: CheckpointContent) -> dict[str, bytes]:
-    """Return a part's metadata files by name; what all ranks share is in rank 0's part.
+    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part.
 
     Raises:
         CheckpointError: See `encode_metadata`.
@@ -205,7 +205,7 @@ def _encode_file(
     snapshot: Snapshot,
     entries: Mapping[int, list[TensorEntry]],
 ) -> FileBody:
-    """Lay out one file; add an entry for each of its tensors to `entries`."""
+    """Return one file's body; add an entry for each of its tensors to `entries`."""
     header: dict[str, Any] = {}
     cuts: dict[str, Any] = {}
     tensors: list[tuple[torch.Tensor, int]] = []
@@ -228,7 +228,7 @@ def _encode_file(
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
         tensors.append((tensor, dim))
         found.append((index, TensorEntry(key, name, dtype, shape, by_rows, begin, end)))
-    # For people: which rows [start, stop) of which dim, that dim first, the tensors are.
+    # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,8 +1,8 @@
-"""Brings a checkpoint of all ranks into all tiers, on a thread beside training.
+"""Bring a checkpoint of all ranks into all tiers, on a thread beside training.
 
-A rank whose storage fails or hangs says so in the next exchange and goes on; only a rank that is
-gone ends the exchanges, and then each rank goes by its own clock until it is too long ago that a
-lasting tier has taken a checkpoint.
+A rank whose storage fails or hangs says so in the next exchange of statuses and goes on; only the
+loss of a rank ends the exchanges. Then each rank measures by its own clock how long ago a lasting
+tier has taken a checkpoint.
 """
 
 import logging
@@ -38,44 +38,44 @@ class WriterOptions:
     replicas: int = 1
     """Nodes that hold each part, its own included."""
     block_bytes: int = BLOCK_BYTES
-    """Bytes that one checksum covers: what a partial read is rounded to."""
+    """Bytes that one checksum covers: partial reads are rounded to whole blocks."""
     stall_s: float = 300.0
-    """Seconds after which storage that doesn't move is given up for a checkpoint."""
+    """Seconds without progress after which storage is given up for a checkpoint."""
     lasting_within_s: float = 1800.0
-    """Seconds after which it is an error that no lasting tier takes any checkpoint."""
+    """Seconds without a checkpoint in any lasting tier after which that is an error."""
 
 
 @dataclass
 class SaveTask:
-    """One checkpoint of this rank on its way."""
+    """This rank's work for one checkpoint."""
 
     content: CheckpointContent
     snapshot: Snapshot | None
-    """None where storage still reads the memory of an earlier one."""
+    """None if storage still reads the memory of an earlier snapshot."""
     metadata: Mapping[str, bytes]
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
     needs_upload: bool = True
-    """Whether nobody else has taken over to say what becomes of `uploaded`."""
+    """Whether this task must still set the result of `uploaded`."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How far a checkpoint got."""
+    """What became of a checkpoint."""
 
     is_complete: bool
-    """Whether the own tiers had all parts between them."""
+    """Whether the nodes' own tiers together had all parts."""
     sound: frozenset[TierKind]
     """The kinds of tiers that had all parts."""
 
 
 class Meeting:
-    """Brings one rank's parts into all tiers; one thread calls it, alike on all ranks.
+    """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
 
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
         node_of_rank: Name of each rank's node.
-        transport: The other ranks.
+        transport: Connects all ranks.
         options: How to write.
     """
 
@@ -87,9 +87,9 @@ class Meeting:
         options: WriterOptions,
     ) -> None:
         self.progress = Progress()
-        """Is told of every exchange with the other ranks."""
+        """Ticks with every exchange between ranks."""
         self.overdue: CheckpointError | None = None
-        """Set once no lasting tier has taken any checkpoint for too long."""
+        """The error to raise, once no lasting tier has taken any checkpoint for too long."""
         self.lasting = LastingCopies()
         self._options = options
         self._node_of_rank = node_of_rank
@@ -113,14 +113,14 @@ class Meeting:
         self._stored: Future[Any] | None = None
         self._lost_peer: Exception | None = None
         self._earlier: dict[CheckpointId, _Outcome] = {}
-        """Checkpoints that may still be in own tiers, and what became of them."""
+        """Earlier checkpoints that may still be in own tiers, and what became of them."""
 
     def write(self, task: SaveTask) -> None:
-        """Write one checkpoint.
+        """Write one checkpoint; communicates.
 
         Raises:
-            CheckpointError: The nodes' own tiers, or the remote one where there are none, don't
-                have all parts; on all ranks.
+            CheckpointError: The nodes' own tiers, or the remote one if there are none, don't have
+                all parts; on all ranks.
             PeerError: Another rank is gone.
         """
         self.lasting.begin(task.content.id)
@@ -142,14 +142,14 @@ class Meeting:
             self._release(task)
 
     def finish(self) -> bool:
-        """Wait for all uploads, then look whether a lasting tier has the newest checkpoint."""
+        """Wait for all uploads; return whether a lasting tier has the newest checkpoint."""
         newest = self.lasting.begun
         if newest is None:
             return True
         if self._lost_peer is not None:
             return False
         self.uploads.start_deferred()
-        # Once for the uploads, once for what rank 0 does when it learns that they are complete.
+        # The second round waits for rank 0, which confirms complete uploads after the first.
         for _ in range(2):
             end = self._uploading.submit(self._uploading.progress.tick)
             self._learn(self._rounds.finish(end, self._uploading, lambda _: self.uploads.status()))
@@ -158,7 +158,7 @@ class Meeting:
         return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
 
     def end(self) -> None:
-        """End the threads once they are done; doesn't wait."""
+        """End the threads once they have finished their work; doesn't wait."""
         self._storing.finish()
         self._uploading.finish()
 
@@ -203,7 +203,7 @@ class Meeting:
         return self._own.write(task.snapshot, task.metadata)
 
     def _describe(self, part: OwnPart | None) -> dict[str, Any]:
-        """Return what the other ranks must know."""
+        """Return this rank's status, which the other ranks need."""
         return {
             "has": self._own.kinds,
             "written": [] if part is None else list(part.stores),
@@ -214,7 +214,7 @@ class Meeting:
         }
 
     def _learn(self, statuses: _Statuses) -> None:
-        """Take note of what failed anywhere, and of what is in the remote tier from all ranks."""
+        """Take in all ranks' statuses: failures, and checkpoints that all ranks have uploaded."""
         for status in statuses:
             for text in (status.get("error"), status["upload_error"], *status.get("errors", ())):
                 if text:
@@ -228,7 +228,7 @@ class Meeting:
     def _copy_to_peers(
         self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses
     ) -> bool:
-        """Exchange copies with other nodes; return whether every rank got what it should."""
+        """Exchange copies with other nodes; return whether all copies have arrived everywhere."""
         if self._options.replicas == 1 and not leaving:
             return True
         if not all(status["has"] for status in statuses) or any("error" in s for s in statuses):
@@ -254,10 +254,10 @@ class Meeting:
     def _supersede(
         self, checkpoint: CheckpointId, busy: Collection[CheckpointId], outcome: _Outcome
     ) -> dict[TierKind, set[CheckpointId]]:
-        """Return which earlier checkpoints are of no use to each kind of tier.
+        """Return the earlier checkpoints that each kind of tier may delete as useless.
 
-        They are where not all parts are in tiers of the kind, unless all parts are in tiers of any
-        kind and this checkpoint's aren't.
+        Those are the ones of which it lacks parts; but none that the own tiers together have
+        completely, unless they have all of this checkpoint, too.
         """
         useless = {
             id_: earlier
@@ -270,21 +270,21 @@ class Meeting:
             if id_ not in useless or id_ in busy
         }
         self._earlier[checkpoint] = outcome
-        # Not by what a tier has noted as confirmed: that may have failed on one node alone.
+        # Not by what a tier has noted as confirmed: that note may have failed on one node.
         return {
             kind: {id_ for id_, earlier in useless.items() if kind not in earlier.sound}
             for kind in self._own.kinds
         }
 
     def _judge(self, waited_s: float) -> None:
-        """Make it an error that all lasting tiers have failed for so long."""
+        """Set `overdue` if all lasting tiers have failed for too long."""
         if waited_s > self._options.lasting_within_s and self.lasting.begun is not None:
             self.overdue = self.lasting.error(self.lasting.begun)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _look_again(self, newest: CheckpointId) -> dict[str, Any]:
-        """Return which lasting tiers this rank has looked into, and which have all they should."""
+        """Return the lasting tiers that this rank has checked, and those with all their parts."""
         looked = [
             keeper
             for keeper in self._own.keepers
@@ -301,7 +301,7 @@ class Meeting:
     # -- storage ----------------------------------------------------------------------------------
 
     def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
-        """Let the storing thread do something, unless that hangs in what was given up."""
+        """Give the storing thread work; fail at once if it hangs in earlier work."""
         if self._stored is None or self._stored.done():
             self._stored = self._storing.submit(work, *args, **kwargs)
             return self._stored
@@ -310,7 +310,7 @@ class Meeting:
         return failed
 
     def _release(self, task: SaveTask) -> None:
-        """Free the memory, after a write that hangs, because that still reads it."""
+        """Release the snapshot: now, or after a hanging write, which still reads it."""
         if task.snapshot is None:
             return
         if self._stored is None or self._stored.done():
@@ -320,7 +320,7 @@ class Meeting:
 
 
 def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
-    """Return the kinds of tiers that have taken the parts of all ranks that have such a tier."""
+    """Return the kinds of tiers that have the parts of all ranks with such a tier."""
     kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
     return sorted(
         kind
@@ -330,6 +330,6 @@ def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
 
 
 def _busy_in(statuses: _Statuses) -> set[CheckpointId]:
-    """Return the checkpoints that any rank uploads or keeps for that."""
+    """Return the checkpoints that any rank is uploading, or keeps to upload later."""
     names = {name for s in statuses for name in (*s["uploading"], *s["deferred"])}
     return {checkpoint for name in names if (checkpoint := CheckpointId.parse(name)) is not None}

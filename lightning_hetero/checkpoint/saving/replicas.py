@@ -1,10 +1,9 @@
-"""Which other nodes keep a copy of a part, so that losing a node needs no remote.
+"""Choose the other nodes that keep a copy of each part, so that losing a node needs no remote.
 
-Each node gives its parts to the nodes that follow it in a ring, and goes on to the one after only
-where that would get more than an even share. With equal nodes this is exactly a ring: every node
-keeps the same amount, and two nodes that are lost at once cost a part only if they are neighbours
-(2 of N-1 pairs for two replicas), where parts spread over all nodes would lose some part with any
-pair.
+Each node gives its parts to the nodes that follow it in a ring, and skips a node only if that would
+get more than an even share. With equal nodes this is exactly a ring: every node keeps the same
+amount, and losing two nodes at once loses a part only if they are neighbours (2 of N-1 pairs for
+two replicas); with parts spread over all nodes, any pair would lose some part.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -27,13 +26,12 @@ def place_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the ranks of other nodes that keep a copy of its part.
 
-    Every copy goes to another node, never to the part's own, never two to one node, never to a node
-    that is `leaving`; the parts of leaving nodes get one copy at least. There are fewer copies
-    where there are too few nodes.
+    The copies of a part go to different nodes, never to its own or to one that is `leaving`; parts
+    of leaving nodes get at least one copy. There are fewer copies if there are too few nodes.
 
     Args:
         node_of_rank: Name of each rank's node.
-        replicas: Nodes that shall hold each part, its own included.
+        replicas: Nodes that are to hold each part, its own included.
         part_bytes: Size of each rank's part; equal if None.
         leaving: Nodes that are about to be lost.
     """

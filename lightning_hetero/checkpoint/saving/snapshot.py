@@ -1,10 +1,10 @@
-"""How a step's state is copied to host memory while training goes on.
+"""Copy a step's state to host memory while training goes on.
 
-The owned slices change only in the optimizer step. So the copy may run beside the next iteration's
-forward and backward; whoever is about to change them waits for it first (`Snapshot.wait`). On CUDA
-the copies are queued on a stream of their own into pinned memory; on the CPU a thread makes them.
-The host buffer is allocated once and reused, in blocks: torch rounds pinned memory up to a power
-of two, so that one block for 33 GB would take 64.
+The owned slices change only in the optimizer step. So the copy may run during the next iteration's
+forward and backward; code that is about to change them waits for it (`Snapshot.wait`). On CUDA the
+copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The host
+buffer is allocated once, in blocks, and reused: torch rounds pinned memory up to a power of two, so
+one block for 33 GB would take 64.
 
 Floor: every byte is read once and written once, at the bandwidth of the memory or of PCIe; nothing
 is allocated from the second snapshot on.
@@ -24,9 +24,9 @@ __all__ = ["HostBuffer", "Snapshot"]
 
 _ALIGNMENT_BYTES = 64
 _BLOCK_BYTES = 2**29
-"""Of the blocks of a buffer, unless a tensor is larger. What doesn't fit begins another one."""
+"""Size of a buffer's blocks, unless a tensor is larger; one that doesn't fit begins a new block."""
 _LONGEST_COPY_S = 600.0
-"""For the copy of one rank's state to the host; a device that takes longer doesn't answer."""
+"""Seconds after which a device that copies a rank's state to the host counts as not answering."""
 
 
 class HostBuffer:
@@ -39,7 +39,7 @@ class HostBuffer:
         self._copier = BackgroundThread("checkpoint-snapshot")
 
     def take(self, content: CheckpointContent, timeout_s: float | None = None) -> "Snapshot":
-        """Start copying; wait first while the memory still holds an earlier snapshot.
+        """Start a snapshot; wait first until the memory of the earlier one is released.
 
         Raises:
             TimeoutError: The memory didn't become free in time.
@@ -69,7 +69,7 @@ class HostBuffer:
         return Snapshot(content=content, tensors=named, _future=future, _free=self._free)
 
     def _views(self, tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
-        """Return memory of the form of each tensor."""
+        """Return memory for each tensor, with its shape and dtype."""
         places, filled = [], [0]
         for tensor in tensors:
             num_bytes = _aligned_bytes(tensor)
@@ -86,7 +86,7 @@ class HostBuffer:
         ]
 
     def _reserve(self, index: int, num_bytes: int, *, is_pinned: bool) -> None:
-        """Make a block at least so large."""
+        """Make sure that a block has at least `num_bytes`."""
         if index == len(self._blocks):
             self._blocks.append(torch.empty(0, dtype=torch.uint8))
         block = self._blocks[index]
@@ -122,7 +122,7 @@ class Snapshot:
     _free: threading.Semaphore
 
     def wait(self) -> None:
-        """Return once the originals may change; raise what went wrong in the copy.
+        """Return once the originals may change; raise the copy's error, if it failed.
 
         Raises:
             TimeoutError: The device doesn't answer.
@@ -132,7 +132,7 @@ class Snapshot:
         self._future.result()
 
     def release(self) -> None:
-        """Give the memory back; the copies mustn't be used any more."""
+        """Release the memory for the next snapshot; the copies mustn't be used any more."""
         self._free.release()
 
 

@@ -1,14 +1,14 @@
-"""One rank's part on its way into the tiers, and how long none that lasts has taken any.
+"""Bring one rank's part into the tiers, and count for how long no lasting tier has taken any.
 
-A tier of the node's own that fails keeps neither the others nor the peers from going on, and what
-it had taken of the part is deleted, so that a full disk doesn't fill up with what is of no use.
+If one of the node's own tiers fails, the other tiers and ranks go on, and what it has taken of the
+part is deleted, so that a full disk doesn't fill up with useless files.
 
-The remote tier gets parts after that. Ranks decide alike, from what all have said (`status`): while
-one upload runs anywhere, later checkpoints stay local, and only the newest of them is uploaded
-afterwards. A part goes from the fastest own tier that has it, or from the snapshot where none has.
+The remote tier gets parts after that. All ranks decide the same, from everyone's `status`: while an
+upload runs anywhere, later checkpoints stay local, and only the newest of them is uploaded
+afterwards. A part is copied from the fastest own tier that has it, else from the snapshot.
 
-One failed save is no reason to end training: the next one may succeed. But if no disk and no store
-takes any, what is trained meanwhile is lost with the next fault, and the user must hear of it.
+One failed save doesn't end training: the next one may succeed. But if no disk and no store takes
+any, the next fault would lose everything trained meanwhile, and the user must know.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class OwnPart:
     stores: Mapping[TierKind, Store]
     """The own tiers that have it, fastest first."""
     errors: Sequence[str] = field(default_factory=tuple)
-    """Why the others don't."""
+    """Why the other own tiers don't have it."""
 
     @property
     def source(self) -> Store | None:
@@ -70,10 +70,10 @@ class OwnTiers:
     """The tiers that only this node's ranks write to.
 
     Args:
-        tiers: They, fastest first.
-        node_ranks: Ranks of this node, whose parts they hold.
+        tiers: These tiers, fastest first.
+        node_ranks: Ranks of this node, whose parts the tiers hold.
         block_bytes: Bytes that one checksum covers.
-        progress: Is told of every chunk that is written.
+        progress: Ticks with every chunk that is written.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class OwnTiers:
         """Write a part into all tiers that take it.
 
         Raises:
-            CheckpointError: The state isn't finite or can't be kept.
+            CheckpointError: The state isn't finite or can't be encoded.
         """
         snapshot.wait()
         _check_finite(snapshot)
@@ -114,7 +114,7 @@ class OwnTiers:
                 text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
                 _log.warning("%s", text)
                 errors.append(text)
-                # A tier that hangs is one tier's failure: the next one has all its time.
+                # The next tier gets the full time, even after one that has hung.
                 self._progress.tick()
                 names = [f"{content.id.folder}/{body.name}" for body in bodies]
                 with contextlib.suppress(Exception):
@@ -132,7 +132,7 @@ class OwnTiers:
         busy: Collection[CheckpointId],
         superseded: Mapping[TierKind, Collection[CheckpointId]],
     ) -> None:
-        """Note a checkpoint in the tiers that have it from all ranks, delete what is old there."""
+        """Confirm a checkpoint in the tiers that have all ranks' parts; delete old ones there."""
         for keeper in self.keepers:
             # Where this one isn't, an older one may be the newest: this node can't know.
             kind, is_sound = keeper.tier.kind, keeper.tier.kind in sound
@@ -169,12 +169,12 @@ _NUM_REMEMBERED = 8
 
 
 class Uploads:
-    """One rank's uploads; all but the copying itself is done by one thread of the writer.
+    """One rank's uploads; called by one thread of the writer.
 
     Args:
         tier: The remote tier, None if there is none.
-        world_size: Number of ranks, whose parts it holds.
-        thread: Copies.
+        world_size: Number of ranks, whose parts the tier holds.
+        thread: The thread that copies.
     """
 
     def __init__(self, tier: Tier | None, world_size: int, thread: BackgroundThread) -> None:
@@ -206,7 +206,7 @@ class Uploads:
     def offer(
         self, part: OwnPart | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Start the upload of a part, keep it for later, or skip it: all ranks the same.
+        """Start the upload of a part, keep it for later, or skip it: the same on all ranks.
 
         Returns:
             Whether the caller must upload the part itself, from memory (`upload`).
@@ -231,7 +231,7 @@ class Uploads:
             deferred[1].set_result(False)
 
     def start_deferred(self) -> None:
-        """Upload what was kept for later, if anything was."""
+        """Upload the part that was kept for later, if there is one."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._running.append(deferred[0].manifest.id)
@@ -244,7 +244,7 @@ class Uploads:
         self._resolve(uploaded)
 
     def upload(self, part: OwnPart, uploaded: "Future[bool]", progress: Progress) -> None:
-        """Copy a part to the remote tier; `uploaded` says how that went."""
+        """Copy a part to the remote tier; the outcome is set in `uploaded`."""
         self._copy(part, progress)
         self._resolve(uploaded)
 
@@ -272,13 +272,13 @@ class Uploads:
             uploaded.set_result(True)
 
     def settle_later(self, uploaded: CheckpointId) -> None:
-        """Note what all ranks have uploaded, once, after the uploads; one rank does it for all."""
+        """Confirm, once, a checkpoint that all ranks have uploaded; one rank does it for all."""
         if uploaded != self._settled:
             self._settled = uploaded
             self._thread.submit(self.settle, uploaded)
 
     def settle(self, uploaded: CheckpointId | None = None) -> None:
-        """Note in the remote tier what is complete there, and delete what is old."""
+        """Confirm complete checkpoints in the remote tier, and delete old ones."""
         if self.keeper is not None:
             self.keeper.settle(uploaded, keep=self.keeper.tier.keep)
 
@@ -288,30 +288,30 @@ _MAX_REASONS = 8
 
 @dataclass
 class LastingCopies:
-    """Which checkpoints were begun, which of them a lasting tier has taken from all ranks."""
+    """The newest checkpoints that were begun and that a lasting tier has, and how long it lags."""
 
     begun: CheckpointId | None = None
-    """The newest one that was begun."""
+    """The newest checkpoint that was begun."""
     newest: CheckpointId | None = None
-    """The newest one that a lasting tier has."""
+    """The newest checkpoint of which a lasting tier has all ranks' parts."""
     _reached_s: float = 0.0
     _missing: list[tuple[CheckpointId, float]] = field(default_factory=list)
     _reasons: dict[str, None] = field(default_factory=dict)
 
     def begin(self, checkpoint: CheckpointId) -> None:
-        """A checkpoint was begun."""
+        """Note that a checkpoint was begun."""
         self.begun = checkpoint
         self._missing.append((checkpoint, time.monotonic()))
 
     def reach(self, checkpoint: CheckpointId) -> None:
-        """A lasting tier has a checkpoint's parts of all ranks."""
+        """Note that a lasting tier has all ranks' parts of a checkpoint."""
         if self.newest is None or checkpoint > self.newest:
             self.newest, self._reached_s = checkpoint, time.monotonic()
             self._missing = [item for item in self._missing if item[0] > checkpoint]
             self._reasons.clear()
 
     def note(self, reason: str) -> None:
-        """Something failed."""
+        """Note a failure."""
         self._reasons.pop(reason, None)
         self._reasons[reason] = None
         while len(self._reasons) > _MAX_REASONS:
@@ -319,12 +319,12 @@ class LastingCopies:
 
     @property
     def reasons(self) -> str:
-        """The last few failures since."""
+        """The last few failures since then."""
         return " ".join(self._reasons)
 
     @property
     def waited_s(self) -> float:
-        """Seconds since lasting tiers should have had one: 0 where nothing is missing."""
+        """Seconds for which a checkpoint has been missing in lasting tiers; 0 if none is."""
         if not self._missing:
             return 0.0
         return time.monotonic() - max(self._reached_s, self._missing[0][1])

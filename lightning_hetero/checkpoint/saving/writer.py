@@ -1,19 +1,19 @@
-"""How a checkpoint is written while training goes on.
+"""Write checkpoints while training goes on.
 
 `save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
 
 1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
-2. All ranks tell each other what each tier has taken, wait for those whose storage is slow
-   (`meeting`), and send each other's nodes their copies (`replicas`).
-3. A tier in which all ranks' parts are, copies included, is *sound*: there the checkpoint is noted
-   as confirmed, and what is old is deleted. A tier that failed anywhere keeps what it has.
+2. All ranks tell each other which tiers have taken their parts, wait for ranks with slow storage
+   (`meeting`), and send copies to each other's nodes (`replicas`).
+3. A kind of tier that has all ranks' parts, copies included, is *sound*: there the checkpoint is
+   noted as confirmed, and old ones are deleted. If it failed on any rank, it keeps what it has.
 4. The host memory is free for the next snapshot.
 5. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint
    (`storing`).
 
-Memory: one copy of the rank's slices and a few chunks, whatever the tiers' speed. What fails is
-logged and tried anew with the next checkpoint. Only when no lasting tier, disk or remote, has taken
-any for longer than `lasting_within_s` is it an error, on all ranks alike.
+Memory: one copy of the rank's slices and a few chunks, however slow the tiers are. A failure is
+logged, and the next checkpoint tries again. Only if no lasting tier, disk or remote, has taken any
+checkpoint for longer than `lasting_within_s`, all ranks raise an error.
 """
 
 import logging
@@ -42,13 +42,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint on its way; every wait raises why it came to nothing."""
+    """A checkpoint that is being written; if it has failed, every wait raises the reason."""
 
     id: CheckpointId
     snapshot: Snapshot | None
-    """None where storage still holds the memory of an earlier one."""
+    """None if storage still reads the memory of an earlier snapshot."""
     stall_s: float
-    """Seconds for which `save` held up training, the wait for the last one included."""
+    """Seconds for which `save` held up training, including the wait for the checkpoint before."""
     _local: "Future[None]"
     _remote: "Future[bool]"
 
@@ -61,14 +61,14 @@ class SavedCheckpoint:
         """Return once all ranks' parts are in their nodes' own tiers, copies included.
 
         Raises:
-            CheckpointError: They aren't.
+            CheckpointError: They can't be.
         """
         self._local.result(timeout_s)
 
     def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
-        """Return True once this rank's part is in the remote tier, False if it was skipped.
+        """Wait until this rank's part is in the remote tier; return False if it was skipped.
 
-        While another upload runs, that is left to the next save or to `upload_newest`.
+        While another upload runs, a part waits for the next save or for `upload_newest`.
         """
         return bool(self._remote.result(timeout_s))
 
@@ -139,7 +139,7 @@ class CheckpointWriter:
         )
 
     def _take(self, content: CheckpointContent) -> Snapshot | None:
-        """Copy the state once the last checkpoint is written; None where that hangs."""
+        """Start to copy the state, once the last checkpoint is written; None if that hangs."""
         try:
             if self._last is not None:
                 self._wait_for(self._last)
@@ -152,24 +152,24 @@ class CheckpointWriter:
             return None
 
     def _wait_for(self, future: "Future[Any]") -> None:
-        """Return when the ranks are done with a save, whatever it came to."""
+        """Wait until the ranks have finished a save, successfully or not."""
         Patience(self._meeting.progress, self._stall_s).wait_for(future)
 
     def upload_newest(self) -> None:
         """Upload the newest checkpoint, even if it must wait for an older one's upload.
 
-        Called by all ranks, where no other save follows soon; the upload goes on after it returns.
+        All ranks call it, if no other save follows soon; the upload goes on after it returns.
         """
         self._thread.submit(self._meeting.uploads.start_deferred)
 
     def leave(self) -> None:
-        """End the threads once they have done what was asked of them; doesn't wait."""
+        """End the threads once they have finished their work; doesn't wait."""
         self._thread.submit(self._meeting.end)
         self._thread.finish()
         self._memory.close()
 
     def close(self) -> None:
-        """Finish all that was started and look whether the newest checkpoint is safe.
+        """Finish everything that was started, and check that the newest checkpoint is safe.
 
         Raises:
             CheckpointError: No lasting tier has it from all ranks; raised on all ranks.
