@@ -31,6 +31,11 @@ from lightning_hetero.runtime.ranks.communicators import Communicators, all_gath
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.numbers.kinds import Kind
+from lightning_hetero.runtime.results.padded_means import (
+    WholeMean,
+    counting_pads,
+    warn_of_padding,
+)
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 
@@ -59,6 +64,8 @@ class Report:
     """Parameters outside the layers that it used, if that was watched."""
     measured: MeasuredBytes | None = None
     """The bytes that one of its layers keeps, if they were counted."""
+    means: tuple[WholeMean, ...] = ()
+    """Means over all positions of samples, if these were looked at."""
 
 
 class Reports:
@@ -79,6 +86,8 @@ class Reports:
         """The outer parameters that ranks have used."""
         self.measured = [item.measured for item in reports if item.measured is not None]
         """The counts that ranks have made of their layers."""
+        self.counting_pads = counting_pads(mean for item in reports for mean in item.means)
+        """What is told of means that count pads otherwise than one device does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +220,7 @@ class Agreement:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
             self._known[digests] = Reports(self._comms.gather_objects(self._report))
+            warn_of_padding(self._known[digests].counting_pads)
         return self._known[digests]
 
     def _gather(self, sums: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.loss_trial import LossTrial, LossTrials
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
+from lightning_hetero.runtime.results.padded_means import NUM_LOOKED_AT
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
@@ -179,6 +180,7 @@ class Engine:
             is_training=is_training,
             ends_early=running.link.following is not None,
             make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
+            looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
         )
         schedule = running.schedule(len(microbatches), is_training=is_training)
         passes = StagePasses(
@@ -259,13 +261,13 @@ class Engine:
             loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )
-        changed = place and self.buffers.report(running.layers, place.pipeline_index)
         report = Report(
             entries=self.logs.entries,
             missing=passes.missing() if results.is_training else (),
-            buffers=changed or (),
+            buffers=(place and self.buffers.report(running.layers, place.pipeline_index)) or (),
             reads=tuple(sorted(running.reads or ())),
             measured=self._recomputation.measured,
+            means=results.means.found() if results.means is not None else (),
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:

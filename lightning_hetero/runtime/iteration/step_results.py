@@ -20,6 +20,7 @@ from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.loss_trial import LossTrial
 from lightning_hetero.runtime.results.numbers.kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
+from lightning_hetero.runtime.results.padded_means import THE_LOSS, PaddedMeans
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
 from lightning_hetero.runtime.unknown import check_known
@@ -41,6 +42,7 @@ class StepResults:
         ends_early: Whether the rank's stage ends steps before they make anything.
         make_trial: Makes the trial of the first of them, if that is tried, of its micro-batch and
             number of samples.
+        looks_at_means: Whether to look for means that count pads.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration's steps may make
@@ -53,11 +55,14 @@ class StepResults:
         is_training: bool,
         ends_early: bool = False,
         make_trial: Callable[[Any, int], LossTrial] | None = None,
+        looks_at_means: bool = False,
     ) -> None:
         self.is_training = is_training
         self.records: list[StepRecord] = []
         """Left behind by the steps of a last stage, one a micro-batch."""
         self.losses = LossSums(device)
+        self.means = PaddedMeans(waits=make_trial is not None) if looks_at_means else None
+        """Looks at means in some iterations."""
         self.lists = AppendedLists(module, looks_at_parts=make_trial is not None)
         self.module = module
         """The user's."""
@@ -86,6 +91,8 @@ class StepResults:
         trial = None if make is None else make(microbatch, num_samples)
         if self._ends_early:
             return self._idle_watch
+        if self.means is not None:
+            self.means.begin(microbatch, num_samples)
         return LossWatch(self._logs.buffers(), num_samples, trial)
 
     def drop(self) -> None:
@@ -108,7 +115,9 @@ class StepResults:
         returned = output.get("loss") if isinstance(output, Mapping) else output
         judged = weigh_loss(self.module, microbatch, watch, returned, self._loss_reduction)
         weight = as_weight(judged.targets, self._device)
-        self._logs.keep_microbatch(weight, watch.reductions)
+        if self.means is not None and self._loss_reduction is None:
+            self._look_at_means(self.means, returned, watch)
+        self._logs.keep_microbatch(weight, watch.reductions, self.means)
         rest = output if loss is None else _without_loss(output)
         appended = self.lists.take(after_layers=True)
         self.records.append(StepRecord.of(rest, appended, self._sizes, watch.reductions))
@@ -123,6 +132,11 @@ class StepResults:
         # finds no targets, the gradient is 0; a loss that divides by it says so by NaN gradients.
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
         return [] if is_known and not judged.targets > 0 else [loss], weight.float()
+
+    def _look_at_means(self, means: PaddedMeans, loss: object, watch: LossWatch) -> None:
+        means.see_averaged(watch.reductions.averaged)
+        if self.is_training and not hasattr(self.module, "num_target_tokens"):
+            means.see(THE_LOSS, watch.reductions.of(loss))
 
     def finish(
         self,

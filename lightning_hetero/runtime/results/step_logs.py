@@ -47,6 +47,7 @@ from lightning_hetero.runtime.results.numbers.written_numbers import (
     may_count,
     rows_counted,
 )
+from lightning_hetero.runtime.results.padded_means import PaddedMeans
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "StepLogs"]
@@ -195,12 +196,15 @@ class StepLogs:
         if self._metrics is not None:
             self._metrics.take_numbers()
 
-    def keep_microbatch(self, weight: Tensor, reductions: Reductions) -> None:
+    def keep_microbatch(
+        self, weight: Tensor, reductions: Reductions, means: PaddedMeans | None = None
+    ) -> None:
         """Take over what one micro-batch logged.
 
         Args:
             weight: Its number of target tokens.
             reductions: What is known of its numbers.
+            means: Looks at means, if anything does.
         """
         for call, given in [] if self._metrics is None else self._metrics.take_numbers(reductions):
             for argument, (value, rows) in given.items():
@@ -212,6 +216,8 @@ class StepLogs:
             if (known is None or known.kind is Kind.CONSTANT) and rows is not None:
                 told, num_samples = reductions.told, reductions.num_samples
                 known = known_by_rows(value, rows, told, num_samples) or known
+            if means is not None:
+                means.see(entry.told, known)
             counts = known is not None and known.kind is Kind.CONSTANT and known.count == 1
             known = UNKNOWN if counts else known
             count = None if known else count_of(value, reductions.num_samples)

@@ -283,7 +283,8 @@ class LossWatch(TorchFunctionMode):
         self.reductions.keep(result, Reduction(Kind.SUM, count=size, value=result.detach()))
 
     def _keep(self, result: Tensor, num_targets: Tensor | int, size: int) -> None:
-        found = Reduction(Kind.MEAN, count=num_targets, value=result.detach())
+        value = result.detach()
+        found = Reduction(Kind.MEAN, count=num_targets, value=value, num_places=size)
         self.reductions.keep(result, found)
         if self.num_targets is None or size > self.size:
             self.num_targets, self.size = num_targets, size

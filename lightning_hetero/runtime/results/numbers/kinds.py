@@ -64,6 +64,8 @@ class Reduction:
     """The number itself, for a sum without the floor that was put under it."""
     others: tuple[Count, ...] = ()
     """The same of further means that were added to this one."""
+    num_places: int = 0
+    """Targets of a loss function, whether they count or not; 0 of other numbers."""
 
 
 CONSTANT = Reduction(Kind.CONSTANT)

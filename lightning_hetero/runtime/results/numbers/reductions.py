@@ -5,6 +5,7 @@ of it follows the rules of `kinds`. They take it that dim 0 counts samples (or t
 Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, starmap
 from typing import Any
@@ -88,6 +89,8 @@ class Reductions:
         """Numbers that are functions of those over samples."""
         self.told: dict[int, Reduction | None] = {}
         """Whole numbers that tensors have told."""
+        self.averaged: list[int] = []
+        """Numbers of each sample that each mean along other dims than the first has averaged."""
         self._turned: dict[int, Tensor] = {}
         """Samples whose first dim is another one, or counts what was stacked."""
         self.parts = SampleParts(num_samples)
@@ -105,10 +108,6 @@ class Reductions:
     def is_constant(self, value: Any) -> bool:
         """Whether a tensor is known not to depend on the samples."""
         return id(self.of(value)) in _CONSTANTS
-
-    def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
-        """Return what is known of each tensor among values, and in lists and tuples of them."""
-        return [self.of(item) for item in tensors_among(values)]
 
     def is_any_together(self, values: Iterable[Any]) -> bool:
         """Whether samples have met in any of these tensors and numbers."""
@@ -169,7 +168,7 @@ class Reductions:
         elif isinstance(result, tuple | list):
             self._see_several(TorchCall(name, args, kwargs), result)
         elif name == "setitem" and self.is_constant(args[0]):
-            written = self.of_all(args[1:])
+            written = [self.of(item) for item in tensors_among(args[1:])]
             if any(id(item) not in _CONSTANTS for item in written):
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
         elif type(result) is float and name in ("item", "float"):
@@ -313,6 +312,8 @@ class Reductions:
         if call.name == "stack" and call.argument(1, "dim", 0) == 0:
             self._turned[id(result)] = result
         dims = some_dims(call, tensors)
+        if call.name == "mean" and dims and 0 not in dims:
+            self.averaged.append(math.prod(tensors[0].shape[dim] for dim in dims))
         if dims and (id(tensors[0]) in self._turned or not self._has_samples(tensors[0])):
             if 0 not in dims:
                 self._turned[id(result)] = result
