@@ -1,4 +1,4 @@
-"""Make a plan for the ranks that run: gather what they are, measure what is unknown, search."""
+"""Make a plan for the ranks that run: find their devices, measure unknown ones, search."""
 
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned
 

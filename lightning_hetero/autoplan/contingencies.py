@@ -1,9 +1,9 @@
-"""Have at hand what will have to be planned if ranks are lost, so that nobody waits for a solver.
+"""Solve in advance the plans that are needed if ranks are lost, so that nobody waits for a solver.
 
-Each rank solves what it would be asked for: of those who are left the first one plans. That is the
-loss of any other rank, or of all of another node, on rank 0; and the loss of rank 0, or of its
-node, on whoever is first then. With up to 8 nodes, or ranks, it is also the loss of any two at
-once. A plan made ahead is taken only if exactly its question is asked: the same devices, model,
+After a loss the first rank that is left plans. So each rank solves the cases in which it would be
+the first: rank 0 the loss of any other rank or node, and the next rank, or the first one on the
+next node, the loss of rank 0 or of its node. With up to 8 nodes, or ranks, also the loss of any two
+at once. A plan made in advance is used only if exactly its task arises: the same devices, model,
 sizes and costs.
 """
 
@@ -24,11 +24,11 @@ __all__ = ["Contingencies", "losses_to_plan_for"]
 _T = TypeVar("_T")
 
 _MOST_IN_PAIRS = 8
-"""Ranks, and nodes, up to which the loss of any two of them is planned for."""
+"""Most ranks, and most nodes, for which the loss of any two of them is planned for."""
 
 
 def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[frozenset[int]]:
-    """Yield the ranks that may be lost together and after which a rank is the first one left.
+    """Yield the sets of ranks that may be lost together and leave `global_rank` as the first.
 
     Args:
         seats: Every rank's device, by global rank.
@@ -48,14 +48,14 @@ def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[froz
 
 
 class Contingencies:
-    """One rank's answers to what may be asked next."""
+    """One rank's solved tasks, and those that it is solving in the background."""
 
     def __init__(self) -> None:
         self._answers: list[tuple[Task[Any], Any]] = []
         self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
 
     def prepare(self, tasks: Sequence[Task[object]]) -> None:
-        """Begin to solve tasks beside the training; others that are still to be solved, aren't."""
+        """Begin to solve tasks in the background; earlier ones not solved yet are dropped."""
         self.stop()
         known = [task for task, _ in self._answers]
         new: list[Task[object]] = []
@@ -71,7 +71,7 @@ class Contingencies:
             thread.start()
 
     def solve(self, task: Task[_T]) -> _T:
-        """Return the answer to a task: the one that is known, else after a search."""
+        """Return the answer to a task; search for it if it isn't known."""
         for known, answer in list(self._answers):
             if known == task:
                 found: _T = answer
@@ -79,7 +79,7 @@ class Contingencies:
         return task.solve()
 
     def stop(self) -> None:
-        """Solve nothing more; what is solved stays known."""
+        """Stop solving; answers that are known are kept."""
         solving, self._solving = self._solving, None
         if solving is not None:
             process, thread = solving
@@ -87,7 +87,7 @@ class Contingencies:
             thread.join()
 
     def _solve_all(self, process: AnsweringProcess, tasks: Sequence[Task[object]]) -> None:
-        # A process that dies has solved less: the rest is solved when it is asked for.
+        # If the process dies, the other tasks are solved when they are needed.
         with suppress(OSError, EOFError, pickle.UnpicklingError):
             for task in tasks:
                 self._answers.append((task, process.ask(task)))

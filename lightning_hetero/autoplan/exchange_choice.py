@@ -1,4 +1,4 @@
-"""Whether gradients are summed on nodes before they leave them: as the simulator has it."""
+"""Decide, by the simulator, whether gradients are summed on each node before they leave it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,19 +19,19 @@ from lightning_hetero.simulator.cluster_links import ClusterLinks
 __all__ = ["with_exchange"]
 
 _LEAST_GAIN = 1.05
-"""Below that a push stays in one leg, which needs fewer communicators."""
+"""Least speed-up of a push by node; below it one leg is used, which needs fewer communicators."""
 
 
 def with_exchange(
     config: EngineConfig, facts: RunFacts, plans: RunPlans, specs: Sequence[ParameterSpec]
 ) -> EngineConfig:
-    """Return options that say whether gradients travel by node; collective.
+    """Return the engine's options with the kind of exchange decided; collective.
 
-    "auto" becomes "by-node" where the first plan's push is faster so, all units together, by the
-    links of the cluster that was given or found. Not on gloo, and not with standbys.
+    "auto" becomes "by-node" if the first plan's push, of all units together, is faster that way
+    over the links of the given or detected cluster. Never on gloo or with standbys.
 
     Raises:
-        ConfigurationError: Ranks ask for different ways.
+        ConfigurationError: Ranks have different kinds of exchange.
     """
     backend = None if facts.comms.exchange is None else dist.get_backend(facts.comms.exchange)
     is_open = config.exchange is ExchangeKind.AUTO and backend not in (None, "gloo")

@@ -1,9 +1,9 @@
-"""Input and result of planning for the ranks that run; see `planning` for how.
+"""Input and result of planning for the ranks that run; `planning` does it.
 
-`AutoPlan` is what the user says, `RunFacts` and `DataFacts` what the strategy knows, `AutoPlanned`
-the answer. How much an iteration has to do is looked for before the first batch is there, in order:
-in attributes of the loader, of its dataset, of the data module and of the module (and of their
-`hparams`), then in the first sample of a dataset that can be indexed.
+`AutoPlan` holds the user's facts, `RunFacts` and `DataFacts` those of the strategy, `AutoPlanned`
+the result. The size of an iteration is found before there is a batch, in this order: in attributes
+of the loader, its dataset, the data module and the module (and of their `hparams`), then in the
+first sample of a dataset that can be indexed.
 """
 
 import math
@@ -65,12 +65,12 @@ _LENGTH_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """A data module's knowledge of its samples."""
+    """What a data module knows of its samples."""
 
     lengths: IntArray
-    """Tokens of the samples, or of a fair part of them."""
+    """Tokens of each sample, or of each one in a representative part."""
     tokens_per_step: int
-    """Tokens of an iteration on all pipelines together."""
+    """Tokens of an iteration, of all pipelines together."""
 
     @property
     def longest(self) -> int:
@@ -79,13 +79,13 @@ class DataFacts:
 
     @property
     def typical(self) -> int:
-        """Tokens of the sample that the average token is in."""
+        """Typical length of a sample, weighted by tokens; see `typical_length`."""
         return typical_length(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Sizes that were found; None where nothing says."""
+    """Sizes that were found; None if they weren't."""
 
     samples: int | None
     """Samples of a loader's batch."""
@@ -128,7 +128,7 @@ def _sample_length(sources: Sequence[object]) -> int | None:
     for source in sources:
         dataset: Any = getattr(source, "dataset", None)
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            # A guess must not end a run that would go well.
+            # An error while guessing mustn't end the run.
             with suppress(Exception):
                 if (length := sample_tokens(dataset[0])) is not None:
                     return length
@@ -136,7 +136,7 @@ def _sample_length(sources: Sequence[object]) -> int | None:
 
 
 def find_data(trainer: pl.Trainer) -> Callable[[], DataFacts] | None:
-    """Return what tells of the samples that a data module assigns to plans; None without one."""
+    """Return a function for the facts of a `HeteroDataModule`'s samples; None without one."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(datamodule, HeteroDataModule):
         return None
@@ -146,7 +146,7 @@ def find_data(trainer: pl.Trainer) -> Callable[[], DataFacts] | None:
 
 
 def find_sizes(trainer: pl.Trainer) -> BatchSizes:
-    """Return how much a batch of the training loader holds, as far as something says it."""
+    """Return the sizes of the training loader's batches, as far as they can be found."""
     # Nothing public holds the loader before the first epoch.
     loader = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ def find_sizes(trainer: pl.Trainer) -> BatchSizes:
 
 
 NUM_STATES = 4
-"""Values that an Adam keeps of each owned parameter: master, summed gradient, two moments."""
+"""Values that Adam keeps for each owned parameter: master, summed gradient, two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class AutoPlan:
     batch_size: int | None = None
     """Samples of an iteration per rank, as under DDP; None looks for the loader's, else takes 8."""
     microbatch_sizes: tuple[int, ...] | None = None
-    """Samples of a micro-batch to choose from; None tries the batch, its half, third,
+    """Candidate numbers of samples in a micro-batch; None tries the batch, its half, third,
     quarter, and 1."""
     tp_degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to consider; the module must bring a `tp_plan` for others than 1."""
@@ -198,23 +198,23 @@ class AutoPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """How a rank plays another device than it has; without arguments it plays none."""
+    """How a rank emulates another device than it has; without arguments it emulates none."""
 
     slowdown: float = 1.0
-    """How many times slower it computes than it could."""
+    """How many times slower than the real device it computes."""
     memory_bytes: int | None = None
-    """Memory that an automatic plan may use of it; None asks the device."""
+    """Memory that an automatic plan may use; None asks the device."""
     live_bytes: Callable[[], int] | None = None
-    """Counts what it holds now, a failed allocation included; None asks the device."""
+    """Returns the bytes allocated now, a failed allocation included; None asks the device."""
     node: str | None = None
     """Name of its node, whose ranks are lost together; None asks the machine."""
     make_clock: Callable[[torch.device], ComputeClock] = ComputeClock
-    """Makes what times its actions."""
+    """Makes the clock that times its actions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Each rank's knowledge of the run that is to be planned."""
+    """What each rank knows of the run that is to be planned."""
 
     module: nn.Module
     layout: ModelLayout
@@ -223,28 +223,28 @@ class RunFacts:
     sizes: Callable[[], BatchSizes]
     """Finds out the loader's sizes; called on rank 0 only."""
     emulation: Emulation = field(default_factory=Emulation)
-    """The device that this rank plays."""
+    """The device that this rank emulates."""
     compute_bytes: int = 4
-    """Bytes of a value of weights and gradients on their way."""
+    """Bytes of a value in the compute dtype, in which weights and gradients are sent."""
     summed_bytes: int = 4
-    """Bytes of a value of gradients that are summed over micro-batches."""
+    """Bytes of a value of gradients summed over micro-batches."""
     master_bytes: int = 4
-    """Bytes of a value of master weights and optimizer states."""
+    """Bytes of a value of masters and optimizer states."""
     redundancy: int = 0
     """Standbys of each slice."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
     """Where owned slices live."""
     layer_options: LayerOptions = field(default_factory=LayerOptions)
-    """How layers run where the plan doesn't say it."""
+    """How layers run where the plan says nothing."""
     data: Callable[[], DataFacts] | None = None
-    """Says what is known of samples of different lengths that a data module assigns to plans;
-    called on rank 0 only. None where samples are dealt as they come."""
+    """Returns the facts of samples of different lengths that a data module assigns to plans;
+    called on rank 0 only. None if samples are dealt as they come."""
 
     num_batches: int | None = None
-    """Batches of the loader that make an iteration; None takes as many as there are ranks."""
+    """Batches of the loader in an iteration; None takes as many as there are ranks."""
     first_ranks: tuple[int, ...] | None = None
-    """By rank, which rank of the run's first start it was, where ranks were lost; None where all
-    are there, or where newcomers have come."""
+    """Each rank's rank in the run's first start, if ranks were lost; None if none was, or if there
+    are newcomers."""
 
     def detect_seats(self) -> Sequence[Seat]:
         """Return every rank's device, by global rank; collective the first time."""
@@ -263,7 +263,7 @@ class RunFacts:
         )
 
     def correction_file(self, device_name: str) -> CorrectionFile:
-        """Return where what this model has taught of a device type is kept on this machine."""
+        """Return this machine's file of memory corrections for this model on a device type."""
         return CorrectionFile.of(self.layout.specs, self.compute_bytes, device_name)
 
     def state_layout(self) -> StateLayout:
@@ -289,23 +289,23 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlanned:
-    """The plan and why it is that one; the same on every rank."""
+    """An automatic plan and what it is based on; the same on every rank."""
 
     plan: ParallelPlan
     summary: str
     """Lines for people: what was planned for, iteration time and bound."""
     warning: str | None = None
-    """The reason why nothing could be planned."""
+    """Why nothing could be planned, for people; None if something was."""
     simulation: Simulation | None = None
     """A simulated iteration under the plan; None if nothing was simulated."""
     lower_bound_s: float | None = None
-    """No plan is faster by the same costs; None if nothing was simulated."""
+    """Seconds below which no plan can be, at the same costs; None if nothing was simulated."""
     basis: PlanBasis | None = None
     """The basis of the prediction; None if nothing was simulated."""
     candidates: CandidatePlans | None = None
-    """Plans for data that is assigned, and what they cost; None for other data."""
+    """Plans for data that is assigned, and their costs; None for other data."""
     foreseen: tuple[Task[object], ...] = ()
-    """Searches that a loss of ranks would ask for; of each rank only those that it would do."""
+    """Searches that this rank would have to do after a loss of ranks."""
 
     @property
     def predicted_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Jobs that plans are searched for: the one that runs, and those after the loss of ranks."""
+"""Jobs for which plans are searched: the present one, and those after a loss of ranks."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _MAX_PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The task of a plan: cluster, model and an iteration's size."""
+    """What a plan is for: cluster, model and the size of an iteration."""
 
     cluster: Cluster
     model: ModelSpec
@@ -33,10 +33,10 @@ class Job:
     sequence_length: int
     batch_size: int
     num_batches: int
-    """Batches of an iteration."""
+    """The loader's batches in an iteration."""
     microbatch_sizes: tuple[int, ...]
     assumed: tuple[str, ...]
-    """Numbers that nobody gave and that were assumed."""
+    """Numbers that weren't found and had to be assumed, in words."""
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class Job:
     def without(
         self, lost: Collection[int], options: AutoPlan, facts: RunFacts, seats: Sequence[Seat]
     ) -> "Job":
-        """Return what is planned once some ranks are gone: an iteration stays what it is."""
+        """Return the job without some ranks; an iteration keeps its size."""
         left = [seat for rank, seat in enumerate(seats) if rank not in lost]
         is_described = options.cluster is not None
         cluster = self.cluster.without(lost) if is_described else cluster_of(left)
@@ -90,7 +90,7 @@ class Job:
         return replace(self, cluster=cluster, states=_states_of(facts, left))
 
     def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
-        """Return the searches for each size of micro-batches that fills the iteration."""
+        """Return one search for each size of micro-batches that divides the iteration."""
         return tuple(
             self.task(options, profile, size)
             for size in self.microbatch_sizes
@@ -130,7 +130,7 @@ def _states_of(facts: RunFacts, seats: Sequence[Seat]) -> StateLayout:
 
 
 def num_batches_of(facts: RunFacts) -> int:
-    """Return how many batches of the loader, or ranks' shares, make an iteration."""
+    """Return the number of the loader's batches, or of ranks' shares, in an iteration."""
     return facts.num_batches or facts.comms.world_size
 
 
@@ -141,14 +141,14 @@ def foresee(
     seats: Sequence[Seat],
     tasks_of: Callable[[Job], Iterable[Task[object]]],
 ) -> tuple[Task[object], ...]:
-    """Return what this rank would have to solve if others were lost.
+    """Return the tasks that this rank would have to solve if others were lost.
 
     Args:
-        job: What is planned now.
-        options: What the user says.
-        facts: What is known of the run.
+        job: The present job.
+        options: The user's facts and choices.
+        facts: The facts of the run.
         seats: Every rank's device, by global rank.
-        tasks_of: Returns what has to be solved for a job of those who are left.
+        tasks_of: Returns the tasks of a job without the lost ranks.
     """
     found: list[Task[object]] = []
     for lost in losses_to_plan_for(seats, facts.comms.global_rank):
@@ -159,7 +159,7 @@ def foresee(
 
 
 def needs_no_search(job: Job, options: AutoPlan) -> bool:
-    """Whether devices are equal and hold the whole model: then one pipeline a rank is best."""
+    """Whether devices are equal and hold the whole model: then one pipeline per rank is best."""
     are_equal = len({node.device for node in job.cluster.nodes}) == 1
     return options.cluster is None and are_equal and holds_everything(job)
 

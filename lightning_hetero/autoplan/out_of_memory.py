@@ -1,8 +1,8 @@
-"""Say what filled a device when its memory ran out, and keep it for the next start's plan.
+"""Explain what filled a device that ran out of memory, and keep it for the next start's plan.
 
-The error stays torch's own. It gets a note, which the other ranks' errors hold, too: which stage,
-what was predicted, term by term, and what was there. What planners must know from now on goes into
-the folder of the measured profiles (`runtime.setup.memory_corrections`).
+The error stays torch's own, with a note that the other ranks' errors contain, too: which stage it
+was, what was predicted, term by term, and what was there. A correction for later plans is written
+into the folder of the measured profiles (`runtime.setup.memory_corrections`).
 """
 
 import re
@@ -87,8 +87,8 @@ class MemoryWatch:
 
     Args:
         start: What was known of the run when it began.
-        engine: What runs.
-        optimizers: Returns the run's.
+        engine: The run's engine.
+        optimizers: Returns the run's optimizers.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MemoryWatch:
         self._elsewhere = max(0, _resident_bytes() - _Live.of(engine, ()).states)
 
     def has_room(self, plan: ParallelPlan) -> bool:
-        """Return whether each rank's memory holds its place in a plan like the one that runs."""
+        """Return whether each rank's memory suffices for its place in a plan."""
         start = self._start
         return (start if start.plan == self._engine.plan else self._now()).has_room(plan)
 
@@ -111,7 +111,7 @@ class MemoryWatch:
 
     @contextmanager
     def explaining(self, *, trains: bool) -> Iterator[None]:
-        """Explain an error of memory of an iteration; others are given to `explain`."""
+        """In this context, pass errors of an iteration to `explain`."""
         try:
             yield
         except Exception as error:
@@ -119,12 +119,12 @@ class MemoryWatch:
             raise
 
     def explain(self, error: BaseException, *, trains: bool = False) -> None:
-        """Note in the first error of memory what has happened, and keep what it teaches.
+        """Add an explanation to the run's first out-of-memory error, and keep the correction.
 
         Args:
-            error: Any that ends the run.
-            trains: Whether it fails in an iteration, with the micro-batches that this rank holds
-                then. Between iterations, or in evaluation, there is the room of all of them.
+            error: Any error that ends the run; others than out of memory are ignored.
+            trains: Whether it comes from a training iteration, in which this rank holds activations;
+                between iterations, or in evaluation, their room is free.
         """
         if self._has_explained or not is_out_of_memory(error):
             return
@@ -163,7 +163,7 @@ class MemoryWatch:
         return "\n".join(lines)
 
     def _share_in_flight(self) -> float:
-        """Return which share of the micro-batches that its stage holds at most is there."""
+        """Return the share of its most micro-batches in flight that this rank holds now."""
         engine, place = self._engine, self._engine.place
         assert place is not None
         num_stages = engine.plan.pipelines[place.pipeline_index].num_stages
@@ -182,7 +182,7 @@ class MemoryWatch:
         return max(0, _resident_bytes() - self._elsewhere), requested
 
     def _keep(self, found: MemoryCorrection, known: MemoryCorrection) -> list[str]:
-        """Write what planners must know; return lines that say it."""
+        """Write the correction for later plans; return lines that explain it."""
         name = self._start.device_names[self._engine.comms.global_rank]
         file = self._start.facts.correction_file(name)
         try:

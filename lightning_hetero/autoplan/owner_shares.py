@@ -1,8 +1,8 @@
-"""Who owns how much where `ownership="memory"` is asked for, who stands by, and whether all fits.
+"""Decide the owner shares of `ownership="memory"` and the standbys, and check that all fit.
 
-Ranks own in proportion to what weights and summed gradients of their stages leave free on their
-devices, activations aside; with several plans, to what the worst of them leaves free. A plan may
-name other shares.
+Ranks own in proportion to the memory that weights and summed gradients of their stages leave free
+on their devices, without activations; with several plans, the worst one counts for each rank. A
+plan may name other shares.
 """
 
 from collections.abc import Sequence
@@ -71,13 +71,13 @@ def check_room_for_states(
     """Refuse shares or standbys for which a rank has no room under a plan that may run; collective.
 
     Args:
-        facts: What is known of the run.
-        plans: All that may run.
+        facts: The facts of the run.
+        plans: All plans that may run.
         config: The engine's options.
         specs: The parameters, as tensor parallelism cuts them.
 
     Raises:
-        ConfigurationError: On every rank; activations aside.
+        ConfigurationError: A rank lacks room, even without activations; on every rank.
     """
     shares = plans.first.owner_shares
     if not config.standbys and shares is None:
@@ -109,10 +109,10 @@ def check_room_for_states(
 
 
 def find_standbys_of_run(facts: RunFacts, plans: RunPlans) -> tuple[int, ...]:
-    """Return for each rank the one that stands by for it, none without redundancy; collective.
+    """Return the standby of each rank; an empty tuple without redundancy; collective.
 
     Raises:
-        ConfigurationError: Ranks have other redundancy or shares of ownership; on every rank.
+        ConfigurationError: Ranks differ in redundancy or shares of ownership; on every rank.
     """
     if not facts.redundancy:
         return ()

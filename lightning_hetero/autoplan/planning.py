@@ -1,15 +1,14 @@
-"""Make a plan for the ranks that run: what `plan="auto"` of `HeteroStrategy` does.
+"""Make a plan for the ranks that run: this is `plan="auto"` of `HeteroStrategy`.
 
-1. One rank, or a module without layers: one pipeline a rank, as under DDP.
+1. One rank, or a module without layers: one pipeline per rank, as under DDP.
 2. The cluster is detected from the ranks, the model's sizes from the module, an iteration's size
    from loader, data module or options.
-3. Equal devices that hold the whole model: one pipeline a rank, without a search.
-4. Else costs come from the roofline where all devices are known ones, from a measured (or cached)
-   profile where not. Rank 0 plans for several sizes of micro-batches, the fastest plan is sent to
-   all ranks.
+3. Equal devices that each hold the whole model: one pipeline per rank, without a search.
+4. Else costs come from the roofline if all devices are known, from a measured (or cached) profile
+   if not. Rank 0 plans for several sizes of micro-batches, and sends the fastest plan to all ranks.
 
-Where a data module assigns samples of different lengths to plans, several plans are proposed from
-its lengths (Hydraulis §7), the best static one first.
+If a data module assigns samples of different lengths to plans, several plans are proposed from its
+lengths (Hydraulis §7), the best static one first.
 
 An iteration of other data takes as many samples as under DDP, the loader's batch times the ranks,
 whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
@@ -62,14 +61,14 @@ def make_plan(
     """Plan for the ranks that run; collective over all ranks, the same result on each.
 
     Args:
-        options: What the user says.
-        facts: What is known of the run.
-        contingencies: Knows what was solved before it is asked for.
-        num_candidate_plans: Plans to have at hand for data that a data module assigns.
+        options: The user's facts and choices.
+        facts: The facts of the run.
+        contingencies: Knows answers that were found in advance.
+        num_candidate_plans: Number of plans to make for data that a data module assigns.
 
     Raises:
         PlanningError: The model fits on these devices under no plan.
-        ClusterError, ProfileError: What was given is wrong or for something else.
+        ClusterError, ProfileError: The given cluster or profile is wrong or for something else.
     """
     if facts.comms.world_size == 1:
         return _data_parallel(facts, "nothing: there is one rank")
@@ -77,7 +76,7 @@ def make_plan(
     unequal = len({seat.device.name for seat in seats}) > 1
     model = infer_model_spec(facts.module, facts.layout)
     if model is None:
-        # Equal devices get this plan anyway; others, and whoever describes a cluster, expect more.
+        # Equal devices get this plan anyway; for others, or a given cluster, users expect more.
         warning = _UNKNOWN_SIZES if unequal or options.cluster is not None else None
         return replace(
             _data_parallel(facts, "nothing: no plan could be predicted"), warning=warning
@@ -138,14 +137,14 @@ def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
 
 
 def _uniform_microbatches(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return the micro-batches to measure where all samples have one length."""
+    """Return the micro-batches to measure if all samples have one length."""
     shapes = [(job.sequence_length,) * size for size in sorted(job.microbatch_sizes)]
     small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS]
     return tuple(small or shapes[:1])
 
 
 def _varied_microbatches(longest: int) -> tuple[tuple[int, ...], ...]:
-    """Return those that tell squares, tokens and constants of different lengths apart."""
+    """Return micro-batches from which costs per l², per token and per micro-batch can be told."""
     top = min(longest, _MAX_PROFILED_TOKENS)
     shapes = [(top // 16,), (top // 4,), (top // 4,) * 4, (top,)]
     return tuple(dict.fromkeys(shape for shape in shapes if shape[0] > 0))
@@ -158,7 +157,7 @@ def _profile_of(
     facts: RunFacts,
     microbatches: tuple[tuple[int, ...], ...],
 ) -> Profile | None:
-    """Return measured costs, None where the roofline serves; collective over all ranks."""
+    """Return measured costs, None if the roofline suffices; collective over all ranks."""
     given = options.profile
     if given is not None:
         age = datetime.timedelta(days=options.max_profile_age_days)

@@ -1,7 +1,7 @@
-"""Which plans a run has: the given one, equal pipelines, or those made for the ranks that run.
+"""Decide which plans a run has: a given one, equal pipelines, or plans made for its ranks.
 
-`PlanRequest` is what the user asks for in `HeteroStrategy(plan=…)`, `RunPlans` what a run gets;
-`autoplan` makes plans where that is asked for.
+`PlanRequest` is the user's choice in `HeteroStrategy(plan=…)`, `RunPlans` its result for a run;
+`planning` makes plans if that is asked for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ class RunPlans:
     candidates: tuple[ParallelPlan, ...]
     """Plans among which a data module may choose."""
     costs: tuple[tuple[PipelineCost, ...], ...] | None = None
-    """Costs of the candidates' pipelines; None where nobody has measured them."""
+    """Costs of the candidates' pipelines; None if they weren't measured."""
     auto: AutoPlanned | None = None
-    """The basis of an automatic plan; None where a plan was given."""
+    """The automatic plan and its basis; None if a plan was given."""
 
     @property
     def may_use_tensor_parallelism(self) -> bool:
@@ -53,11 +53,11 @@ class PlanRequest:
     plan: ParallelPlan | AutoPlan | None
     """None for equal pipelines."""
     num_stages: int = 1
-    """Stages of each equal pipeline."""
+    """Stages of each pipeline of equal ones."""
     num_candidate_plans: int = 1
-    """Plans to have at hand for a `HeteroDataModule`."""
+    """Number of plans to make for a `HeteroDataModule`."""
     contingencies: Contingencies = field(default_factory=Contingencies, compare=False, repr=False)
-    """Plans that are made before they are asked for."""
+    """Plans that are made in advance, for losses of ranks."""
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_candidate_plans"):
@@ -72,11 +72,11 @@ class PlanRequest:
         num_stages: int | None,
         num_candidate_plans: int,
     ) -> "PlanRequest":
-        """Return the request that `HeteroStrategy`'s arguments of these names make.
+        """Return the request for `HeteroStrategy`'s arguments of the same names.
 
         Raises:
             PlanError: The plan's file can't be read, or there is no such plan.
-            ConfigurationError: It is nothing that names a plan.
+            ConfigurationError: `plan` doesn't name a plan.
         """
         if plan == "auto":
             plan = AutoPlan() if num_stages is None else None
@@ -93,7 +93,7 @@ class PlanRequest:
         return cls(plan=plan, num_stages=stages, num_candidate_plans=num_candidate_plans)
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse what can't run on a number of processes, before they are started.
+        """Refuse a request that can't run on a number of processes, before these are started.
 
         Raises:
             PlanError: The given plan names other ranks, or equal pipelines don't take all of them.
@@ -108,12 +108,12 @@ class PlanRequest:
     def for_survivors(
         self, world_size: int, first_ranks: Sequence[int] | None = None
     ) -> "PlanRequest":
-        """Return what to ask for when ranks were lost: a plan made anew where this one can't run.
+        """Return the request after a loss of ranks: a plan is made anew if this one can't run.
 
         Args:
-            world_size: Ranks that are left.
-            first_ranks: Which ranks of the first start they have been; None where newcomers are
-                among them, whose devices no description of a cluster names.
+            world_size: Number of ranks that are left.
+            first_ranks: Their ranks in the first start; None if there are newcomers, whose devices
+                no described cluster contains.
         """
         if isinstance(self.plan, AutoPlan) and self.plan.cluster is not None and not first_ranks:
             rank_zero_warn(
@@ -128,11 +128,11 @@ class PlanRequest:
         return self
 
     def answer(self, facts: RunFacts) -> RunPlans:
-        """Return the plans to run; collective over all ranks where they have to be made.
+        """Return the plans to run; collective over all ranks if they have to be made.
 
         Raises:
             PlanError: The plan doesn't fit the ranks or the model.
-            ModelError: It has stages, and the module no list of layers.
+            ModelError: The plan has stages, but the module has no list of layers.
         """
         found = self._find(facts)
         _check(found.first, facts.layout, world_size=facts.comms.world_size)

@@ -1,8 +1,8 @@
 """The report of `HeteroStrategy` when it starts: devices, plan, memory, iteration time, bound.
 
-The table and the words are those of `lightning-hetero plan`. What was planned is said as it was
-planned. For a plan that was given, memory is counted from its slices, and an iteration is simulated
-where data sheets know all devices and something says how large a batch is.
+Table and wording are those of `lightning-hetero plan`. An automatic plan is reported with the
+predictions it was planned with. For a given plan, memory is counted from its slices, and an
+iteration is simulated if all devices have data sheets and the size of a batch is known.
 """
 
 import math
@@ -40,12 +40,12 @@ from lightning_hetero.simulator import (
 __all__ = ["StartUp", "state_memory"]
 
 _NAMED_STANDBYS = 8
-"""Ranks whose standby is named."""
+"""Most ranks whose standbys are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """Knowledge of a run before its first step; `str()` gives it in lines for people."""
+    """What is known of a run before its first step; `str()` gives a report for people."""
 
     plan: ParallelPlan
     """The plan that runs first."""
@@ -55,21 +55,21 @@ class StartUp:
     device_names: tuple[str, ...]
     """Each rank's own name of its device."""
     auto: AutoPlanned | None
-    """The basis of an automatic plan."""
+    """The automatic plan and its basis; None if a plan was given."""
     specs: Sequence[ParameterSpec]
     """The module's parameters."""
     slices: Mapping[str, tuple[Slice, ...]]
-    """Their owners and standbys."""
+    """Their slices, with owners and standbys."""
     num_batches: int
-    """A loader's batches that make an iteration."""
+    """The loader's batches in an iteration."""
     num_microbatches: int
-    """Of pipelines for which the plan names no number."""
+    """Micro-batches of pipelines for which the plan names no number."""
 
     @classmethod
     def gather(
         cls, facts: RunFacts, engine: Engine, auto: AutoPlanned | None, *, num_batches: int
     ) -> Self:
-        """Ask all ranks for their devices; collective."""
+        """Return the report's facts, with all ranks' devices; collective."""
         basis, seats = None if auto is None else auto.basis, facts.detect_seats()
         return cls(
             plan=engine.plan,
@@ -84,10 +84,10 @@ class StartUp:
         )
 
     def has_room(self, plan: ParallelPlan) -> bool:
-        """Return whether each rank's memory holds its place in a plan like the one that runs.
+        """Return whether each rank's memory suffices for its place in another plan.
 
-        That is weights and gradients of its place, what it owns, since slices keep their owners,
-        and micro-batches as far as they are predicted of the place.
+        That takes the place's weights and gradients, the slices that the rank owns in any case, and
+        micro-batches, as far as they are predicted for the place.
         """
         needed = [terms.total for terms in state_memory(plan, self.facts, self.specs, self.slices)]
         is_alike = [p.num_stages for p in plan.pipelines] == [
@@ -104,9 +104,9 @@ class StartUp:
 
     @cached_property
     def stage_facts(self) -> list[list[StageFacts]]:
-        """Predictions for each stage, as [pipeline][stage]; memory as far as sizes are known.
+        """Predictions for each stage, [pipeline][stage]; memory as far as sizes are known.
 
-        Bytes don't depend on how fast a device is, so it may be one that no data sheet has.
+        Memory doesn't depend on a device's speed, so devices without a data sheet have it, too.
         """
         planned = self._planned
         is_simulated = planned is not None and planned.simulation is not None
@@ -116,7 +116,7 @@ class StartUp:
 
     @property
     def known_correction(self) -> MemoryCorrection:
-        """Lessons of earlier runs out of memory that the prediction counts with."""
+        """The correction, from earlier runs that ran out of memory, included in predictions."""
         is_planned = self._planned is not None or self._longest_microbatches is not None
         if not is_planned or self.auto is None or self.auto.basis is None:
             return MemoryCorrection()
@@ -124,12 +124,12 @@ class StartUp:
 
     @property
     def _planned(self) -> AutoPlanned | None:
-        """The planning that made the plan that runs; None if it was given or has changed since."""
+        """The planning behind the present plan; None if the plan was given or has been changed."""
         return self.auto if self.auto is not None and self.auto.plan == self.plan else None
 
     @property
     def idle_warning(self) -> str | None:
-        """A warning of ranks without work, None where there are none."""
+        """A warning of ranks without work; None if there are none."""
         num_ranks = self.facts.comms.world_size
         idle = sorted(set(range(num_ranks)) - set(self.plan.ranks))
         if not idle:
@@ -160,7 +160,7 @@ class StartUp:
         return "\n".join([head, format_table(table.header, table.rows), *lines])
 
     def _standby_lines(self) -> list[str]:
-        """Return who stands by for whom, nothing without redundancy."""
+        """Return lines that name the standbys; none without redundancy."""
         pairs = {i.owner: i.standby for _, items in list_owners(self.slices) for i in items}
         named = [f"{owner} by {rank}" for owner, rank in sorted(pairs.items()) if rank is not None]
         if not named:
@@ -193,7 +193,7 @@ class StartUp:
         return found
 
     def _expect(self) -> tuple[list[list[StageFacts]], list[str]]:
-        """Return what stages and iterations are expected to take."""
+        """Return the expected facts of each stage, and lines on the expected iteration."""
         auto = self._planned
         if auto is not None and auto.simulation is not None:
             assert auto.basis is not None
@@ -212,12 +212,12 @@ class StartUp:
 
     @property
     def _longest_microbatches(self) -> list[MicroBatchShape] | None:
-        """The longest micro-batches of assigned data, under a plan that was proposed for it."""
+        """The longest micro-batches of assigned data, if the plan was proposed for it."""
         candidates = None if self.auto is None else self.auto.candidates
         return None if candidates is None else candidates.longest_microbatches(self.plan)
 
     def _filled_facts(self, longest: Sequence[MicroBatchShape]) -> list[list[StageFacts]]:
-        """Return what stages need if all micro-batches are as long as they may be."""
+        """Return the facts of each stage if all micro-batches are as long as possible."""
         assert self.auto is not None
         assert self.auto.basis is not None
         cost = self.auto.basis.cost()
@@ -227,7 +227,7 @@ class StartUp:
         return [[item._replace(busy=None) for item in row] for row in found]
 
     def _unknown(self) -> str | None:
-        """Return what is missing for a prediction by data sheets, None if nothing is."""
+        """Return what is missing for a prediction from data sheets; None if nothing is."""
         names = sorted({node.device for node in self.cluster.nodes} - KNOWN_DEVICES.keys())
         if names:
             return f"no data sheet has {', '.join(names)}"
@@ -261,7 +261,7 @@ class StartUp:
 
 
 def _longest_line(longest: Sequence[MicroBatchShape]) -> str:
-    """Return how long the micro-batches are that the memory column counts with."""
+    """Return a line with the lengths of micro-batches that the memory column assumes."""
     tokens = sorted({sum(microbatch) for microbatch in longest})
     least = f"{tokens[0]:,} to " if len(tokens) > 1 else ""
     return f"memory          as micro-batches of up to {least}{tokens[-1]:,} tokens fill it"
@@ -273,11 +273,11 @@ def state_memory(
     specs: Sequence[ParameterSpec],
     slices: Mapping[str, Sequence[Slice]],
 ) -> list[MemoryTerms]:
-    """Return what each rank needs for weights, gradients and an Adam's states, by global rank.
+    """Return each rank's memory for weights, gradients and Adam's states, by global rank.
 
-    A holder keeps weights in the compute dtype and sums gradients in fp32 unless it is told
-    otherwise, an owner and a standby its master, the gradient of all pipelines and two moments;
-    frozen parameters have neither gradients nor moments.
+    A holder keeps weights in the compute dtype and sums gradients in fp32, unless told otherwise;
+    an owner or standby keeps the master, the gradient summed over pipelines, and two moments.
+    Frozen parameters have neither gradients nor moments.
     """
     used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
     holders = PlanHolders(plan)

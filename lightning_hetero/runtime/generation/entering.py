@@ -1,4 +1,4 @@
-"""How a process becomes a member: with all others at the first start, or as a newcomer later."""
+"""Make a process a member of a run: with all others at the first start, or as a newcomer later."""
 
 import os
 import socket
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 JOIN = "LIGHTNING_HETERO_JOIN"
-"""Set by who starts a newcomer: host:port of the store of the run that it comes to."""
+"""Environment variable of a newcomer: host:port of the store of the run that it is to join."""
 _REFUSED_S = 3.0
-"""How long nobody need serve a store before nobody ever will."""
+"""Seconds for which a port may be unserved before it counts as no run's store."""
 OPEN = "lightning_hetero/open membership"
-"""Of the store itself: the prefix of the membership that newcomers come to."""
+"""Key in the store that holds the prefix of the membership which newcomers may join."""
 
 
 def is_newcomer() -> bool:
@@ -49,11 +49,7 @@ def is_newcomer() -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return the host and the port of what `JOIN` says.
-
-    Raises:
-        ConfigurationError: That is no address.
-    """
+    """Return host and port of an address as in `JOIN`; ConfigurationError if it isn't one."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigurationError(
@@ -119,7 +115,7 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
     own = _own_client(prefix, server)
     membership = Membership(own, number=newcomer.number, node=node, door=Door(own, facts))
     membership.enter_called(newcomer.wait_for_call(start_timeout.total_seconds()))
-    # From now on it is a process like the others, whatever its script does after this fit.
+    # From now on it is a process like all others, whatever its script does after this fit.
     del os.environ[JOIN]
     return membership
 

@@ -23,7 +23,7 @@ class GenerationEnvironment(ClusterEnvironment):
         before = first if isinstance(first, GenerationEnvironment) else None
         self.first: ClusterEnvironment = first if before is None else before.first
         self.device_index: int = first.local_rank() if before is None else before.device_index
-        """Of this process's device among its node's: it stays while local ranks change."""
+        """Index of this process's device on its node; unlike the local rank it never changes."""
         rank = generation.rank_of(number)
         assert rank is not None
         nodes = list(dict.fromkeys(item.node for item in generation.members))

@@ -1,15 +1,15 @@
-"""The process that keeps a worker: starts it, tells the others at once when it dies, stays itself.
+"""The process that keeps a worker: starts it, outlives it, and tells the others when it dies.
 
-Launchers end or restart all processes when one of theirs ends. So the one that they start becomes a
-keeper, by `exec` and under the same process id, and the true worker is its child: a worker that
-dies alone is no event for the launcher. A keeper
+Launchers end or restart all processes when one of theirs ends. So the process that they start
+becomes a keeper, by `exec` and with the same process id, and the real worker is its child: the
+launcher doesn't notice if a worker dies. A keeper
 
 - starts its workers, which run the same script again; they die with it (`PR_SET_PDEATHSIG`),
-- hands signals on to them,
+- passes signals on to them,
 - serves the store if it is rank 0's and torchrun's agent doesn't,
-- says in the membership when a worker has died, and why, and ends one that others have given up,
-- ends when its workers have ended and training has: with 0 if it has come to its end, or else with
-  a worker's code, for the launcher to act on.
+- tells the membership when a worker has died, and why; ends a worker that others have given up,
+- ends when its workers and training have ended: with 0 if training was finished, else with a
+  worker's exit code, for the launcher to act on.
 
 It imports torch after its workers have started, and Lightning never. Linux only.
 """
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 KEPT = "LIGHTNING_HETERO_KEPT"
-"""Set in a worker's environment: where to tell its keeper which member of which store it is."""
+"""Variable of a worker's environment: where it tells its keeper which member of a run it is."""
 _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
 """How often it looks into the store."""
@@ -62,9 +62,9 @@ class KeeperTask:
     """The task of a keeper."""
 
     command: list[str]
-    """Starts a worker."""
+    """The command that starts a worker."""
     workers: list[dict[str, str]]
-    """Variables of each worker's environment besides this process's."""
+    """For each worker, environment variables in addition to this process's."""
     address: str
     """Where the store is served."""
     port: int
@@ -75,7 +75,7 @@ class KeeperTask:
 
 
 def become_keeper(task: KeeperTask) -> NoReturn:
-    """Replace this process by a keeper, which has the same process id and nothing else of it."""
+    """Replace this process by a keeper, which keeps nothing of it but the process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     code = f"import sys; sys.path[:] = {task.path!r}; from {__name__} import main; main()"
@@ -87,8 +87,8 @@ def tell_keeper(prefix: str, number: int) -> None:
     """Tell this worker's keeper, if it has one, which member it is.
 
     Args:
-        prefix: Of the membership in the store.
-        number: The member's.
+        prefix: The membership's prefix in the store.
+        number: The member's number.
     """
     descriptor = int(os.environ.get(KEPT, "-1"))
     if descriptor >= 0:
@@ -97,7 +97,7 @@ def tell_keeper(prefix: str, number: int) -> None:
 
 
 class Worker:
-    """A child and what is known of it.
+    """A worker process, and what its keeper knows of it.
 
     Args:
         start: Starts it: returns its process id, given the variables that its environment has
@@ -111,12 +111,12 @@ class Worker:
         os.close(write)
         self._status: int | None = None
         self.member: tuple[str, int] | None = None
-        """Prefix of its membership, and its number."""
+        """The prefix of its membership, and its number; None until it has told."""
         self.died_in_training: bool | None = None
-        """Whether it died before training had ended; None until the membership knows of it."""
+        """Whether it died before training had ended; None until the membership has been told."""
 
     def look(self) -> None:
-        """See whether it has ended, and read what it has told; for one thread."""
+        """Check whether it has ended, and read what it has told; called by one thread only."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if pid else None
@@ -148,23 +148,23 @@ class Worker:
 
 
 class _Outlook(enum.Enum):
-    """The membership's word on a run in which a worker has died."""
+    """What the membership says of a run in which a worker has died."""
 
     GOES_ON = enum.auto()
     """Others go on."""
     ENDED = enum.auto()
     """Others have trained to the end."""
     OVER = enum.auto()
-    """Nobody is left, or the store isn't."""
+    """No member is left, or the store is gone."""
 
 
 class Keeper:
     """See the module's docstring.
 
     Args:
-        workers: Those that it has started, from the main thread.
-        address: Where the store is served.
-        port: The same.
+        workers: The workers, started from the main thread.
+        address: Host of the store.
+        port: Port of the store.
         serves: Whether this keeper serves it.
     """
 
@@ -175,10 +175,10 @@ class Keeper:
         self._address, self._port, self._serves = address, port, serves
         self._woken = threading.Event()
         self._seen: tuple[int, _Outlook | None] = (0, None)
-        """How many dead workers the membership was told of, and what it then said."""
+        """The number of dead workers reported to the membership, and its answer."""
 
     def run(self) -> int:
-        """Keep the workers; returns the exit code."""
+        """Keep the workers until they have ended; return the exit code."""
         threading.Thread(target=self._watch_store, daemon=True).start()
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
@@ -201,11 +201,11 @@ class Keeper:
             worker.signal(number)
 
     def _judge(self) -> int | None:
-        """Return the exit code, None while there is more to keep."""
+        """Return this keeper's exit code; None while it has to stay."""
         dead = self._dead()
         for worker in dead:
             if worker.member is None:
-                # It had no part in the run yet, which can't begin without it.
+                # It wasn't a member yet, and the run can't begin without it.
                 return worker.code
         num_living = sum(worker.code is None for worker in self._workers)
         if num_living:
@@ -223,7 +223,7 @@ class Keeper:
     # -- the thread that waits for the store ------------------------------------------------------
 
     def _watch_store(self) -> None:
-        """Serve the store, or connect to it, and tell and learn what happens."""
+        """Serve the store, or connect to it; report dead workers, and end those given up."""
         importing = threading.Thread(target=_import_slowly)
         importing.start()
         importing.join()
@@ -298,13 +298,13 @@ def block_signals() -> None:
 
 
 def be_kept() -> None:
-    """Let this worker die with its keeper, and hear signals again that the keeper blocks."""
+    """Make this worker die with its keeper, and unblock the signals that the keeper blocks."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def main() -> None:
-    """Be a keeper."""
+    """Run as a keeper, with the task from the environment."""
     block_signals()
     task = KeeperTask(**json.loads(os.environ.pop(_TASK)))
 

@@ -1,29 +1,29 @@
-"""Who is in a run: generations of members, agreed on in a store that no member serves.
+"""Agree on the members of a run: generations of members, recorded in a store that no member serves.
 
-A *member* is one process, with a number of its own for the whole run. A *generation* is the members
-that train together, and in it each has a rank. Who is lost, leaves or comes ends a generation, and
-those who are left agree on the next one:
+A *member* is one process, with its own number for the whole run. A *generation* is a set of members
+that train together, and in it each has a rank. If a member is lost, leaves or joins, the generation
+ends, and the remaining members agree on the next one:
 
 1. every member that has stopped using the old generation's groups says that it is *here*,
-2. a member is *gone* if anybody says so: itself, whoever started it (the system's word), or a
-   member that waits for it and hears no heartbeat,
-3. as soon as each member of the old generation is one of both, any of them proposes those who are
-   here. The first proposal counts (`compare_set`), so there is one next generation or none; in it
-   are those newcomers, too, that were called for it (`newcomers`),
-4. who isn't in it ends. It was frozen or cut off, and the groups and names of its generation are
-   nobody's any more: each generation keeps to a prefix of its own.
+2. a member is *gone* if anybody says so: itself, its keeper, or a member that waits for it and gets
+   no heartbeat,
+3. as soon as each member of the old generation is here or gone, any of them proposes those that are
+   here, together with the newcomers that were called for it (`newcomers`). The first proposal
+   counts (`compare_set`), so there is one next generation or none,
+4. a member that isn't in it ends. It was frozen or cut off, and nobody uses its generation's groups
+   and names any more: each generation has a prefix of its own.
 
-The store decides, so two sides of a partition never both train: the one without it can't form a
-generation, and its old one lacks ranks. Where nobody reaches it, as in a network that is cut whole,
-nobody trains: all wait, go on together if it comes back within `patience_s`, or else end. Where it
+The store decides, so two sides of a partition never both train: the side without it can't form a
+generation, and its old one lacks ranks. If nobody reaches it, as when the whole network fails,
+nobody trains: all wait, then go on together if it comes back within `patience_s`, or else end. It
 is served:
 
 - by torchrun's agent, if that shares its store, or by the keeper (`keeper`) of rank 0's process.
-  Either outlives every worker. Who loses that node loses the store; then the run is restarted.
-- torchft's Lighthouse was weighed: a server of its own to start and to find, quorums for replicas
-  of equal shape, and it, too, is one process on one node. c10d's and etcd's rendezvous restart all
-  workers on a change of members; the agent can't be kept out of that. A store needs no other
-  package, is there already, and all it has to do here is to compare and set.
+  Both outlive every worker. If that node is lost, so is the store, and the run is restarted.
+- torchft's Lighthouse was considered: it needs a server of its own, has quorums for replicas of
+  equal shape, and is one process on one node, too. c10d's and etcd's rendezvous restart all workers
+  on a change of members, and the agent always takes part. A store needs no other package, is there
+  already, and only has to compare and set.
 """
 
 import math
@@ -73,10 +73,10 @@ class SignsOfLife(Protocol):
     """News of a generation's ranks from its heartbeat; see `Heartbeat`."""
 
     def beats_of(self, global_rank: int) -> int:
-        """Return how often a rank has beaten."""
+        """Return the number of a rank's heartbeats so far."""
 
     def silence_since(self, global_rank: int, beats: int) -> float:
-        """Return for how long a rank was seen to be silent after it had beaten so often."""
+        """Return the seconds for which a rank was seen to be silent after `beats` heartbeats."""
 
 
 class Membership:
@@ -94,10 +94,10 @@ class Membership:
 
     Args:
         store: Served by no member, under a prefix of this run's own.
-        number: This member's.
-        node: Names this member's node.
-        door: Where this member sees newcomers; None where none are let in.
-        patience_s: How long a generation may take to form, while those that are waited for beat.
+        number: This member's number.
+        node: Name of this member's node.
+        door: Where this member sees newcomers; None if none are let in.
+        patience_s: How long a generation may take to form, while the members waited for are alive.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Membership:
         self._news_heard = 0
         self._patience_s = patience_s
         self.generation: Generation | None = None
-        """The newest one that this member is in."""
+        """The newest generation that this member is in."""
         self._tidying: threading.Thread | None = None
 
     @property
@@ -131,16 +131,16 @@ class Membership:
 
     @property
     def first_ranks(self) -> tuple[int, ...] | None:
-        """By rank, which rank of the first start it was; None where newcomers are among them."""
+        """Each rank's rank in the first start; None if there are newcomers."""
         members = () if self.generation is None else self.generation.members
         count = newcomers.num_first(self._store)
         numbers = tuple(member.number for member in members)
         return numbers if max(numbers, default=0) < count else None
 
     def store_of(self, generation: Generation) -> Store:
-        """Return what a generation's ranks meet in, over a client of its own.
+        """Return the store in which a generation's ranks meet, over a client of its own.
 
-        Whoever waits in it keeps no heartbeat waiting.
+        So waits in it don't delay heartbeats.
         """
         return meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
 
@@ -158,10 +158,10 @@ class Membership:
         Args:
             expected: Numbers of the members that may be in it; newcomers that are called besides
                 need not be named.
-            is_silent: Tells whether a member, or one that was called, has shown no sign of life
-                for too long. Asked again and again.
-            calls_guests: Whether newcomers that wait are called for it, unless another member that
-                comes first says otherwise.
+            is_silent: Tells whether a member, or a called newcomer, has shown no sign of life for
+                too long; called repeatedly.
+            calls_guests: Whether waiting newcomers are called for it; the member that comes first
+                decides.
 
         Raises:
             PeerError: The others go on without this member; not all have come to the first
@@ -187,7 +187,7 @@ class Membership:
         called: Sequence[int],
         is_silent: Callable[[int], bool],
     ) -> None:
-        """Wait for those who are expected until somebody's proposal of a generation counts."""
+        """Wait for the expected members, until a proposal of the generation counts."""
         asked_s, deadline_s = -math.inf, time.monotonic() + self._patience_s
         while not has_formed(self._store, number):
             here, missing = self._look(number, expected)
@@ -213,13 +213,13 @@ class Membership:
         *,
         calls_guests: bool = True,
     ) -> tuple[Generation, Generation]:
-        """Agree with those who are left of this generation on the next one; see `form`.
+        """Agree with this generation's remaining members on the next one; see `form`.
 
-        Who was silent while the old one ended, and has given no sign of life since, isn't waited
-        for as long again: only what is left of `silence_s`.
+        Silence that was seen before this call counts: a rank that has been silent since then is
+        waited for only for the rest of `silence_s`.
 
         Args:
-            signs: Of this generation's ranks.
+            signs: Signs of life of this generation's ranks.
             silence_s: How late a sign of life may be.
             leaving: Ranks that don't go on, by agreement.
             calls_guests: See `form`.
@@ -262,10 +262,10 @@ class Membership:
         return self._enter(number)
 
     def wait_for_next(self, timeout_s: float) -> None:
-        """Stay, as one that leaves, until the others have formed the next generation, or so long.
+        """As a member that leaves, wait until the others have formed the next generation.
 
-        They have stopped using the old one's groups then. Where a rank was lost meanwhile, others
-        may not know who leaves, and would wait for this one.
+        Then they have stopped using the old one's groups. Waits for `timeout_s` at most: if a rank
+        is lost meanwhile, others may not know that this member leaves, and wait for it.
         """
         assert self.generation is not None
         deadline_s = time.monotonic() + timeout_s
@@ -280,7 +280,7 @@ class Membership:
         say_here(self._store, number, self._own)
 
     def _look(self, number: int, expected: Sequence[int]) -> tuple[list[Member], list[int]]:
-        """Return who is here and not gone, and who is neither."""
+        """Return the members that are here and not gone, and numbers of those that are neither."""
         here, gone = who_is_here(self._store, number), who_is_gone(self._store)
         waited_for = [other for other in expected if other not in gone]
         missing = [other for other in waited_for if other not in here]
@@ -304,10 +304,10 @@ class Membership:
         return formed
 
     def _delete_names(self, number: int) -> None:
-        """Delete what the ranks of a generation met in, which those of the next one have left.
+        """Delete the names of a generation whose members have left it.
 
-        That it has formed stays, for a member that comes back, and who was in the first one. So a
-        store holds the names of two generations, and one short entry for each other one.
+        What stays, for a member that comes back, is that it has formed, and the first generation's
+        members. So a store holds the names of two generations, and a short entry for each other.
         """
         met = meeting_of(self._store, number)
         with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
@@ -344,7 +344,7 @@ class Membership:
         self._store.set(ENDED, "")
 
     def num_news(self) -> int:
-        """Return how often anybody was said to be gone; see `Bulletin`."""
+        """Return how many times members were said to be gone; see `Bulletin`."""
         self._news_heard = int(self._store.add(NEWS, 0))
         return self._news_heard
 
@@ -360,7 +360,7 @@ class Membership:
 
 @contextmanager
 def _needs_store() -> Iterator[None]:
-    """Say what it means that the store is gone."""
+    """In this context, turn the loss of the store into an error that explains it."""
     try:
         yield
     except DistError as error:
@@ -378,13 +378,13 @@ def silence_of(
     limit_s: float,
     nap_s: float,
 ) -> Callable[[int], bool]:
-    """Return what tells whether a rank hasn't beaten for `limit_s` of watching.
+    """Return a function that tells whether a rank has sent no heartbeat for `limit_s` of watching.
 
     Args:
-        beats_of: Returns how often a rank has beaten.
-        known_s: Returns for how long a rank was seen to be silent, since it had beaten so often.
-        limit_s: How long is too long.
-        nap_s: What a gap between two looks counts at most; see `Silence`.
+        beats_of: Returns the number of a rank's heartbeats.
+        known_s: Returns the seconds for which a rank was seen to be silent since that many.
+        limit_s: Seconds of silence that are too many.
+        nap_s: The most that a gap between two looks counts; see `Silence`.
     """
     watched: dict[int, Silence] = {}
 

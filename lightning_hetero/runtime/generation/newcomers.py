@@ -1,19 +1,19 @@
-"""How a process comes to a run that trains, and how the run sees it before it lets it in.
+"""Let a process join a run that trains: what it does, and how the run checks it first.
 
-1. The *newcomer* has done what it can do alone: it has imported everything, made its module, and
-   called a layer as the run does, so that it is compiled (`stage.rehearsal`). It draws a member's
-   number, writes down what it runs, and *knocks* again and again.
-2. Rank 0 looks at it between two steps. One that runs something else is *refused*, with what to do,
-   and nobody else notices. One that has knocked between two looks, so lives, is a *guest*.
-3. Ranks agree with an iteration's row that guests wait, and all stop after the same step. Who comes
-   first *calls* the guests for the next generation; the first call counts (`compare_set`).
-4. Who is called says that it is here, as all others do, and is in the generation that is proposed.
-   One that was called and shows no sign of life is gone, as a member would be.
+1. The *newcomer* does alone what it can: it imports everything, makes its module, and calls a layer
+   as the run does, so that it is compiled (`stage.rehearsal`). It draws a member's number, writes
+   down what it runs, and *knocks* again and again.
+2. Rank 0 looks at it between two steps. If it runs something else, it is *refused*, with advice,
+   and nobody else notices. If it has knocked between two looks, so is alive, it is a *guest*.
+3. Ranks agree in an iteration's row that guests wait, and all stop after the same step. The first
+   member to come *calls* the guests for the next generation; the first call counts (`compare_set`).
+4. A called guest says that it is here, as all members do, and is in the proposed generation. If it
+   shows no sign of life, it is gone, as a member would be.
 
-A generation that forms because a rank was lost calls guests as well, unless those who are left go
-on from their own slices, and are back at once without waiting for anybody: then the next one does.
-Whoever dies on the way holds up nobody before it is called, and the others for as long as a lost
-rank's heartbeat may be late then.
+A generation that forms because a rank was lost calls guests as well, unless the ranks that are left
+go on from their own slices, so that they are back without waiting for anybody: then the next one
+does. A newcomer that dies holds up nobody before it is called; after that, the others wait for it
+as long as for a lost rank's heartbeat.
 """
 
 import json
@@ -55,14 +55,14 @@ _log = logging.getLogger(__name__)
 _NUMBERS, _FIRST, _GUESTS, _CALL = "numbers", "first newcomer", "guests", "layer call"
 _KNOCK_S, _LISTEN_S = 0.05, 0.01
 _MOST_SILENT_S = 30.0
-"""After which one that doesn't knock any more is forgotten, and a run that doesn't beat is over."""
+"""Seconds after which a newcomer that stops knocking is forgotten, and a silent run is over."""
 
 
 class Newcomer:
-    """A process that wants to be let in.
+    """A process that wants to join a run.
 
     Args:
-        store: The membership's; see `entering.connect_newcomer`.
+        store: The membership's store.
         facts: What it runs, by name: must be the same in all members.
     """
 
@@ -70,11 +70,11 @@ class Newcomer:
         self._store = store
         self._run_silence = Silence(1.0)
         self.number = int(store.add(_NUMBERS, 1)) - 1
-        """The member's."""
+        """Its number as a member."""
         store.set(_facts(self.number), json.dumps(dict(facts)))
 
     def wait_for_call(self, timeout_s: float) -> int:
-        """Knock until a generation calls; returns its number.
+        """Knock until a generation calls; return the generation's number.
 
         Raises:
             ConfigurationError: It is refused: what it runs differs from what the members run.
@@ -107,7 +107,7 @@ class Newcomer:
         self._store.add(_knocks(self.number), 1)
 
     def _is_called(self, generation: int) -> bool:
-        """Whether a generation calls before it is time to knock again: all others wait then."""
+        """Wait for a generation's call until it is time to knock again; return whether it came."""
         until_s = time.monotonic() + _KNOCK_S
         while self.number not in _numbers(self._store, call_key(generation)):
             if time.monotonic() > until_s:
@@ -140,10 +140,10 @@ class Newcomer:
 
 
 class Door:
-    """Newcomers as members see them; rank 0 looks and judges, all of them call.
+    """Newcomers as members see them: rank 0 judges them, any member may call them.
 
     Args:
-        store: The membership's.
+        store: The membership's store.
         facts: What the members run; see `Newcomer`.
     """
 
@@ -157,13 +157,13 @@ class Door:
         self._has_told_call = False
 
     def look(self, num_news: int, layer_call: str | None = None) -> bool:
-        """Judge those who knock, and return whether guests wait to be called.
+        """Judge newcomers that knock, and return whether guests wait to be called.
 
-        No call of the store while there are no news and nobody waits.
+        Makes no call of the store while there are no news and nobody waits.
 
         Args:
             num_news: Grows with each news in the membership.
-            layer_call: What a layer's call looks like, once it is known, for newcomers to rehearse.
+            layer_call: Description of a layer's call, once it is known, for newcomers to rehearse.
         """
         if layer_call and not self._has_told_call:
             self._has_told_call = True
@@ -186,7 +186,7 @@ class Door:
         return number in _numbers(self._store, _GUESTS)
 
     def _waits_on(self, number: int, silence: Silence) -> bool:
-        """Judge one; returns whether it still waits."""
+        """Judge a newcomer; return whether it still waits."""
         store, facts = self._store, _facts(number)
         refused = f"refused/{number}"
         if is_gone(store, number) or any(store.check([k]) for k in (_entered(number), refused)):
@@ -216,12 +216,12 @@ class Door:
 
 
 def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
-    """Call the guests for a generation; returns who is called, the same for every caller.
+    """Call the guests for a generation; return the called numbers, the same for every caller.
 
     Args:
-        store: The membership's.
-        generation: Its number.
-        anybody: Whether guests are called, where nobody has called or declined to before.
+        store: The membership's store.
+        generation: The generation's number.
+        anybody: Whether to call the guests; only the first caller's choice counts.
     """
     waiting = [
         number
@@ -232,22 +232,22 @@ def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
 
 
 def call_key(generation: int) -> str:
-    """Return under which key it stands who is called."""
+    """Return the key under which a generation's called guests are stored."""
     return f"call/{generation}"
 
 
 def knocks_of(store: Store, number: int) -> int:
-    """Return how often one has knocked."""
+    """Return how many times a newcomer has knocked."""
     return int(store.add(_knocks(number), 0))
 
 
 def note_entered(store: Store, number: int) -> None:
-    """Write down that one is a member, and never a newcomer again; before it is in a generation."""
+    """Record that a newcomer is a member from now on; called before it is in a generation."""
     store.set(_entered(number), "")
 
 
 def has_only_knocked(store: Store, number: int) -> bool:
-    """Whether one has come and was never in a generation."""
+    """Whether a process has knocked, but was never in a generation."""
     return bool(store.check([_facts(number)])) and not store.check([_entered(number)])
 
 
@@ -258,12 +258,12 @@ def begin_numbers(store: Store, num_first: int) -> None:
 
 
 def find_layer_call(store: Store) -> str:
-    """Return what a layer's call looks like, as members have told; empty before they have."""
+    """Return the description of a layer's call; "" until members have written it."""
     return store.get(_CALL).decode() if store.check([_CALL]) else ""
 
 
 def num_first(store: Store) -> int:
-    """Return how many members the first start had."""
+    """Return the number of members of the first start."""
     return int(store.get(_FIRST))
 
 

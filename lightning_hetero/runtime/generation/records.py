@@ -37,9 +37,9 @@ class Member(NamedTuple):
     """One process of a run."""
 
     number: int
-    """Its own for the whole run, also after it is lost."""
+    """Its own for the whole run, even after it is lost."""
     node: str
-    """Names its node."""
+    """Name of its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Generation:
         return len(self.members)
 
     def rank_of(self, number: int) -> int | None:
-        """Return a member's rank, None if it isn't in here."""
+        """Return a member's rank; None if it isn't in this generation."""
         return next((r for r, item in enumerate(self.members) if item.number == number), None)
 
     def local_rank_of(self, global_rank: int) -> int:
@@ -65,29 +65,29 @@ class Generation:
         return sum(item.node == node for item in self.members[:global_rank])
 
     def without(self, other: "Generation") -> tuple[int, ...]:
-        """Return the ranks in here whose members aren't in another generation."""
+        """Return the ranks of this generation whose members aren't in the other one."""
         kept = {item.number for item in other.members}
         return tuple(r for r, item in enumerate(self.members) if item.number not in kept)
 
     def newcomers_since(self, old: "Generation") -> tuple[int, ...]:
-        """Return the numbers of the members that weren't in the generation before."""
+        """Return the numbers of the members that weren't in the old generation."""
         return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
 
 
 def say_here(store: Store, number: int, member: Member) -> None:
-    """Say that a member is ready for a generation."""
+    """Record that a member is ready for a generation."""
     store.append(_here(number), json.dumps(member) + "\n")  # type: ignore[attr-defined]
 
 
 def who_is_here(store: Store, number: int) -> dict[int, Member]:
-    """Return, by their numbers, who is ready for a generation; one list, however many they are."""
+    """Return the members that are ready for a generation, by number; one call of the store."""
     lines = store.get(_here(number)).decode().splitlines() if store.check([_here(number)]) else ()
     found = (Member(*json.loads(line)) for line in lines)
     return {member.number: member for member in found}
 
 
 def propose(store: Store, number: int, members: Sequence[Member]) -> None:
-    """Propose who is in a generation; the first proposal counts."""
+    """Propose a generation's members; the first proposal counts."""
     store.compare_set(_members(number), "", json.dumps(members))
 
 
@@ -97,19 +97,19 @@ def has_formed(store: Store, number: int) -> bool:
 
 
 def members_of(store: Store, number: int) -> tuple[Member, ...]:
-    """Return who is in a generation that has formed; nobody once that is forgotten."""
+    """Return the members of a generation that has formed; none once they are forgotten."""
     return tuple(Member(*item) for item in json.loads(store.get(_members(number))))
 
 
 def meeting_of(store: Store, number: int) -> PrefixStore:
-    """Return what the ranks of a generation meet in; no other generation uses these names."""
+    """Return the store in which a generation's ranks meet; no other generation uses its prefix."""
     return PrefixStore(f"generation/{number}", store)
 
 
 def forget_members(store: Store, number: int) -> None:
-    """Forget who was in a generation, but not that it has formed: a member may come back to it.
+    """Forget a generation's members, but not that it has formed: a member may come back to it.
 
-    Who was in the first one stays known: it says where the store is served.
+    The first generation's members stay known: they tell where the store is served.
     """
     store.delete_key(_here(number))
     if number > 0:
@@ -127,21 +127,21 @@ def newest_generation(store: Store) -> int | None:
 
 
 def tell_gone(store: Store, member: int, reason: str) -> None:
-    """Say that a member is gone and won't be back; the first reason counts.
+    """Record that a member is gone for good; the first reason counts.
 
     Args:
-        store: The membership's.
-        member: Its number.
-        reason: Why.
+        store: The membership's store.
+        member: The member's number.
+        reason: Why it is gone.
     """
     store.compare_set(gone_key(member), "", reason)
-    if member not in who_is_gone(store):  # All who miss it say so; the list is to stay short.
+    if member not in who_is_gone(store):  # Others may have said so.
         store.append(_GONE, f"{member} ")  # type: ignore[attr-defined]
     store.add(NEWS, 1)
 
 
 def who_is_gone(store: Store) -> set[int]:
-    """Return the numbers of all members that are gone; one list, however many they are."""
+    """Return the numbers of all members that are gone; one call of the store."""
     return set(map(int, store.get(_GONE).split())) if store.check([_GONE]) else set()
 
 
@@ -151,20 +151,18 @@ def is_gone(store: Store, member: int) -> bool:
 
 
 def is_anybody_left(store: Store) -> bool:
-    """Whether a member of the newest generation isn't gone."""
+    """Whether any member of the newest generation isn't gone."""
     newest = newest_generation(store)
     members = () if newest is None else members_of(store, newest)
     return not who_is_gone(store).issuperset(member.number for member in members)
 
 
 def loses_store(store: Store, generation: Generation, leaving: Collection[int]) -> bool:
-    """Whether the store's node goes with ranks that leave.
-
-    That is the first member's, which may be lost already: then with the last ones of its node.
+    """Whether the store goes with ranks that leave: with the first member, or its node's last one.
 
     Args:
-        store: The membership's.
-        generation: The newest.
+        store: The membership's store.
+        generation: The newest generation.
         leaving: Its ranks that leave.
     """
     first = members_of(store, 0)[0]
@@ -174,12 +172,12 @@ def loses_store(store: Store, generation: Generation, leaving: Collection[int]) 
 
 
 def gone_key(member: int) -> str:
-    """Return under which key the reason stands."""
+    """Return the key of the reason why a member is gone."""
     return f"gone/{member}"
 
 
 def has_ended(store: Store) -> bool:
-    """Whether some member has trained to the end."""
+    """Whether any member has trained to the end."""
     return bool(store.check([ENDED]))
 
 

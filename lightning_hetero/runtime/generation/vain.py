@@ -1,4 +1,4 @@
-"""When to stop going on in place: a burst of losses passes, a fault that comes back doesn't."""
+"""Decide when to stop going on in place: a burst of losses ends, a recurring fault doesn't."""
 
 import time
 from collections.abc import Callable
@@ -7,15 +7,15 @@ __all__ = ["VainGenerations"]
 
 _FEWEST = 3
 _LONGEST_S = 60.0
-"""About what a restart takes: who has tried for as long loses at most as much again by it."""
+"""About the time of a restart: after trying for as long, a restart costs at most as much again."""
 
 
 class VainGenerations:
-    """Generations in a row that ended before any step was trained, as one rank has seen them.
+    """Counts generations in a row that ended before any step was trained, as one rank saw them.
 
-    A count alone would end a run that loses nodes one after another, as spot machines go, each
-    while the others still recover from the one before. Time alone would end one whose recovery is
-    slow. So a run ends after several in a row and a minute without a step (ski rental).
+    A count alone would end a run that loses spot machines one after another, each while the others
+    still recover from the loss before. Time alone would end a run whose recovery is slow. So a run
+    ends after several in a row *and* a minute without a step (ski rental).
 
     ::
 
@@ -32,7 +32,7 @@ class VainGenerations:
         self._count = 0
 
     def note(self, *, has_trained: bool) -> str:
-        """Note that a generation has ended; return why no other one should follow, else nothing."""
+        """Note that a generation has ended; return why no other should follow, "" if one should."""
         if has_trained:
             self._since_s, self._count = self._now_s(), 0
             return ""
