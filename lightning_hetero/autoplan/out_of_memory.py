@@ -123,7 +123,7 @@ class MemoryWatch:
 
         Args:
             error: Any error that ends the run; others than out of memory are ignored.
-            trains: Whether it comes from a training iteration, in which this rank holds activations;
+            trains: Whether it comes from a training iteration, in which activations are held;
                 between iterations, or in evaluation, their room is free.
         """
         if self._has_explained or not is_out_of_memory(error):

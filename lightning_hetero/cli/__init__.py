@@ -30,7 +30,7 @@ _EXIT_BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; what the user can mend is one line, code 2."""
+    """Run a subcommand and return its exit code; a user's mistake is one line and code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",

@@ -43,7 +43,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add what `ModelSpec.load` takes."""
+    """Add `--model`, whatever `ModelSpec.load` accepts."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -54,9 +54,9 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> None:
-    """Add what planning and simulating both need: cluster, model, batch, precision, profile.
+    """Add the options of planning and simulating: cluster, model, batch, precision, profile.
 
-    `size` says what "auto", the default, makes of a micro-batch's size.
+    `size` says, for the help, what the default "auto" means for a micro-batch's size.
     """
     parser.add_argument(
         "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
@@ -102,7 +102,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
 
 
 def add_format_arguments(parser: argparse.ArgumentParser, *, json_file: bool = False) -> None:
-    """Add `--json`, which may name a file where `json_file`, and `--csv`."""
+    """Add `--csv` and `--json`, which may name a file if `json_file`."""
     formats = parser.add_mutually_exclusive_group()
     if json_file:
         formats.add_argument(
@@ -132,7 +132,7 @@ def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def check_picture(path: str | None) -> None:
-    """Refuse a picture that can't be drawn, before the work that it would show."""
+    """Refuse a picture that can't be drawn, before any work is done."""
     if path is None:
         return
     if Path(path).suffix.lower() not in _PICTURES:
@@ -149,7 +149,7 @@ def check_picture(path: str | None) -> None:
 
 
 def check_folder_of(path: str | None, option: str) -> None:
-    """Refuse a file whose folder doesn't exist, before the work that it would hold."""
+    """Refuse a file whose folder doesn't exist, before any work is done."""
     if path is None:
         return
     if not Path(path).resolve().parent.is_dir():
@@ -186,7 +186,7 @@ class Prediction(NamedTuple):
     batches: Sequence[Sequence[MicroBatchShape]]
     """The micro-batches of each pipeline."""
     num_tokens: int
-    """Of all of them."""
+    """Tokens of all micro-batches."""
 
 
 def predict(
@@ -196,10 +196,10 @@ def predict(
     *,
     record_events: bool = False,
 ) -> Prediction:
-    """Simulate a plan with the batch that was asked for.
+    """Simulate a plan with the requested batch.
 
     Raises:
-        ConfigurationError: Its time says nothing, such as that of a device of 1e-300 FLOP/s.
+        ConfigurationError: The time is meaningless, such as for a device of 1e-300 FLOP/s.
     """
     batches = split_batch(
         plan,
@@ -217,9 +217,9 @@ def predict(
 
 
 def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
-    """Return the samples of a micro-batch: as given, or such that the plan's numbers fill a batch.
+    """Return the samples of a micro-batch: as given, or as the plan's micro-batches fill a batch.
 
-    1 where the plan leaves a number open or its numbers don't divide the batch.
+    1 if the plan leaves a number open or its numbers don't divide the batch.
     """
     if arguments.micro_batch_size != "auto":
         return int(arguments.micro_batch_size)
@@ -231,7 +231,7 @@ def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
 
 
 def replicated_cost(cost: CostModel) -> CostModel:
-    """Return the same costs where every device keeps all states, as plain data parallelism does."""
+    """Return the costs if every device keeps all states, as in plain data parallelism."""
     profile = cost.profile if isinstance(cost, ProfileCost) else None
     layout = replace(cost.layout, sharded=False)
     return choose_cost(cost.cluster, cost.model, profile, layout=layout)

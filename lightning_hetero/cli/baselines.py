@@ -1,4 +1,4 @@
-"""Plans to compare with: those that anybody would try first on the same devices."""
+"""Plans to compare with: the usual first choices on the same devices."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from lightning_hetero.simulator import CostModel, Simulation, simulate, split_ba
 __all__ = ["Baseline", "find_baselines"]
 
 _MOST_ACTIONS = 1_000_000
-"""Forwards and backwards of a plan that is still worth simulating for comparison."""
+"""Most forward and backward passes of a plan that is simulated for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A common plan and what it would take."""
+    """A usual plan and its predicted iteration time."""
 
     name: str
     """Its kind, in words."""
@@ -31,7 +31,7 @@ class Baseline:
 def find_baselines(
     cost: CostModel, workload: Workload, tp_degrees: tuple[int, ...]
 ) -> list[Baseline]:
-    """Return plain data parallelism and the best equal pipelines, as far as they can be told.
+    """Return plain data parallelism and the best equal pipelines, as far as they can be predicted.
 
     Plain data parallelism keeps the whole model and its optimizer states on every device. Equal
     pipelines have the same stages, TP degree and layers, and equal numbers of micro-batches.

@@ -1,4 +1,4 @@
-"""`lightning-hetero checkpoint`: look at checkpoints, check them, convert them, delete old ones.
+"""`lightning-hetero checkpoint`: list, inspect, verify and export checkpoints, delete old ones.
 
 A PATH is a local folder or any URL that fsspec knows. Give several PATHs to look at the folders of
 all nodes, or at copies, together.
@@ -27,7 +27,7 @@ __all__ = ["add_arguments", "run_checkpoint"]
 
 _EXIT_DAMAGED = 1
 _RETRY = RetryPolicy(attempts=2)
-"""Somebody waits for the answer, and can ask again."""
+"""Few tries: a person waits for the answer, and can ask again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prune",
         help="delete old checkpoints",
         description="Delete all but the newest complete checkpoints of a place; or, with --memory, "
-        "what runs that failed have left in this machine's shared memory.",
+        "what failed runs have left in this machine's shared memory.",
     )
-    pruning.add_argument("paths", nargs="*", metavar="PATH", help="a place that holds all parts")
+    pruning.add_argument(
+        "paths", nargs="*", metavar="PATH", help="a folder or URL with all ranks' parts"
+    )
     pruning.add_argument("--keep", type=int, help="how many to keep there, 1 or more")
     pruning.add_argument(
         "--memory", action="store_true", help="this user's checkpoints in shared memory instead"
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=24.0,
         metavar="HOURS",
-        help="with --memory: only runs that have saved nothing for so long (default: 24)",
+        help="with --memory: only runs that have saved nothing for so many hours (default: 24)",
     )
 
 
@@ -120,9 +122,9 @@ def _verify(tiers: Sequence[Tier], step: int | None) -> int:
 
 
 def _list(tiers: Sequence[Tier], paths: Sequence[str]) -> None:
-    """Print what is in the places that can be read; then refuse the others.
+    """Print the checkpoints of all places that can be read; then raise for the others.
 
-    A place that isn't there or can't be read is no place without checkpoints.
+    For a missing or unreadable place isn't one without checkpoints.
     """
     problems = {path: _problem(tier, path) for tier, path in zip(tiers, paths, strict=True)}
     readable = [tier for tier in tiers if problems[tier.name] is None]
@@ -164,7 +166,7 @@ def _check_prune(arguments: argparse.Namespace) -> None:
 
 
 def _prune_memory(older_than_hours: float) -> None:
-    """Delete the shared memory of runs that are over, and say what stays."""
+    """Delete the shared memory of runs that are over, and print what stays."""
     freed = 0
     now = time.time()
     for place in memory_places():

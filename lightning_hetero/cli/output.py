@@ -34,7 +34,7 @@ _TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines", "what")
 
 
 def output_console() -> Console:
-    """Return where tables go: in files and pipes they are as wide as they need."""
+    """Return the console for tables; in files and pipes tables are as wide as they need to be."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 
@@ -44,7 +44,7 @@ def print_plan(
     table: PlanTable,
     lines: Sequence[str],
 ) -> None:
-    """Print a plan's table and what is said of it, what is wrong in red."""
+    """Print a plan's table and the lines about it, problems in red."""
     print_table(console, f"{cost.model.name} on {devices_line(cost.cluster)}", table)
     for line in lines:
         style = "bold red" if line.startswith("does not fit") else None
@@ -61,7 +61,7 @@ def print_table(console: Console, title: str, table: PlanTable) -> None:
 
 
 def as_rich(title: str, header: Sequence[str]) -> Table:
-    """Return an empty table, numbers to the right; what doesn't fit is wrapped, never cut."""
+    """Return an empty table, numbers to the right; text that doesn't fit is wrapped, not cut."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in header:
         table.add_column(
@@ -73,7 +73,7 @@ def as_rich(title: str, header: Sequence[str]) -> Table:
 
 
 def price_line(price_per_billion_tokens: float) -> str:
-    """Return what tokens cost."""
+    """Return the line on the price of tokens."""
     return (
         f"price           {price_per_billion_tokens:,.2f} per billion tokens (in the currency of "
         "price_per_hour)"
@@ -81,7 +81,7 @@ def price_line(price_per_billion_tokens: float) -> str:
 
 
 def assumptions_line(cost: CostModel, precision: str) -> str:
-    """Return what memory and times rest on."""
+    """Return the line on the assumptions behind memory and times."""
     layout = cost.layout
     twice = " with standbys" if layout.redundancy else ""
     times = "measured times" if isinstance(cost, ProfileCost) else "data sheets"
@@ -95,7 +95,7 @@ def assumptions_line(cost: CostModel, precision: str) -> str:
 def facts_of(
     plan: ParallelPlan, cost: CostModel, simulation: Simulation, num_tokens: int
 ) -> dict[str, Any]:
-    """Return what a simulation says of a plan, for JSON."""
+    """Return a plan and its simulation as values for JSON."""
     price = cost.cluster.price_of(sorted({cost.node_of_rank[rank] for rank in plan.ranks}))
     per_token = None if price is None else price / 3600 * simulation.iteration_time_s / num_tokens
     return {
@@ -157,7 +157,7 @@ def write_json(facts: Mapping[str, Any], path: str) -> None:
 
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a header and one line a row; lists are joined by blanks."""
+    """Print a header and one line per row; lists are joined by blanks."""
     writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     for row in rows:

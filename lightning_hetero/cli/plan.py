@@ -65,19 +65,21 @@ from lightning_hetero.simulator import (
 __all__ = ["add_arguments", "run_plan"]
 
 _CANDIDATES_PER_LINE = 8
-"""Plans to ask for, since several may differ only in what their line doesn't say."""
+"""Plans to request per line to print, since several may differ only in what a line leaves out."""
 _MOST_LISTED = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.description = "Find the best pipelines for unequal devices, and say how good they are."
+    parser.description = (
+        "Find the best pipelines for unequal devices, and say how good the plan is."
+    )
     add_workload_arguments(parser, size="the best one")
     parser.add_argument(
         "--objective",
         choices=[str(objective) for objective in Objective],
         default=str(Objective.THROUGHPUT),
-        help="maximise tokens per second, or tokens per money (default: throughput)",
+        help="maximise tokens per second, or per unit of currency (default: throughput)",
     )
     parser.add_argument(
         "--tp-degrees",
@@ -147,7 +149,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _plan(
     arguments: argparse.Namespace, cost: CostModel, options: PlanningOptions
 ) -> PlanningResult:
-    """Plan with the micro-batch size that was given, or find the best one."""
+    """Plan with the given micro-batch size, or with the best one."""
     workload = Workload(
         sequence_length=arguments.sequence_length, global_batch_size=arguments.global_batch_size
     )
@@ -159,7 +161,7 @@ def _plan(
 
 
 def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
-    """Check what is to be written before planning; return how many plans go into which folder."""
+    """Check `--save-top` before planning; return the number of plans and their folder."""
     if not 1 <= arguments.top <= _MOST_LISTED:
         raise ConfigurationError(
             f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
@@ -274,7 +276,7 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
 
 
 def _compared_line(time_s: float, baselines: Sequence[Baseline]) -> str:
-    """Return what others would take, and how many times as fast as the best of them this is."""
+    """Return the line with the baselines' times, and this plan's speed-up over the best of them."""
     others = [b.iteration_time_s for b in baselines if b.iteration_time_s is not None]
     ratio = f", {min(others) / time_s:.2f}×" if others else ""
     texts = [*map(str, baselines), f"this plan: {time_s:.4g} s{ratio}"]
@@ -291,7 +293,7 @@ def _bound_line(result: PlanningResult) -> str:
 
 
 def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Table:
-    """Return one line per kind of plan: how its pipelines are made and what the best takes."""
+    """Return a table with a line per kind of plan: its pipelines and its best iteration time."""
     header = ("place", "pipelines", "devices", "seconds", "tokens/s", "per 10⁹ tokens")
     table = as_rich("Best plans", header)
     num_tokens = result.workload.num_tokens
@@ -309,9 +311,9 @@ def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Tab
 
 
 def _kinds(result: PlanningResult, cost: CostModel) -> dict[str, PlannedCandidate]:
-    """Return the best plan of each kind in words, the best first.
+    """Return the best plan of each kind, by its description, the best first.
 
-    Plans that make the same pipelines of the same stages in another order are of one kind.
+    Plans with the same pipelines and stages in a different order are of one kind.
     """
     kinds: dict[str, PlannedCandidate] = {}
     seen = set()
@@ -325,7 +327,7 @@ def _kinds(result: PlanningResult, cost: CostModel) -> dict[str, PlannedCandidat
 
 
 def _stages_of(found: ParallelPlan, cost: CostModel) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield each pipeline's stages, devices and TP degree, in an order of their own."""
+    """Yield each pipeline's stages, (device, TP degree), in a fixed order."""
     for pipeline in found.pipelines:
         yield tuple(
             sorted((cost.shape_of(stage).device, stage.tp_degree) for stage in pipeline.stages)
@@ -335,7 +337,7 @@ def _stages_of(found: ParallelPlan, cost: CostModel) -> Iterator[tuple[tuple[str
 def _describe(found: ParallelPlan, cost: CostModel) -> str:
     """Return the pipelines in a few words, such as `2 × (2·A100-80GB + H800-80GB)`.
 
-    Their order means nothing, so that it is always the same: the most alike first.
+    The order is fixed, because it means nothing: the most frequent pipeline first.
     """
     counts: dict[str, int] = {}
     for pipeline in found.pipelines:

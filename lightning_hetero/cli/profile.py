@@ -1,8 +1,8 @@
 """Measure this machine: `lightning-hetero profile --model llama-7b --output profile.json`.
 
-On several ranks it measures messages, too, for each kind of link on the first two ranks that have
-it, one pair at a time. A small and a large message go there and back; what the large one takes
-longer is its bytes, the rest latency.
+On several ranks it also measures messages, for each kind of link between the first two ranks that
+have one, one pair at a time. A small and a large message go there and back; the difference of their
+times gives the bandwidth, the rest is latency.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _LARGE_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
-    """Measured links, None where no two ranks are connected that way."""
+    """Measured links; None for a kind of link that no two ranks have."""
 
     inside_node: LinkTimes | None = None
     between_nodes: LinkTimes | None = None
@@ -48,13 +48,13 @@ def measure_links(
     num_bytes: tuple[int, int] = (_SMALL_BYTES, _LARGE_BYTES),
     repeats: int = 5,
 ) -> MeasuredLinks:
-    """Return what messages take; collective over all ranks of the default process group.
+    """Measure messages; collective over all ranks of the default process group.
 
     Args:
         device: Where this rank's messages lie.
-        node: Name of this rank's node, if it plays one.
-        num_bytes: Sizes of the small and of the large message.
-        repeats: Messages of each size and pair, of which the quickest counts.
+        node: Name of this rank's node, if it emulates one.
+        num_bytes: Sizes of the small and the large message.
+        repeats: Messages per size and pair; the quickest counts.
     """
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
     nodes: list[str] = [""] * dist.get_world_size()
@@ -78,7 +78,7 @@ def measure_links(
 
 
 def _first_pair(nodes: list[str], *, same: bool) -> Pair | None:
-    """Return the first two ranks on one node, or on two."""
+    """Return the first two ranks on one node, or on two nodes; None if there are none."""
     pairs = ((a, b) for b in range(len(nodes)) for a in range(b))
     return next((pair for pair in pairs if (nodes[pair[0]] == nodes[pair[1]]) == same), None)
 
@@ -103,21 +103,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, metavar=metavar, help=what)
     for name, metavar, default, what in (
-        ("--sequence-lengths", "TOKENS", [512, 1024, 2048, 4096], "micro-batches of one sequence"),
-        ("--tp-degrees", "DEGREE", [1], "TP shards to measure"),
+        (
+            "--sequence-lengths",
+            "TOKENS",
+            [512, 1024, 2048, 4096],
+            "lengths of sequences to measure",
+        ),
+        ("--tp-degrees", "DEGREE", [1], "TP degrees to measure"),
     ):
         text = f"{what} (default: {' '.join(map(str, default))})"
         parser.add_argument(name, metavar=metavar, type=int, nargs="+", default=default, help=text)
     for name, metavar, most, what in (
         ("--max-block", "LAYERS", 8, "largest block of layers"),
-        ("--repeats", "NUMBER", 5, "repeats of which the median counts"),
+        ("--repeats", "NUMBER", 5, "repeats, of which the median is taken"),
     ):
         text = f"{what} (default: {most})"
         parser.add_argument(name, metavar=metavar, type=int, default=most, help=text)
 
 
 def run_profile(arguments: argparse.Namespace) -> int:
-    """Measure, print what was found and write the file."""
+    """Measure, print the results and write the file."""
     model = ModelSpec.load(arguments.model)
     merged_with = Profile.load(arguments.merge) if arguments.merge else None
     check_folder_of(arguments.output, "--output")
@@ -172,7 +177,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _measure_links(device: torch.device) -> tuple[MeasuredLinks, bool]:
-    """Return what messages take among torchrun's ranks, and whether this one goes on alone."""
+    """Measure messages among torchrun's ranks; return the links, and whether this rank goes on."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return MeasuredLinks(), True
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -187,7 +192,7 @@ def _speed(times: LinkTimes) -> str:
 
 
 def _spec(spec: DeviceSpec, name: str) -> DeviceSpec | None:
-    """Return what planners need besides times; None where the table of known devices has it."""
+    """Return a device's facts for planners besides times; None if the table of devices has them."""
     return None if canonical_name(name) is not None else dataclasses.replace(spec, name=name)
 
 
@@ -210,5 +215,5 @@ def _as_table(profile: Profile) -> Table:
 
 
 def _formula(fit: TimeFit) -> str:
-    """Return a fit of one layer's milliseconds over a sequence of l tokens."""
+    """Return the formula of one layer's milliseconds for a sequence of l tokens."""
     return f"{fit.a * 1e3:.3g}·l² + {fit.b * 1e3:.3g}·l + {fit.c * 1e3:.3g}"

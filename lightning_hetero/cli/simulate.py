@@ -85,7 +85,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 def _summary(
     plan: ParallelPlan, cost: CostModel, simulation: Simulation, facts: Mapping[str, Any]
 ) -> list[str]:
-    """Return iteration time, throughput, money, bottleneck and stages that don't fit."""
+    """Return lines on iteration time, throughput, price, bottleneck and stages that don't fit."""
     lines = prediction_lines(simulation, facts["tokens_per_iteration"])
     lines += fitting_lines(plan, simulation)
     lines.append(f"limited by      {simulation.bottleneck}")

@@ -1,8 +1,8 @@
 """`lightning-hetero stragglers FILE... [--plot FILE]`: what slowed a run, and what was done.
 
-Reads the event log of a run under our callbacks, or what others recorded of any job, a file a rank:
-`straggler.any_job` says which. Without `--plot` it prints a table of changes, findings, actions and
-generations of ranks; with it, it also draws all of that over time, with the iteration times.
+Reads the event log of a run with this package's callbacks, or recordings of any job, one file per
+rank: `straggler.any_job` says which. Prints a table of changes, findings, actions and generations
+of ranks; `--plot` also draws these over time, together with the iteration times.
 """
 
 import argparse
@@ -55,12 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote (also its "
         "folder), or a list of iteration times in seconds."
     )
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what was recorded")
+    parser.add_argument(
+        "files", metavar="FILE", type=Path, nargs="+", help="event log, or recording"
+    )
     add_plot_argument(parser, "the run (of several files: FILE-1, FILE-2, ...)")
 
 
 def run_stragglers(arguments: argparse.Namespace) -> int:
-    """Print the table, draw the picture if asked for; return the exit code."""
+    """Print the table, and draw the picture if requested; return the exit code."""
     check_picture(arguments.plot)
     files = [file for path in arguments.files for file in _files_at(path)]
     several = len(files) > 1
@@ -92,7 +94,7 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Sequence[Event]:
-    """Return the events of a log, or those that the detector finds in what others recorded."""
+    """Return the events of a log, or those that the detector finds in a recording."""
     if is_event_log(path):
         return read_events(path)
     found = read_times(path)
@@ -101,7 +103,7 @@ def _read(path: Path) -> Sequence[Event]:
 
 
 def summarise(events: Sequence[Event]) -> str:
-    """Return the run in one line and a table of all that happened."""
+    """Return a line about the run, and a table of all that happened."""
     iterations = [event for event in events if isinstance(event, IterationEvent)]
     lines = [_headline(iterations)] if iterations else []
     rows = [_row(event) for event in events if not isinstance(event, IterationEvent)]
@@ -148,10 +150,10 @@ def _unit_of(where: str) -> str:
 
 
 def plot_events(events: Sequence[Event], path: Path) -> None:
-    """Draw iteration time over steps, and above it what changed, was found and was done.
+    """Draw the iteration time over steps, and above it changes, findings and actions.
 
     Raises:
-        ConfigurationError: matplotlib can't write such a file.
+        ConfigurationError: matplotlib can't write this kind of file.
     """
     from matplotlib.figure import Figure
 
@@ -188,7 +190,7 @@ def plot_events(events: Sequence[Event], path: Path) -> None:
 
 
 class _Caption(NamedTuple):
-    """A mark over a step, and a few words on it."""
+    """A mark over a step, and a few words about it."""
 
     step: int
     text: str
@@ -198,7 +200,7 @@ class _Caption(NamedTuple):
 
 
 def _caption(event: Event) -> _Caption | None:
-    """Return what the picture says of an event, None if it says nothing."""
+    """Return the picture's caption for an event; None if it has none."""
     if isinstance(event, ChangeEvent):
         text = f"{event.kind.value} of {event.where}, {event.ratio:.2f}×"
         return _Caption(event.onset_step, text, _COLOURS[event.kind])
@@ -215,7 +217,7 @@ def _caption(event: Event) -> _Caption | None:
 
 
 def _placed(captions: Sequence[_Caption], first: int, last: int) -> list[tuple[int, _Caption]]:
-    """Return captions with the rows in which they don't overlap; without a row, without words."""
+    """Return captions with rows in which they don't overlap; without words if no row is free."""
     inches_per_step = _PLOT_INCHES / max(1, last - first)
     free_from = [-math.inf] * _MAX_ROWS
     placed = []
@@ -267,7 +269,7 @@ def _draw_iterations(axes: "Axes", events: Sequence[IterationEvent]) -> None:
             *zip(*predicted, strict=True), color="#e59866", ls=":", zorder=3, label="predicted"
         )
     if times_s:
-        # One stalled iteration must not press the rest of the run flat.
+        # A single stalled iteration mustn't flatten the rest of the curve.
         ordered = sorted(time_s for time_s in times_s if math.isfinite(time_s)) or [1.0]
         top = ordered[int(0.995 * (len(ordered) - 1))]
         axes.set_ylim(0.0, 1.1 * top if top > 0 else 1.0)
