@@ -57,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Delete all but the newest complete checkpoints of a place; or, with --memory, "
         "what failed runs have left in this machine's shared memory.",
     )
-    pruning.add_argument(
-        "paths", nargs="*", metavar="PATH", help="a folder or URL with all ranks' parts"
-    )
+    pruning.add_argument("paths", nargs="*", metavar="PATH", help="a place with all ranks' parts")
     pruning.add_argument("--keep", type=int, help="how many to keep there, 1 or more")
     pruning.add_argument(
         "--memory", action="store_true", help="this user's checkpoints in shared memory instead"

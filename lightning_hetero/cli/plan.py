@@ -71,9 +71,7 @@ _MOST_LISTED = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.description = (
-        "Find the best pipelines for unequal devices, and say how good the plan is."
-    )
+    parser.description = "Find the best pipelines for unequal devices, and say how good they are."
     add_workload_arguments(parser, size="the best one")
     parser.add_argument(
         "--objective",

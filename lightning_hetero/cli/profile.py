@@ -103,12 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, metavar=metavar, help=what)
     for name, metavar, default, what in (
-        (
-            "--sequence-lengths",
-            "TOKENS",
-            [512, 1024, 2048, 4096],
-            "lengths of sequences to measure",
-        ),
+        ("--sequence-lengths", "TOKENS", [512, 1024, 2048, 4096], "lengths of the sequences"),
         ("--tp-degrees", "DEGREE", [1], "TP degrees to measure"),
     ):
         text = f"{what} (default: {' '.join(map(str, default))})"

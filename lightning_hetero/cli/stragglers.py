@@ -55,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote (also its "
         "folder), or a list of iteration times in seconds."
     )
-    parser.add_argument(
-        "files", metavar="FILE", type=Path, nargs="+", help="event log, or recording"
-    )
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="a log or recording")
     add_plot_argument(parser, "the run (of several files: FILE-1, FILE-2, ...)")
 
 

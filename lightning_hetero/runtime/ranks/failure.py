@@ -1,11 +1,11 @@
 """Find out that another rank failed, say which and why, and never hang because of it.
 
-Every rank beats in the store and watches the next one. A rank that raises writes the reason into
-the store first. What a rank then sees of it differs: gloo closes the connection of a peer that is
-gone, NCCL just never returns, and a rank that is frozen keeps its connections. All end the same
-way: the waiting rank raises `PeerError` with the failed rank's reason, and a rank that can't even
-raise, because its main thread waits inside a collective, is ended with that message and a non-zero
-exit code. So is one whose teardown doesn't end. Rank 0 serves the store; it may be the frozen one.
+Every rank sends heartbeats through the store and watches the next rank's. A rank that raises first
+writes the reason into the store. What others then see differs: gloo closes the connection of a peer
+that is gone, NCCL just never returns, and a frozen rank keeps its connections. All cases end the
+same way: the waiting rank raises `PeerError` with the failed rank's reason. A rank that can't
+raise, because its main thread waits inside a collective or its teardown doesn't end, is ended with
+that message and a non-zero exit code. Rank 0 serves the store; it may be the frozen one.
 """
 
 import atexit
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 LEAVE_EXIT_CODE = 14
-"""Exit code of ranks that end together to be started anew."""
+"""Exit code of ranks that end together to be restarted."""
 
 _GRACE_S = 10.0
-"""How long a main thread may take to notice, where nobody goes on without the failed rank."""
+"""Seconds that a main thread may take to notice a failure, if nobody goes on in place."""
 
 _STARTING_S = 20.0
-"""How long a rank may be silent while processes start: on a busy machine imports starve others."""
+"""Seconds for which a rank may be silent while processes start: imports may starve its thread."""
 
 _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
@@ -50,14 +50,14 @@ _STORE_IS_GONE = (
 
 
 _OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
-"""In errors of NCCL that couldn't get buffers on this rank's device: no peer has failed."""
+"""Texts of NCCL's errors about memory on this rank's own device: no peer has failed."""
 
 _PRINTED_BY = "_printed_in_one_line_by"
-"""Attribute of an error that another rank prints whole: this rank."""
+"""Attribute of an error that another rank prints in full; holds this rank."""
 
 
 class AgreedExit(SystemExit):
-    """All ranks end after the same step: no rank has failed, and none needs to be told."""
+    """All ranks have agreed to end after the same step; none has failed or needs to be told."""
 
     def __init__(self, code: int = LEAVE_EXIT_CODE) -> None:
         super().__init__(code)
@@ -68,7 +68,7 @@ class GenerationChange(Exception):
 
     Args:
         reason: Why.
-        leaving: Ranks that end now; the others go on, with newcomers if some wait.
+        leaving: Ranks that end now; the others go on, with any newcomers that wait.
     """
 
     def __init__(self, reason: str, leaving: frozenset[int] = frozenset()) -> None:
@@ -77,9 +77,9 @@ class GenerationChange(Exception):
 
 
 def print_in_one_line(error: BaseException, rank: int) -> None:
-    """Print an error without its traceback if it ends this process: another rank prints one.
+    """If an error ends this process, print it without its traceback: another rank prints one.
 
-    Keeps no reference to the error: where it is caught, its traceback may hold a whole run.
+    Keeps no reference to the error: if it is caught, its traceback may keep a whole run alive.
     """
     error.__dict__[_PRINTED_BY] = rank
     usual = sys.excepthook
@@ -108,9 +108,9 @@ class FailureDetector:
         store: The run's store.
         global_rank: This rank.
         world_size: Number of ranks.
-        timeout: How long this process may take to end, or to go on, once another rank has failed.
+        timeout: How long this process may take to end, or to go on, after another rank's failure.
         silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
-        bulletin: Where others than ranks say that one is gone; no rank serves the store then.
+        bulletin: Tells of lost ranks independently of heartbeats; then no rank serves the store.
     """
 
     def __init__(
@@ -137,19 +137,19 @@ class FailureDetector:
         self._is_watching = False
         self._aborting: threading.Thread | None = None
         self.abort: Callable[[], None] = lambda: None
-        """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""
+        """Ends waits in communicators; called on a thread of its own once a rank has failed."""
         self.is_starting = False
-        """Whether ranks may be silent for longer, as before training: a late one is only late."""
+        """Whether ranks may be silent for longer, since training hasn't begun."""
         self._reason: str | None = None
         self._is_judged = threading.Event()
-        """Set once there is a reason why the run can't go on."""
+        """Set once it is known why the run can't go on."""
         self._raised = threading.Event()
         self._judging: threading.Thread | None = None
         self._stopped = threading.Event()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Turn a peer's failure inside this context into `PeerError`, and report one's own."""
+        """In this context turn a peer's failure into `PeerError`, and report this rank's own."""
         try:
             yield
         except PeerError:
@@ -165,7 +165,7 @@ class FailureDetector:
             raise PeerError(reason) from error
 
     def beat(self) -> "Heartbeat":
-        """Begin to show that this rank lives, before it watches the others."""
+        """Begin to send heartbeats, before this rank watches the others; return what sends them."""
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(
                 self._store,
@@ -175,12 +175,12 @@ class FailureDetector:
                 bulletin=self._bulletin,
             )
             if self._bulletin is not None:
-                # Then its connection is there, and none that groups open is taken for it.
+                # So that its connection exists, and isn't mistaken for one that groups open later.
                 self._heartbeat.has_begun.wait(10 * self._interval_s)
         return self._heartbeat
 
     def start(self) -> None:
-        """Begin to beat and to watch: from now on a silent peer is a dead one."""
+        """Begin to send heartbeats and to watch: from now on a silent peer counts as dead."""
         if self._is_watching:
             return
         self._is_watching = True
@@ -202,7 +202,7 @@ class FailureDetector:
             heartbeat.end(10 * self._interval_s)
 
     def pause(self) -> "Heartbeat | None":
-        """Judge nobody from now on, but go on beating; returns what beats, to be ended."""
+        """Stop watching, but keep sending heartbeats; return what sends them, to be ended later."""
         atexit.unregister(self.stop)
         self._is_watching = False
         self._stopped.set()
@@ -210,7 +210,7 @@ class FailureDetector:
         if heartbeat is not None:
             heartbeat.wakes_judge.set()
         if self._judging is not None:
-            # Communicators whose last holder is another thread never end theirs.
+            # Communicators that are destroyed by another thread never end their own threads.
             self._judging.join(10 * self._interval_s)
         if self._aborting is not None:
             # A late one would hang up what the next generation has opened. And where Python ends
@@ -220,7 +220,7 @@ class FailureDetector:
         return heartbeat
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed; the first report of all counts."""
+        """Tell the other ranks that this one has failed; only the run's first report counts."""
         self._raised.set()
         if self._heartbeat is not None and not isinstance(error, PeerError):
             notes = getattr(error, "__notes__", ())
@@ -231,12 +231,12 @@ class FailureDetector:
 
     @property
     def failed_rank(self) -> int | None:
-        """The rank that failed first, None while none has said so."""
+        """The rank that failed first; None while there is no report."""
         heartbeat = self._heartbeat
         return None if heartbeat is None or heartbeat.failed_rank < 0 else heartbeat.failed_rank
 
     def explain(self) -> str:
-        """Return why a connection broke: waits until a failure is reported or a rank is silent."""
+        """Wait until a failure is reported or a rank is silent; return why a connection broke."""
         if self._heartbeat is not None:
             self._heartbeat.suspect()
             self._is_judged.wait(min(self._timeout_s, 15.0))
@@ -245,7 +245,7 @@ class FailureDetector:
         )
 
     def _wait_until_read(self) -> None:
-        """Let rank 0, if it serves the store, stay until the others have read why the run ends."""
+        """On a rank 0 that serves the store, wait until the others have read why the run ends."""
         heartbeat = self._heartbeat
         if self._rank == 0 and heartbeat is not None and self._bulletin is None:
             num_others = self._world_size - len({0, heartbeat.failed_rank} - {-1})
@@ -271,7 +271,7 @@ class FailureDetector:
                 return
 
     def _judge(self, heard: Heartbeat, store: Silence) -> str | None:
-        """Return why the run can't go on, None while nothing says so."""
+        """Return why the run can't go on; None as long as it can."""
         patience_s = max(self._silence_s, _STARTING_S) if self.is_starting else self._silence_s
         if heard.is_suspicious:
             patience_s = 6 * self._interval_s
@@ -287,7 +287,7 @@ class FailureDetector:
         return None
 
     def _end_run(self, reason: str, stopped: threading.Event) -> None:
-        """Give the main thread time to raise and to clean up, then end the process."""
+        """Give the main thread time to raise and clean up, then end the process."""
         aborting = threading.Thread(target=self._abort_quietly, name="abort", daemon=True)
         aborting.start()
         self._aborting = aborting  # Begun, so that the main thread may wait for it.
@@ -310,7 +310,7 @@ def _describe_silent(rank: int) -> str:
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """Whether an error is a communicator's, not one of this rank's own code or memory."""
+    """Whether an error comes from a communicator, not from this rank's own code or memory."""
     text = str(error)
     if isinstance(error, OutOfMemoryError) or any(word in text for word in _OWN_MEMORY):
         return False

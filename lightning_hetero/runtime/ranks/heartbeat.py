@@ -1,13 +1,13 @@
-"""Tell other ranks, and hear from them, through the store on a thread of its own.
+"""Exchange heartbeats and news with other ranks, through the store, on a thread of its own.
 
-A call to a store whose server is frozen never returns, and nothing can cancel it. So this thread
-alone makes calls, and the others read what it has heard, and whether it still hears anything.
+A call to a store whose server is frozen never returns and can't be cancelled. So only this thread
+makes calls; others read what it has received, and whether it still receives anything.
 
-A round is three calls, each to add to a number of the store, at any number of ranks: the rank's own
-beats, how many news there are, and the beats of the rank that it watches. Only news are looked at
-more closely. Rounds follow each other quickly once a connection has broken, until it is known why.
-Who says goodbye leaves the number of the rank that it watched, which is watched by its watcher from
-then on: nobody walks over all those that have gone.
+A round is three calls, each an addition to a number in the store, for any number of ranks: the
+rank's own beats, the number of news, and the beats of the rank that it watches. Only if there are
+news it reads more. Rounds follow each other quickly once a connection has broken, until it is known
+why. A rank that says goodbye leaves the number of the rank that it watched, which its own watcher
+then watches: so nobody has to skip over all ranks that have gone.
 """
 
 import json
@@ -22,21 +22,21 @@ __all__ = ["Bulletin", "Heartbeat", "Silence", "sign_of_life"]
 
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
 _GONE = 2**32
-"""More than any rank's beats; who ends adds it 1 + r times, where r is the rank that it watched."""
+"""More than any rank's beats; a rank that ends adds it 1 + r times, r being the rank it watched."""
 _QUICKLY_S, _MOST_CALLS_PER_S = 0.01, 30_000
-"""Between two rounds of a rank that has lost a connection; and what the store gets of all ranks."""
+"""Seconds between rounds after a connection has broken; and most calls per second of all ranks."""
 _MAX_HOPS = 64
-"""From a rank that has gone to the one that it watched, in one round; seldom more than one."""
+"""Most gone ranks that are skipped in one round; seldom more than one."""
 
 
 class Silence:
-    """How long something has shown no sign of life, as far as this process was awake to see.
+    """Measures for how long something shows no sign of life, while this process was awake to see.
 
     Args:
-        nap_s: What a gap between two looks counts at most: a process that was stopped itself, or
-            got no time on a busy machine, knows nothing of the others.
+        nap_s: The most that a gap between two looks counts: a process that was stopped itself, or
+            got no time on a busy machine, has seen nothing of the others.
         sign: The last sign of life, if one is known.
-        seconds: The silence since then that was counted before.
+        seconds: Silence since then that was counted earlier.
     """
 
     def __init__(self, nap_s: float, *, sign: object = None, seconds: float = 0.0) -> None:
@@ -45,10 +45,10 @@ class Silence:
         """The last sign of life."""
         self._looked_at_s = time.monotonic()
         self.seconds = seconds
-        """The silence so far."""
+        """Seconds of silence so far."""
 
     def look(self, sign: object) -> float:
-        """Return the silence; a sign that has changed ends it."""
+        """Take in the present sign; return the seconds of silence, 0 if the sign has changed."""
         now_s = time.monotonic()
         gap_s = min(now_s - self._looked_at_s, self._nap_s)
         self.seconds = 0.0 if sign != self.sign else self.seconds + gap_s
@@ -57,30 +57,30 @@ class Silence:
 
 
 class Bulletin(Protocol):
-    """Where others than ranks say that one is gone, such as whoever started it."""
+    """Tells of ranks that are gone, from others than ranks, such as a worker's keeper."""
 
     @property
     def patience_s(self) -> float:
-        """How long the others wait for a rank that beats, once one is gone."""
+        """Seconds for which the others wait for a rank that is alive, once one is gone."""
 
     def num_news(self) -> int:
         """Return a number that grows with each news; one call of a store."""
 
     def find_gone(self) -> tuple[int, str] | None:
-        """Return a rank that is gone, and why; None if nobody is."""
+        """Return a rank that is gone, and why; None if none is."""
 
 
 class Heartbeat:
-    """One rank's line to the store, from its making until `end` says goodbye.
+    """One rank's connection to the store, from its making until `end` says goodbye.
 
-    All ranks make as many of them: the n-th ones of a store belong together.
+    All ranks make equally many: the n-th ones in a store belong together.
 
     Args:
         store: The run's store; the thread talks to it over a connection of its own.
         global_rank: This rank.
         world_size: Number of ranks.
-        interval_s: Seconds between two rounds of telling and hearing.
-        bulletin: Looked at in every round, if there is one.
+        interval_s: Seconds between two rounds.
+        bulletin: Checked in every round, if there is one.
     """
 
     def __init__(
@@ -104,30 +104,30 @@ class Heartbeat:
         self._suspects = False
         self._suspected_at_s = -math.inf
         self.failure: str | None = None
-        """Why the run ends: the first failure that any rank has told."""
+        """Why the run ends: the first failure that any rank has reported; None if none has."""
         self.failed_rank = -1
-        """The rank that it is about, which may be dead."""
+        """The rank that has failed, which may be dead."""
         self.num_readers = 0
-        """On rank 0: how many other ranks, without the failed one, have read it."""
+        """On rank 0: the number of other ranks, without the failed one, that have read it."""
         self.is_suspicious = False
-        """Whether some rank has lost a connection, so that silence means more than usual."""
+        """Whether any rank has lost a connection, so that silence counts sooner."""
         self.has_begun = threading.Event()
         """Set once the store has answered."""
         self.wakes_judge = threading.Event()
-        """Set once there is a failure, or nobody judges what this hears any more."""
+        """Set once there is a failure, or nobody watches any more."""
         self.num_rounds = 0
-        """Rounds in which the store has answered."""
+        """Number of rounds in which the store has answered."""
         self.is_store_gone = False
         """Whether the store has closed the connection."""
         self.has_server_left = False
-        """Whether rank 0 has said goodbye: the store goes with it, and no harm is done."""
+        """Whether rank 0 has said goodbye: then the store may go without harm."""
         self._num_news = 0
         self.peer = (global_rank + 1) % world_size
-        """The next rank that hasn't said goodbye; this one where there is none."""
+        """The watched rank: the next one that hasn't said goodbye; this rank if there is none."""
         self.peer_beat = 0
-        """How often that rank has shown that it lives."""
+        """Number of that rank's heartbeats."""
         self.peer_silence = Silence(2 * interval_s)
-        """How long it has shown nothing, as far as anybody has looked."""
+        """That rank's silence, as of the last look."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def tell(self, failed_rank: int, reason: str) -> None:
@@ -142,23 +142,23 @@ class Heartbeat:
         self._wake.set()
 
     def look_at_peer(self) -> float:
-        """Return how long the rank that is watched has been silent."""
+        """Return the seconds for which the watched rank has been silent."""
         return self.peer_silence.look((self.peer, self.peer_beat))
 
     def silence_since(self, global_rank: int, beats: int) -> float:
-        """Return for how long a rank was seen to be silent after it had beaten so often."""
+        """Return the seconds for which a rank was seen to be silent after `beats` heartbeats."""
         known = self.peer_silence.sign == (global_rank, beats)
         return self.peer_silence.seconds if known else 0.0
 
     def beats_of(self, global_rank: int) -> int:
-        """Return how often a rank has beaten; for another thread, and only where a store answers.
+        """Return a rank's number of heartbeats; called by another thread while the store answers.
 
-        More than any rank's beats where it has said goodbye.
+        If the rank has said goodbye, it is larger than any number of beats.
         """
         return int(self._store.add(_beat(global_rank), 0))
 
     def end(self, timeout_s: float) -> None:
-        """Say goodbye, so that nobody misses this rank; wait so long for the store to hear it."""
+        """Say goodbye, so that nobody misses this rank; wait `timeout_s` at most for the store."""
         self._is_ending = True
         self._wake.set()
         self._has_ended.wait(timeout_s)
@@ -179,7 +179,7 @@ class Heartbeat:
         self._has_ended.set()
 
     def _pause_s(self) -> float:
-        """Return how long to wait for the next round."""
+        """Return the seconds until the next round."""
         # Silence is judged after as long; what is said of a dead process is there within moments.
         is_over = time.monotonic() - self._suspected_at_s > 6 * self._interval_s
         if is_over or self.failure is not None:
@@ -221,7 +221,7 @@ class Heartbeat:
         self.num_rounds += 1
 
     def _tell(self) -> int:
-        """Write down what this rank has to tell; returns how many news that makes."""
+        """Write this rank's news into the store; return their number."""
         told, self._to_tell = self._to_tell, None
         if told is not None:
             self._store.compare_set(_FAILURE, "", told)
@@ -231,7 +231,7 @@ class Heartbeat:
         return int(told is not None) + int(suspects)
 
     def _look(self) -> None:
-        """See what is new."""
+        """Read the news from the store."""
         store = self._store
         self.is_suspicious = store.check([_SUSPICION])
         if self.failure is None and store.check([_FAILURE]):
@@ -247,7 +247,7 @@ class Heartbeat:
             self._see_server_leave()
 
     def _watch(self, own_beat: int) -> tuple[int, int]:
-        """Return whom this rank watches now, and that rank's beats."""
+        """Return the rank to watch now, and its number of beats."""
         peer, beat = self.peer, 0
         for _ in range(_MAX_HOPS):
             if peer == self._rank:
@@ -260,10 +260,10 @@ class Heartbeat:
 
 
 def sign_of_life(store: Store, global_rank: int) -> tuple[int, int]:
-    """Return what changes as long as a rank of a run beats, for others than its ranks.
+    """Return a value that changes as long as a rank sends heartbeats; for others than its ranks.
 
     Args:
-        store: The run's; see `Heartbeat`.
+        store: The run's store; see `Heartbeat`.
         global_rank: The rank.
     """
     start = store.add(_starts(global_rank), 0)

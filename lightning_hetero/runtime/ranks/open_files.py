@@ -1,10 +1,10 @@
-"""Let the process that serves a run's store open as many files as it has clients.
+"""Let the process that serves a run's store open as many files as the store has clients.
 
-A store that runs out of files answers nobody that comes later, and the run waits until its
-timeout. So before ranks connect the server's limit is raised as far as the system lets it be, and
-where that isn't far enough the run ends at once and says so. Clients of a store, at n ranks: 2n,
-one of each rank for calls that may wait and one for its heartbeat; 6n where ranks may be outlived,
-with those of membership, generation and keepers. A rank itself has few connections at any n.
+A store that runs out of files doesn't answer later clients, and the run waits until its timeout. So
+before ranks connect, the server's limit is raised as far as the system allows; if that doesn't
+suffice, the run ends at once with an error. A store has 2n clients at n ranks, one per rank for
+calls that may wait and one for its heartbeat; 6n if ranks may be outlived, with those of
+membership, generation and keepers. A rank itself has few connections at any n.
 
 The server is rank 0, its keeper, or torchrun's agent: an ancestor of the ranks beside it.
 """
@@ -24,18 +24,18 @@ __all__ = ["allow_clients_of_ancestor", "allow_files", "find_server"]
 _CLIENTS_PER_RANK = 2
 _CLIENTS_PER_MEMBER = 6
 _OTHER_FILES = 256
-"""Open at a time besides: of the run, its groups and its data."""
+"""Other files that may be open at the same time: of the run, its groups and its data."""
 _LISTENS = "0A"
 """State of a socket in the system's tables."""
 
 
 def allow_files(world_size: int, *, are_members: bool = False, process_id: int = 0) -> None:
-    """Let a process, this one unless told, serve the store of a run.
+    """Allow a process, by default this one, enough open files to serve a run's store.
 
     Args:
         world_size: Number of ranks.
         are_members: Whether ranks may be outlived.
-        process_id: The process's.
+        process_id: Id of the process; 0 for this one.
 
     Raises:
         ConfigurationError: The system's hard limit doesn't allow it.
@@ -59,7 +59,7 @@ def allow_files(world_size: int, *, are_members: bool = False, process_id: int =
 
 
 def allow_clients_of_ancestor(port: int, world_size: int) -> None:
-    """Let the process that started this one serve the store, if it does: an agent, or a keeper.
+    """Allow an ancestor that serves the store, an agent or a keeper, enough open files.
 
     Raises:
         ConfigurationError: See `allow_files`.
@@ -91,7 +91,7 @@ def _listening(port: int) -> Iterator[str]:
 
 
 def _ancestors() -> Iterator[int]:
-    """Yield the process that has started this one, the one that has started that, and so on."""
+    """Yield the ids of this process's ancestors, its parent first."""
     process_id = os.getppid()
     while process_id > 1:
         yield process_id

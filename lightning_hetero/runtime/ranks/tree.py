@@ -1,11 +1,11 @@
-"""Small rows from all ranks to rank 0 and back, over a tree: few messages each, few steps in all.
+"""Send small rows from all ranks to rank 0 and back over a tree: few messages per rank, few steps.
 
-A rank talks to its parent and to at most `NUM_CHILDREN` children, so at n ranks it has as many
-connections at any n, and a row needs ⌈log₈ n⌉ steps or so: 4 at 1,024 ranks, 1 up to 9. Collectives
-of gloo take n steps (all-gather and all-reduce go around a ring) or n connections (gather).
+A rank talks to its parent and to at most `NUM_CHILDREN` children, so its number of connections
+doesn't grow with the number of ranks n, and a row needs about ⌈log₈ n⌉ steps: 4 at 1,024 ranks, 1
+up to 9. gloo's collectives take n steps (all-gather, all-reduce: a ring) or n connections (gather).
 
-The subtree below a rank is a run of consecutive ranks that begins with it, so that rows are in
-order as they arrive, and ranks of one machine are mostly each other's neighbours.
+The subtree of a rank is a range of consecutive ranks that begins with it, so that rows arrive in
+order, and ranks of one machine are mostly neighbours in the tree.
 """
 
 from itertools import pairwise
@@ -16,11 +16,11 @@ from torch import Tensor
 __all__ = ["NUM_CHILDREN", "RankTree", "RowsGoingUp"]
 
 NUM_CHILDREN = 8
-"""At most, of a rank."""
+"""Most children of a rank."""
 
 
 class RankTree:
-    """One rank's part of the tree; all ranks call its methods alike.
+    """One rank's part of the tree; all ranks make the same calls.
 
     ::
 
@@ -39,14 +39,14 @@ class RankTree:
         self.parent, self.subtree, self.children = _place(self.global_rank, self.world_size)
 
     def begin_up(self, row: Tensor) -> "RowsGoingUp":
-        """Begin to bring each rank's row, (length,), to rank 0, without waiting."""
+        """Begin to send each rank's row, (length,), to rank 0; doesn't wait."""
         return RowsGoingUp(self, row)
 
     def down(self, values: Tensor) -> Tensor:
-        """Return rank 0's values; others give a tensor of the same shape, which is overwritten.
+        """Return rank 0's values; other ranks pass a tensor of the same shape, to be overwritten.
 
-        Whoever has them goes on, though a child is gone and can't get them, if any other rank may
-        act on them: the next operation with that child fails, at the same step on all.
+        A rank that has got them goes on even if a child is gone and can't get them, since other
+        ranks may act on them: the next operation with that child fails, at the same step on all.
         """
         if self.parent is not None:
             dist.recv(values, self.parent, group=self.group)
@@ -75,7 +75,7 @@ class RankTree:
 
 
 class RowsGoingUp:
-    """Rows under way to rank 0."""
+    """Rows on their way to rank 0."""
 
     def __init__(self, tree: RankTree, row: Tensor) -> None:
         self._tree = tree
@@ -111,7 +111,7 @@ class RowsGoingUp:
 
 
 def _place(global_rank: int, world_size: int) -> tuple[int | None, range, tuple[range, ...]]:
-    """Return a rank's parent, the ranks of its subtree, and those of each child's."""
+    """Return a rank's parent, the ranks of its subtree, and those of each child's subtree."""
     parent, subtree = None, range(world_size)
     while True:
         children = _children(subtree)
@@ -122,7 +122,7 @@ def _place(global_rank: int, world_size: int) -> tuple[int | None, range, tuple[
 
 
 def _children(subtree: range) -> tuple[range, ...]:
-    """Cut what is below the first rank of a subtree into runs that differ by one at most."""
+    """Divide a subtree without its first rank into ranges whose lengths differ by at most one."""
     first, num_below = subtree.start + 1, len(subtree) - 1
     count = min(NUM_CHILDREN, num_below)
     cuts = [first + num_below * index // count for index in range(count + 1)] if count else []
