@@ -1,9 +1,9 @@
-"""Chunks from rank to rank, in step: no rank waits in the transport for another one's storage.
+"""Send chunks between ranks in lockstep: no rank waits in the transport for another's storage.
 
 Each rank reads what it sends, and writes what it gets, on threads. In every step all ranks say how
-many chunks they have ready and how many they have room for; exactly those travel, in one order that
-all know, so blocking sends can't deadlock. So a disk may be slow for hours. One that hangs is told
-to all as a failure of what it was to give or to take, and the transport is as good as before.
+many chunks they have ready and how many they have room for; exactly those are sent, in one order
+that all know, so blocking sends can't deadlock. So a disk may be slow for hours. If it hangs, all
+ranks learn that its streams have failed, and the transport still works.
 """
 
 import threading
@@ -22,20 +22,20 @@ __all__ = ["Lockstep"]
 _WINDOW = 2
 """Chunks that each end of a pair holds at most."""
 _PAIRS_AT_A_TIME = 4
-"""Of one rank; bounds its memory and threads."""
+"""Pairs that one rank serves at a time; bounds its memory and threads."""
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 _MAX_HANGING = 8
-"""Threads given up, after which nothing is begun until one of them returns."""
+"""Threads given up on, at which no work begins until one of them returns."""
 
 
 class Lockstep:
     """Carries streams of chunks between pairs of ranks; all ranks make the same calls.
 
     Args:
-        transport: The ranks.
-        stall_s: Seconds after which storage that doesn't move fails what it is used for.
-        progress: Is told of every step.
+        transport: Connects the ranks.
+        stall_s: Seconds without progress after which storage counts as failed.
+        progress: Ticks with every step.
     """
 
     def __init__(self, transport: Transport, *, stall_s: float, progress: Progress) -> None:
@@ -55,8 +55,8 @@ class Lockstep:
 
         Args:
             pairs: (sender, receiver), the same on all ranks.
-            produce: Gives the chunks of a pair by its index; called on a thread of the sender.
-            consume: Takes all of them; called on a thread of the receiver.
+            produce: Returns the chunks of a pair, by its index; called on a thread of the sender.
+            consume: Gets a pair's index and chunks; called on a thread of the receiver.
 
         Returns:
             What went wrong, by index of the pair, the same on all ranks; other pairs go on.
@@ -126,7 +126,7 @@ class Lockstep:
     def _step(
         self, pair: tuple[int, int], end: "_End | None", sent: Sequence[Any], kept: Sequence[Any]
     ) -> bool:
-        """Move what one end has and the other has room for; return whether anything moved."""
+        """Send the chunks for which there is room; return whether there were any."""
         if sent[2] or kept[2] or kept[1]:
             return False
         count = min(sent[0], kept[0])
@@ -191,21 +191,21 @@ class _End:
             return self._chunks.popleft() if self._chunks else None
 
     def close(self) -> None:
-        """No chunk comes after those that are there."""
+        """Note that no more chunks will be put."""
         with self._changed:
             if not self._is_closed:
                 self._is_closed = True
                 self._note()
 
     def cut(self) -> "Future[None]":
-        """Let the thread go, whatever it waits for; return its work, which may still hang."""
+        """End the thread's waits for this end; return its work, which may still hang in storage."""
         with self._changed:
             self._is_cut = True
             self._note()
         return self._work
 
     def status(self) -> tuple[int, bool, str]:
-        """Return how many chunks are ready or have room, whether that was all, what failed."""
+        """Return the number of chunks ready, or that have room; whether it was all; the error."""
         with self._changed:
             count = len(self._chunks)
             is_closed = self._is_closed

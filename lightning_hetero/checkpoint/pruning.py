@@ -1,4 +1,4 @@
-"""Which checkpoints of a tier may go, and what a run notes there so that the right ones stay.
+"""Delete old checkpoints of a tier, and note there which ones are complete, so that these stay.
 
 Pruning never touches what might still be a run's newest complete checkpoint: on a node's own tiers,
 which hold only some parts, that is what all ranks have *confirmed* and what is whole as far as it
@@ -39,7 +39,7 @@ def remove_files(store: Store, names: Collection[str]) -> None:
 
 
 _Files = Mapping[str, int]
-"""Names and sizes."""
+"""A checkpoint's files: size by name."""
 
 
 def prune(
@@ -51,19 +51,19 @@ def prune(
     known: dict[CheckpointId, _Files] | None = None,
     newest: CheckpointId | None = None,
 ) -> list[CheckpointId]:
-    """Delete all that is older than a run's newest `keep` complete checkpoints; return what went.
+    """Delete all checkpoints older than a run's newest `keep` complete ones; return the deleted.
 
-    Other runs' checkpoints are none of its business: of each run the newest ones stay.
+    This is done for each run separately: of each run the newest ones stay.
 
     Args:
-        tier: Where. What is complete shows in a remote one, which holds all parts; in a node's own
-            what is noted as confirmed, and is whole as far as it is here, counts as complete.
-        keep: Complete checkpoints to keep; None keeps all.
-        busy: Checkpoints that are being read.
-        superseded: What goes in any case where it isn't complete.
-        known: The files of complete checkpoints. Where these are all still there, no manifest is
-            read; what is found complete is added.
-        newest: What is newer stays and isn't looked at: its own confirmation is under way.
+        tier: The tier. In a remote one, a checkpoint with all its parts is complete; in a node's
+            own, a confirmed one whose parts, as noted and as found here, have all their files.
+        keep: Complete checkpoints to keep of each run; None keeps all.
+        busy: Checkpoints that are being read; they stay.
+        superseded: Checkpoints to delete in any case, unless they are complete.
+        known: Files of complete checkpoints. If they are all still there, no manifest is read;
+            checkpoints found complete are added.
+        newest: Newer ones of its run stay, unread: they are still being confirmed.
     """
     store, shared = tier.store, tier.kind is TierKind.REMOTE
     files = store.list()
@@ -96,16 +96,16 @@ def prune(
 
 
 class TierKeeper:
-    """Notes in one tier what is complete there and deletes what is old, as long as a run lasts.
+    """Confirms complete checkpoints in one tier and deletes old ones, during a run.
 
-    What the ranks have agreed on is known by the names and sizes of its files. So a save costs a
-    constant number of requests, whatever the number of ranks; only the manifests of what this start
-    of the run hasn't confirmed itself are read, once.
+    Checkpoints that ranks have agreed on are recognised by their files' names and sizes. So a save
+    costs a constant number of requests, for any number of ranks; only manifests of checkpoints that
+    this start of the run hasn't confirmed itself are read, once.
 
     Args:
         tier: The tier.
-        parts: Those that must be in it: of this node's ranks, or of all where it is the remote one.
-        progress: Is told of what gets done.
+        parts: The parts that it must have: of this node's ranks, or of all in a remote tier.
+        progress: Ticks with the work.
     """
 
     def __init__(self, tier: Tier, parts: Collection[int], progress: Progress) -> None:
@@ -122,7 +122,7 @@ class TierKeeper:
         busy: Collection[CheckpointId] = (),
         superseded: Collection[CheckpointId] = (),
     ) -> None:
-        """Note what all ranks say is complete here, delete what is old; what fails is logged."""
+        """Confirm what all ranks say is complete here, and delete old ones; failures are logged."""
         try:
             if complete is not None:
                 self._confirm(complete)
@@ -135,7 +135,7 @@ class TierKeeper:
                 newest=complete,
             )
         except Exception as error:
-            # Stores raise their client library's own types. What isn't deleted now is another time.
+            # Stores raise their client library's own types. The next save deletes what is left.
             _log.warning("Couldn't tidy up %s: %s", self.tier, error)
         self._progress.tick()
 
@@ -152,7 +152,7 @@ class TierKeeper:
             self._known[checkpoint] = {**own, name: len(text)}
 
     def holds(self, checkpoint: CheckpointId) -> bool:
-        """Look again whether the parts that must be here are, with all their files."""
+        """Check again whether the tier has all parts that it must have, with all their files."""
         try:
             files = self.tier.store.list()
             found = look_at_parts(self.tier.store, files, [checkpoint], self._progress)
@@ -164,7 +164,7 @@ class TierKeeper:
 
 
 def _is_complete(store: Store, files: _Files, checkpoint: CheckpointId, *, shared: bool) -> bool:
-    """Return whether all that a store should hold of a checkpoint is there."""
+    """Return whether a store has everything that it should have of a checkpoint."""
     if not shared and f"{checkpoint.folder}/{CONFIRMED}" not in files:
         return False
     found = look_at_parts(store, files, [checkpoint])

@@ -1,8 +1,8 @@
-"""How long a flaky store is given: a few attempts, with growing pauses, then a clear error.
+"""Retry a flaky store's operations: a few attempts, with growing pauses, then a clear error.
 
 That is right in the middle of a run and wrong at its start, where a missing bucket or key is the
-usual reason: there a store is asked once, before anything is computed or read. Reasons that may
-pass by themselves are left to the attempts.
+usual reason: so a store is probed once, before anything is computed or read. Errors that may pass
+by themselves are left to the retries.
 """
 
 import errno
@@ -43,8 +43,8 @@ _HOPELESS = (
 )
 _HOPELESS_NUMBERS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 _HOPELESS_NAMES = {"NoCredentialsError"}
-"""Of client libraries. An S3 client that was made without credentials never looks for them again;
-one that found them renews them by itself, and what fails there has other names."""
+"""Names of client libraries' errors that never pass. An S3 client made without credentials never
+looks for them again; one that found them renews them by itself, with errors of other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class RetryPolicy:
     longest_pause_s: float = 20.0
     """Bound of the pause, seconds."""
     stall_s: float = 300.0
-    """Seconds after which a try in which nothing moves is given up, above 0."""
+    """Seconds without progress after which a try is given up, above 0."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_pause_s < 0 or self.longest_pause_s < 0:
@@ -75,10 +75,10 @@ class RetryPolicy:
 class RetryingStore:
     """A store that tries again, unless trying again can't help.
 
-    It can't where something is missing, forbidden or full, or where there are no credentials.
+    It can't help if something is missing, forbidden or full, or without credentials.
 
-    A try that hangs is left to a thread that nobody waits for; where several hang, no more begin
-    until one of them returns.
+    A try that hangs is left to a thread that nobody waits for; if several hang, no more begin until
+    one of them returns.
 
         store = RetryingStore(FsspecStore("s3://bucket/run"), RetryPolicy(attempts=8))
         store.write("a/b.bin", [b"some", b"bytes"])
@@ -150,9 +150,9 @@ def open_store(url: str | Path, *, retry: RetryPolicy | None = None, **options: 
     """Return a store for a path or URL: local folders try once, others with retries.
 
     Args:
-        url: A path, file://..., or what fsspec knows, such as s3://bucket/run.
-        retry: When to try again, and when to give up a try; the default policy if None.
-        **options: For fsspec's filesystem.
+        url: A path, file://..., or a URL that fsspec knows, such as s3://bucket/run.
+        retry: When to try again, and when to give up a try; None takes the default policy.
+        **options: Options of fsspec's filesystem.
 
     Raises:
         CheckpointError: fsspec doesn't know the URL, or its package is missing.
@@ -176,7 +176,7 @@ def _without_scheme(url: str | Path) -> str:
 _PATIENCE_S = 5.0
 """Time for a small file: S3 across the world needs 1 s, a role's credentials 1 s more."""
 _S3_RETRIES = {"retries": {"max_attempts": 1}}
-"""Of the client itself, which would try a refused connection four times before it says so."""
+"""Options of the client itself, which would try a refused connection four times otherwise."""
 _REFUSED_KEYS = (
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
@@ -188,7 +188,7 @@ _UNREACHED = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionRefus
 
 
 def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
-    """Write a small file to a remote store and delete it; what is there is listed afterwards.
+    """Write a small file to a remote store, delete it, and list the store.
 
     Args:
         url: Of the run; local folders aren't asked.
@@ -197,8 +197,8 @@ def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
         **options: For fsspec's filesystem.
 
     Raises:
-        CheckpointError: It won't take checkpoints; the message says whether credentials, their
-            rights, the bucket or the endpoint are the reason. Within 10 seconds.
+        CheckpointError: Within 10 seconds: it takes no checkpoints. The message says whether
+            credentials, their rights, the bucket or the endpoint are the reason.
     """
     if local_folder(url) is not None:
         return
@@ -229,7 +229,7 @@ def look_at_store(url: str, **options: Any) -> None:
         **options: For fsspec's filesystem.
 
     Raises:
-        CheckpointError: There isn't, or the store doesn't say. Within 10 seconds.
+        CheckpointError: Within 10 seconds: there is nothing, or the store doesn't answer.
     """
     if local_folder(url) is not None:
         return
@@ -253,7 +253,7 @@ def _impatient_store(url: str, options: Mapping[str, Any]) -> FsspecStore:
 
 
 def _reason(error: BaseException, *, has_served: bool) -> str | None:
-    """Return what a user must mend, None where trying again may help."""
+    """Return what a user must fix; None if trying again may help."""
     text = " ".join(f"{type(item).__name__}: {item}" for item in _chain(error))
     # A status by itself, not digits of a name.
     if any(word in text for word in _REFUSED_KEYS) or re.search(r"\b401\b", text):

@@ -89,15 +89,15 @@ class LayerMemory:
     layer_bytes_per_token: float
     """Activations that one layer keeps for its backward, bytes per token of the micro-batch."""
     head_bytes_per_token: float = 0.0
-    """The same of final norm, head and loss."""
+    """The same, for final norm, head and loss."""
     embedding_bytes_per_token: float = 0.0
-    """The same of what stands before the first layer."""
+    """The same, for what stands before the first layer."""
     recomputed_bytes_per_token: float | None = None
-    """The same of one layer that is computed again in backward: its input; None if it wasn't
+    """The same, for one layer that is computed again in backward: its input; None if it wasn't
     measured."""
     products_bytes_per_token: float | None = None
-    """The same of a layer that keeps only matrix products and attention, without its input; None if
-    it wasn't measured."""
+    """The same, for a layer that keeps only matrix products and attention, without its input; None
+    if it wasn't measured."""
 
     def __post_init__(self) -> None:
         values = (

@@ -1,9 +1,9 @@
-"""The process groups of one run, each for one kind of traffic, and what to do when a peer fails.
+"""The process groups of one run, one for each kind of traffic, and how they end when a peer fails.
 
-Forward, backward and exchange traffic run on communicators of their own, so that the order of one
+Forward, backward and exchange traffic have communicators of their own, so that the order of one
 never blocks another; control messages travel on CPU (gloo) whatever the device is. Checkpoints are
 saved and recovered beside training, from another thread, on a group of their own: `GroupTransport`
-fills the seam that `checkpoint.transport` leaves.
+implements `checkpoint.transport.Transport`.
 """
 
 import json
@@ -39,15 +39,15 @@ __all__ = [
 ]
 
 MAX_EXCHANGE_GROUPS = 32
-"""Communicators of pull and push that a rank is in at most, besides the one of all ranks.
+"""Most communicators of pull and push that a rank is in, besides the one of all ranks.
 
-There is one for each set of ranks that hold the same part of a unit together, which the cuts
-between stages and the TP degree decide: with equal pipelines a rank is in one for each end of its
-stage, and in one or two for what lies outside the layers. NCCL keeps buffers in each.
+There is one for each set of ranks that hold the same part of a unit, which stage boundaries and TP
+degrees determine: with equal pipelines a rank is in one for each end of its stage, and in one or
+two for the parameters outside the layers. NCCL keeps buffers in each.
 """
 
 _SHORT_BYTES = 1016
-"""Of a row that travels with its length, among all ranks."""
+"""Most bytes of a pickled value that all ranks exchange in one step, together with its length."""
 _T = TypeVar("_T")
 
 
@@ -67,10 +67,10 @@ def reduce_over(
 def init_process_group(
     backend: str, store: Store, rank: int, world_size: int, **options: Any
 ) -> None:
-    """Make torch's default group, as its function of this name does; collective.
+    """Make torch's default group, like torch's function of this name; collective.
 
-    torch names groups by how many it has made. A meeting that broke off may have counted one on
-    some ranks, which would wait for each other under different names then. So all begin anew.
+    torch names groups by a counter. A meeting that failed may have advanced it on some ranks only,
+    and ranks would then wait for each other under different names. So the counter is reset.
     """
     distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
@@ -79,7 +79,7 @@ def init_process_group(
 def all_gather_single(
     into: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> Any:
-    """Gather equal tensors into one, by the name that this torch doesn't call deprecated."""
+    """Gather equal tensors into one, by torch's function that isn't deprecated in this version."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(into, own, group=group, async_op=async_op)
 
@@ -87,21 +87,21 @@ def all_gather_single(
 def reduce_scatter_single(
     into: Tensor, given: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> Any:
-    """Sum tensors and scatter equal parts, by the name that this torch doesn't call deprecated."""
+    """Sum and scatter equal parts, by torch's function that isn't deprecated in this version."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(into, given, group=group, async_op=async_op)
 
 
 @dataclass(kw_only=True, eq=False)
 class Communicators:
-    """The communicators of a run; all None when there is only one rank."""
+    """The communicators of a run; all are None if there is only one rank."""
 
     global_rank: int
     world_size: int
     forward: dist.ProcessGroup | None = None
-    """Activations; there once `connect_stages` was called."""
+    """For activations; made by `connect_stages`."""
     backward: dist.ProcessGroup | None = None
-    """Gradients of activations; likewise."""
+    """For gradients of activations; made by `connect_stages`."""
     exchange: dist.ProcessGroup | None = None
     """Pull and push."""
     values: dist.ProcessGroup | None = None
@@ -109,11 +109,11 @@ class Communicators:
     control: dist.ProcessGroup | None = None
     """Reports and objects, on CPU."""
     timeout: timedelta = timedelta(minutes=5)
-    """How long an operation may wait, also in groups made later."""
+    """How long an operation may wait, even in groups made later."""
     connections: Connections = field(default_factory=Connections, repr=False, compare=False)
     """The connections that the groups have opened."""
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
-    """Whether the last step had ended on the device before an abort."""
+    """Tells whether the device had ended the last step before an abort."""
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -153,10 +153,9 @@ class Communicators:
         return made
 
     def connect_stages(self) -> None:
-        """Make the communicators between stages, unless they are there; collective over all ranks.
+        """Make the communicators between stages, unless they are made; collective over all ranks.
 
-        Plans without stages do without them: each costs a rank as many connections as there are
-        others.
+        Plans without stages don't need them: each costs a rank a connection to every other rank.
         """
         if self.world_size == 1 or self.forward is not None:
             return
@@ -165,9 +164,9 @@ class Communicators:
         self.connections.share(self.gather_objects)
 
     def abort(self) -> None:
-        """End what waits in the communicators, as far as their backends can: a peer is dead.
+        """End all waits in the communicators, as far as their backends can, since a peer is dead.
 
-        NCCL's kernels would wait for it until NCCL's own timeout, also in a teardown.
+        NCCL's kernels would wait for it until NCCL's own timeout, even in a teardown.
         """
         self.step_end.cut()
         made = (self.forward, self.backward, self.exchange, self.values, self.control)
@@ -185,7 +184,7 @@ class Communicators:
         return [pickle.loads(item) for item in _gather_bytes(data, self.control, self.world_size)]
 
     def on_rank_0(self, work: Callable[[], _T]) -> _T:
-        """Run on rank 0 and return what it returned, or raise what it raised, on every rank."""
+        """Run `work` on rank 0 only; return its result, or raise its error, on every rank."""
         if self.world_size == 1:
             return work()
         answers: list[Any] = [None]
