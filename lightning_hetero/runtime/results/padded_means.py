@@ -30,6 +30,7 @@ __all__ = [
 NUM_LOOKED_AT = 4
 """Iterations of an epoch that are looked at: samples may have one length in some."""
 THE_LOSS = "The loss of training_step"
+"""Begins a message about it."""
 _ALONG_DIM = "Mean {place} of those that a step takes along a dim, such as x.mean(1),"
 _MOST_SHIFTED = 1
 """Positions less than samples have over which losses of next tokens run."""
