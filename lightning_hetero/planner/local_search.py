@@ -13,13 +13,13 @@ from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.moves import MOVES, ORDERS, RESIZES, Family
 
-__all__ = ["WORTH_IMPROVING", "improve", "improve_best"]
+__all__ = ["WORTH_IMPROVING", "has_equal_shares", "improve", "improve_best"]
 
 WORTH_IMPROVING = 1.03
 """A score may be so much above the best to be improved for its number of pipelines."""
 
 _MIN_GAIN = 1e-9
-_IMPROVED = 3
+_IMPROVED = 4
 """Plans that are improved whatever that takes; others as long as there is work left:"""
 _WORK = 360_000
 _WORK_EQUAL = 240_000
@@ -50,7 +50,7 @@ def improve_best(
     for estimator in estimators:
         equal = estimator.equal_microbatches
         work, start = _WORK_EQUAL if equal else _WORK, judge.work_done
-        open_to_it = [item for item in found if not equal or _has_equal_shares(item)]
+        open_to_it = [item for item in found if not equal or has_equal_shares(item)]
         moved: dict[Candidate, None] = {}
         for candidate in _worth_improving(open_to_it, judge):
             if len(moved) >= _IMPROVED and judge.work_done > start + work // 2:
@@ -94,7 +94,8 @@ def _worth_improving(candidates: Sequence[Candidate], judge: Judge) -> list[Cand
     return list(dict.fromkeys([*near, *distinct.values()]))
 
 
-def _has_equal_shares(candidate: Candidate) -> bool:
+def has_equal_shares(candidate: Candidate) -> bool:
+    """Return whether all pipelines run as many micro-batches, but for one."""
     return max(candidate.num_microbatches) - min(candidate.num_microbatches) <= 1
 
 

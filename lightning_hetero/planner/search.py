@@ -23,7 +23,7 @@ from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import WORTH_IMPROVING, improve_best
+from lightning_hetero.planner.local_search import WORTH_IMPROVING, has_equal_shares, improve_best
 from lightning_hetero.planner.parts import WORTH_SIMULATING, LikelyParts
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
@@ -122,6 +122,8 @@ class PlanSearch:
         self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh)
         self.num_estimated = 0
+        self._best = dict.fromkeys(self.estimators, float("inf"))
+        """The best score so far of what each of them allows."""
         self._likely: dict[Arrangement, float] = {}
 
     def run(self) -> PlanningResult:
@@ -217,18 +219,14 @@ class PlanSearch:
         found: list[Candidate] = []
         for first in (parts.far_ahead(below), counts):
             if first is not None:
-                best = min(below, self._best(found))
-                likely = min(parts.whole_score, best)
-                found += self._search(first, most, _SIMULATED_WORK, likely=likely, below=best)
+                likely = min(parts.whole_score, below, self._best[self.estimator])
+                found += self._search(first, most, _SIMULATED_WORK, likely=likely, below=below)
         limit = self.judge.work_done + _SIMULATED_WORK
-        for part in parts.likeliest(min(below, self._best(found))):
+        for part in parts.likeliest(min(below, self._best[self.estimator])):
             budget = max(0, limit - self.judge.work_done)
-            best = min(below, self._best(found))
-            found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=best, below=best)
+            likely = min(below, self._best[self.estimator])
+            found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=likely, below=below)
         return sorted(dict.fromkeys(found), key=self.judge.score)
-
-    def _best(self, found: Sequence[Candidate]) -> float:
-        return min(map(self.judge.score, found), default=float("inf"))
 
     def _search(
         self,
@@ -248,7 +246,6 @@ class PlanSearch:
         every = propose_arrangements(self.estimator, counts, self.tp_degrees, alone)
         found = self._simulate(every, most, budget, below)
         mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
-        below = min(below, self._best(found))
         return found + self._simulate(mixed, max(most // 2, 3), budget, below)
 
     def _glance(self, part: Sequence[int], worst: float) -> tuple[float, int]:
@@ -271,21 +268,18 @@ class PlanSearch:
         """Return the candidates that fit, best first, after simulating the likeliest.
 
         Equal shares are tried as well, as if they alone were allowed, and so are stages that
-        recompute nothing: whatever a search with less freedom would simulate is simulated here. On
-        many devices, where estimates are exact but for a percent, only what comes near the best.
+        recompute nothing: whatever a search with less freedom would simulate is simulated here.
         """
         self.num_estimated += len(arrangements)
         fitting: list[Candidate] = []
-        is_large = len(self.cost.node_of_rank) > _FEW_DEVICES
-        for estimator in reversed(self.estimators) if is_large else self.estimators:
-            if is_large:
-                below = min(below, self._best(fitting))
+        for estimator in self.estimators:
+            limit = min(below, self._best[estimator])
             found, is_recomputing = self._simulate_by(
-                [estimator], arrangements, most, budget, below
+                [estimator], arrangements, most, budget, limit
             )
             if is_recomputing:
                 both = [estimator, self._keeping[estimator]]
-                enough = below if most > _SIMULATED else min(below, self._best(found))
+                enough = limit if most > _SIMULATED else min(below, self._best[estimator])
                 found += self._simulate_by(both, arrangements, most, budget, enough)[0]
             fitting += found
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
@@ -323,11 +317,17 @@ class PlanSearch:
             candidate = min(both, key=self.judge.score)
             simulated = self.judge.score(candidate)
             if simulated < float("inf"):
+                self._note_score(candidate, simulated)
                 fitting.append(candidate)
                 numbers.add(number)
                 best = min(best, simulated)
                 is_recomputing |= estimate.is_recomputing
         return fitting, is_recomputing
+
+    def _note_score(self, candidate: Candidate, score: float) -> None:
+        for estimator, best in self._best.items():
+            if score < best and (not estimator.equal_microbatches or has_equal_shares(candidate)):
+                self._best[estimator] = score
 
     def _estimate(
         self,

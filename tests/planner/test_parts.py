@@ -16,6 +16,7 @@ from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import improve
 from lightning_hetero.planner.parts import LikelyParts
+from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.planner.starting_points import propose_arrangements
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.search_laws import TOLERANCE, Task, slower_by
@@ -221,6 +222,29 @@ def test_of_many_devices_types_that_look_nearly_as_good_as_all_are_searched_firs
     assert sum(second) == 96
 
 
+@pytest.mark.parametrize(
+    ("types", "model", "batch", "length"),
+    [
+        ({"A100-80GB": 4, "V100-16GB": 5}, "gpt-neo-2.7b", 256, 2048),
+        ({"H800-80GB": 5, "A10-24GB": 4}, "llama-7b", 128, 2048),
+    ],
+)
+def test_what_equal_shares_alone_would_simulate_is_simulated_for_many_devices_too(
+    types, model, batch, length
+):
+    nodes = [Node(device=name, count=8) for name, count in types.items() for _ in range(count)]
+    cost = RooflineCost(Cluster(nodes=tuple(nodes)), ModelSpec.load(model))
+    workload = Workload(sequence_length=length, global_batch_size=batch)
+
+    def simulated(**options):
+        search = PlanSearch(cost, workload, PlanningOptions(**options))
+        return set(search._simulated(float("inf")))
+
+    equal = simulated(equal_microbatches=True)
+    assert equal
+    assert equal <= simulated()
+
+
 def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
     # Seconds were estimated too low where recomputing makes room for others' states.
     task = Task(
@@ -394,3 +418,14 @@ def test_estimates_price_messages_as_the_cost_model_does():
     estimate = estimator.estimate((PipelineNodes((1,) * 2, (0, 0)),))
     assert estimate is not None
     assert estimate.time_s > 20.0
+
+
+@pytest.mark.skipif(not ROOT.exists(), reason=f"no profiles under {ROOT}")
+def test_a_plan_is_improved_that_only_becomes_the_best_by_it():
+    # The fourth best beginning; where nothing can be recomputed it is among the first three.
+    nodes = (("A100-40", 4),) * 5 + (("V100-16", 4),) * 8 + (("A100-80", 4),) * 5
+    workload = Workload(sequence_length=2048, global_batch_size=1024)
+    task = Task(nodes=nodes, model="GPT-Neo-2.7", workload=workload, bytes_per_s=None)
+    slower = slower_by(task, "recomputation")
+    assert slower is not None
+    assert slower <= TOLERANCE
