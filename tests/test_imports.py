@@ -5,10 +5,16 @@ Each case is a process of its own, because none forgets what it has imported.
 
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+import lightning_hetero
+
 pytestmark = pytest.mark.dist
+
+PACKAGE = Path(lightning_hetero.__file__).parent
 
 
 def run(script: str) -> str:
@@ -32,6 +38,12 @@ def run(script: str) -> str:
 def test_what_plans_and_simulates_imports_neither_torch_nor_lightning(imports):
     heavy = "[name for name in ('torch', 'lightning') if name in sys.modules]"
     assert run(f"import sys, {imports}; print({heavy})") == "[]"
+
+
+def test_no_room_has_more_files_than_a_reader_takes_in():
+    rooms = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert rooms
+    assert {room.name: count for room, count in rooms.items() if count > 20} == {}
 
 
 CASES = [

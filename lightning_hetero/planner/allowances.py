@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.planner.arrangement import classify_nodes
-from lightning_hetero.planner.stage_times import StageTimes
+from lightning_hetero.planner.estimating.stage_times import StageTimes
 from lightning_hetero.planner.workload import Objective
 
 __all__ = ["Scores", "smaller_allowances"]

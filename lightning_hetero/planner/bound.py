@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.recompute_tables import MemoryUse
+from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.estimating.recompute_tables import MemoryUse
 from lightning_hetero.planner.solvers.rates import best_mix, bottleneck_times_s
 
 __all__ = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.solvers.patterns import enumerate_compositions
 
 __all__ = ["PipelineUnits", "enumerate_arrangements", "every_grouping"]

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Hashable
 
 from lightning_hetero.planner.arrangement import Arrangement
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 
 __all__ = ["kind_of_arrangement"]
 

@@ -13,11 +13,11 @@ from typing import Self
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
-from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.equal_nodes import kind_of_arrangement
-from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.memory_fit import settle_memory
-from lightning_hetero.planner.stage_times import PipelineKey
+from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
+from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.estimating.memory_fit import settle_memory
+from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders
 from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all, propagate_equal

@@ -9,7 +9,7 @@ the end.
 
 from collections.abc import Sequence
 
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.moves import MOVES, ORDERS, RESIZES, Family
 

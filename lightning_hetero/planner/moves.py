@@ -16,7 +16,7 @@ from lightning_hetero.planner.arrangement import (
     PipelineNodes,
     map_groups,
 )
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate
 
 __all__ = ["MOVES", "ORDERS", "RESIZES", "Family"]

@@ -17,10 +17,10 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner.allowances import Scores
 from lightning_hetero.planner.arrangement import Arrangement, used_nodes
-from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import WORTH_IMPROVING, has_equal_shares, improve_best

@@ -23,15 +23,15 @@ from lightning_hetero.planner.arrangement import (
 )
 from lightning_hetero.planner.bound import UnitKind, bound_iteration_time_s, bound_work_s
 from lightning_hetero.planner.enumeration import every_grouping
-from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.recompute_tables import MemoryUse
+from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.estimating.recompute_tables import MemoryUse
+from lightning_hetero.planner.estimating.stage_times import DeviceTypes
 from lightning_hetero.planner.solvers.patterns import deal_evenly, enumerate_compositions
 from lightning_hetero.planner.solvers.rates import (
     PipelineRates,
     bottleneck_times_s,
     choose_pipelines,
 )
-from lightning_hetero.planner.stage_times import DeviceTypes
 
 __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.memory_fit import own_microbatches, settle_memory
+from lightning_hetero.planner.estimating.memory_fit import own_microbatches, settle_memory
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.planner.workload import PlanningOptions, Workload, valid_tp_degrees
 from lightning_hetero.simulator import CostModel, Simulation, StageShape, simulate

@@ -24,9 +24,9 @@ from lightning_hetero.planner.arrangement import (
     map_groups,
     num_units,
 )
-from lightning_hetero.planner.arrangement_estimator import Estimate
 from lightning_hetero.planner.enumeration import PipelineUnits, every_grouping
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.workload import valid_tp_degrees
 from tests.benchmarks.search_laws import Task

@@ -169,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("events", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ownership", default="auto", help="such as parameter: whole ones")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     losses = {size: undisturbed(size, MOST_STEPS) for size in (4, 5, 6)}
@@ -180,6 +181,7 @@ def main() -> None:
         num_ranks, every = draw.randint(4, 6), draw.randint(3, 12)
         with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
             options = {"num_steps": MOST_STEPS, "every": every, "redundancy": 1}
+            options |= {"ownership": arguments.ownership}
             run = Path(folder) / "run"
             with playing(run, num_ranks, heartbeat_s=HEARTBEAT_S, **options) as node:
                 drill = Drill(node, num_ranks, draw)

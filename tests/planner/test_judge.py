@@ -5,9 +5,9 @@ import pytest
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import PipelineNodes
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.estimating.memory_fit import settle_memory
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.memory_fit import settle_memory
 from lightning_hetero.simulator import RooflineCost
 from tests.planner.every_plan import splits, tiny_model
 

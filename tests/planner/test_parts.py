@@ -12,7 +12,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import PipelineNodes, used_nodes
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import improve
 from lightning_hetero.planner.parts import LikelyParts

@@ -10,7 +10,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import used_nodes
 from lightning_hetero.planner.enumeration import every_grouping
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.starting_points import propose_arrangements
 from lightning_hetero.simulator import RooflineCost
 

@@ -25,7 +25,7 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups, num_units, to_plan
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import check_hosts, cost_on_hosts
 from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
 from lightning_hetero.planner.proposing.proposal import (

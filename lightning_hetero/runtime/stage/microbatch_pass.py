@@ -240,7 +240,7 @@ def _warn_of_seeding() -> None:
         "A step seeds torch's generators. Layers, and what comes after them, are seeded anew for "
         "each micro-batch, and before them all micro-batches draw the same numbers, so it isn't "
         "what one device would draw. Leave it out, or draw what doesn't depend on samples from a "
-        "torch.Generator of your own.",
+        "torch.Generator that the step makes and seeds.",
         stacklevel=2,
     )
 

@@ -265,16 +265,19 @@ class Reductions:
                 has_constants = True
             elif found is ZERO:
                 continue
-            elif found is not None or not may_be_samples or not isinstance(item, Tensor):
+            elif found is not None or not may_be_samples:
                 return None
-            else:
+            elif kind is Tensor or isinstance(item, Tensor):
                 samples += (item,)
+            else:
+                return None
         if not samples:
             return CONSTANT if has_constants else None
         if len(samples) > 1 and (is_product or any(starmap(is_outer, pairwise(samples)))):
             return None
         is_first = not is_product or (bool(args) and samples[0] is args[0])
-        return samples[0] if is_first and any(item.ndim for item in samples) else None
+        has_dims = samples[0].ndim or any(item.ndim for item in samples[1:])
+        return samples[0] if is_first and has_dims else None
 
     def _judge(self, call: TorchCall, result: Tensor) -> Reduction | None:
         """Return what is known of a function's result."""

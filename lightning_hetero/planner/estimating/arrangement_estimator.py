@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, used_nodes
-from lightning_hetero.planner.pipeline_estimator import (
+from lightning_hetero.planner.estimating.pipeline_estimator import (
     PipelineEstimate,
     PipelineEstimator,
     StageRoom,
 )
-from lightning_hetero.planner.stage_times import PipelineKey
+from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders

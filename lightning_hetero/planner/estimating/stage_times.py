@@ -8,7 +8,11 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.arrangement import Group, PipelineNodes, classify_nodes, num_units
-from lightning_hetero.planner.recompute_tables import MemoryUse, RecomputeTables, StageTable
+from lightning_hetero.planner.estimating.recompute_tables import (
+    MemoryUse,
+    RecomputeTables,
+    StageTable,
+)
 from lightning_hetero.planner.solvers.balancing import balance_layers
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape

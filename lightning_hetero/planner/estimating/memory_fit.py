@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.planner.recompute_tables import at_level, room_to_own
+from lightning_hetero.planner.estimating.recompute_tables import at_level, room_to_own
 from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape
 
 __all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory"]

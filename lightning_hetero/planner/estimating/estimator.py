@@ -15,12 +15,16 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_hetero.planner.arrangement import Arrangement
-from lightning_hetero.planner.arrangement_estimator import ArrangementEstimator, Estimate, Parts
-from lightning_hetero.planner.memory_fit import idle_capacity
-from lightning_hetero.planner.pipeline_estimator import PipelineEstimate
-from lightning_hetero.planner.recompute_tables import RecomputeTables
+from lightning_hetero.planner.estimating.arrangement_estimator import (
+    ArrangementEstimator,
+    Estimate,
+    Parts,
+)
+from lightning_hetero.planner.estimating.memory_fit import idle_capacity
+from lightning_hetero.planner.estimating.pipeline_estimator import PipelineEstimate
+from lightning_hetero.planner.estimating.recompute_tables import RecomputeTables
+from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.planner.solvers.balancing import balance_layers
-from lightning_hetero.planner.stage_times import PipelineKey
 
 __all__ = ["Estimator"]
 

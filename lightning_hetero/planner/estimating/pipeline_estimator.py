@@ -14,10 +14,10 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.arrangement import PipelineNodes
-from lightning_hetero.planner.memory_fit import owned_capacity
-from lightning_hetero.planner.recompute_tables import MemoryUse, StageTable
+from lightning_hetero.planner.estimating.memory_fit import owned_capacity
+from lightning_hetero.planner.estimating.recompute_tables import MemoryUse, StageTable
+from lightning_hetero.planner.estimating.stage_times import PipelineKey, StageTimes
 from lightning_hetero.planner.solvers.balancing import split_layers
-from lightning_hetero.planner.stage_times import PipelineKey, StageTimes
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
 from lightning_hetero.simulator.propagate_equal import (

@@ -9,10 +9,14 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import Group, MappingOrder, PipelineNodes, map_groups
-from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.estimating.memory_fit import owned_capacity
+from lightning_hetero.planner.estimating.recompute_tables import (
+    MemoryUse,
+    RecomputeTables,
+    at_level,
+)
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.memory_fit import owned_capacity
-from lightning_hetero.planner.recompute_tables import MemoryUse, RecomputeTables, at_level
 from lightning_hetero.simulator import RooflineCost
 
 CLUSTER = Cluster(
