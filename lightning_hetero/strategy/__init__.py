@@ -28,6 +28,8 @@ has to be read for them (here, unless another package is named):
   with what follows a step,
 - `trainer._signal_connector` with `_sigterm_notifier_fn` and `received_sigterm`, the epoch loop's
   `_broadcast_sigterm_tensor`: see `strategy.sigterm`,
+- `_set_num_threads_if_needed`, `_suggested_max_num_threads` (`runtime.generation.cores`): how many
+  threads Lightning's own launchers give a process,
 - `_ResultMetric`, the epoch loop's `_results`, `_logger_connector._callback_metrics` (`callbacks`):
   what was logged in an epoch, which goes on where a rank is lost in it,
 - `_Loop`, `_BaseProgress`, the epoch loop's `_batches_that_stepped` (`callbacks`): the counters of

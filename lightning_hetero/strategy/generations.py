@@ -40,7 +40,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
@@ -49,6 +48,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.runtime.generation.cores import take_cores
 from lightning_hetero.runtime.generation.entering import (
     JOIN,
     find_layer_call_of_run,
@@ -140,7 +140,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         if rule is not None:
             if KEPT not in os.environ:
                 self._be_kept()
-            _set_num_threads_if_needed(num_processes=self.num_processes)
+            take_cores(self.num_processes)
             if trainer.state.fn == TrainerFn.FITTING:
                 if is_newcomer():
                     _rehearse(self._strategy, args[0])

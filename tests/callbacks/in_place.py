@@ -65,6 +65,7 @@ class Record(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         zero = (rank_zero_only.rank, trainer.is_global_zero, self._told)  # type: ignore[attr-defined]
         place = {"rank": trainer.global_rank, "size": trainer.world_size}
+        place["threads"] = torch.get_num_threads()
         generation = trainer.strategy.processes.generation
         self.write(begin=trainer.global_step, generation=generation, zero=zero, **place)
 
@@ -126,6 +127,12 @@ def trainer_of(
 
 def _toy() -> ToyModule:
     return ToyModule(ToyOptions(num_layers=4))
+
+
+def toy_of_free_threads() -> ToyModule:
+    """Return the toy, in an environment that says nothing of threads, as users' say nothing."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    return _toy()
 
 
 def train(

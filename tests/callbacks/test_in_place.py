@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_hetero.callbacks import ElasticRestart
@@ -18,7 +19,7 @@ from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.failure import GenerationChange
 from lightning_hetero.strategy.run import Run
-from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
+from tests.callbacks.in_place import BATCH, Node, playing, toy_of_free_threads, undisturbed
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -97,6 +98,7 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
     num_steps = 60
     expected = undisturbed(2, num_steps)
     options = {"num_steps": num_steps, "every": 100, "heartbeat_s": 30.0, "redundancy": 1}
+    options["make_module"] = toy_of_free_threads
     with playing(tmp_path / "run", 2, **options) as node:
         node.let_go_on_to(2)
         node.wait_for_step(0, 2)
@@ -116,6 +118,9 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
         node.newcomers[NEW].join()
         assert node.newcomers[NEW].exitcode == 0, "it has left as it was told to"
         check_steps(trained(node), expected, 2)
+        # It was started by itself, and shares the machine's cores with both others all the same.
+        own = [item["threads"] for item in node.records(NEW) if "begin" in item]
+        assert set(own) == {_suggested_max_num_threads(3)}
         # A newcomer knows of the generations after its first one.
         for name, told in ((1, [0, 3, 2, 1]), (NEW, [0, 2])):
             begun = [item for item in node.records(name) if "begin" in item]

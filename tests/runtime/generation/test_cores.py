@@ -1,0 +1,42 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_hetero.runtime.generation import cores
+from lightning_hetero.runtime.generation.cores import share_cores, take_cores
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    kept = {name: os.environ.pop(name, None) for name in (cores._NUM_THREADS, cores._SHARED)}
+    monkeypatch.setattr("lightning.fabric.utilities.distributed._num_cpus_available", lambda: 8)
+    yield
+    for name, value in kept.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_a_process_takes_its_part_of_the_cores_and_gives_up_what_others_need() -> None:
+    take_cores(1)
+    assert torch.get_num_threads() == 8
+    share_cores(4)
+    assert torch.get_num_threads() == 2
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+    # It takes none back: others may come again.
+    share_cores(1)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_threads_that_the_user_has_chosen_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    torch.set_num_threads(5)
+    take_cores(1)
+    share_cores(4)
+    assert torch.get_num_threads() == 5
