@@ -6,9 +6,10 @@ torchft, all four with torchrun. Each sample takes 25 ms, as on a device of its 
 cores can play four. All workers are forks of processes that have imported torch. torchft has its
 DDP and its Lighthouse, with our heartbeat's limit and a quorum that waits 1 s for who is alive: its
 default of 0.1 s leaves live replicas out where four share two cores. All train the same module with
-the same AdamW in fp32, 4 samples a worker and step, log nothing and keep their rate. Ours saves a
-checkpoint every 200 steps, about as often as a worker is lost; torchrun's restarts, which read
-them, every 20; torchft none. Ours runs in Lightning's loop, torchft in a bare one.
+the same AdamW in fp32, 4 samples a worker and step, log nothing and keep their rate. Ours owns
+whole parameters, as torchft does, and saves a checkpoint every 200 steps, about as often as a
+worker is lost; torchrun's restarts, which read them, every 20; torchft none. Ours runs in
+Lightning's loop, torchft in a bare one.
 
 Counted, processor time of a step and a worker, on a machine that others used: ours 18 ms, of which
 14 on the main thread and 4 on gloo's; torchft 12 (8, 2, and 2 on its manager's). For pull and push
