@@ -1,0 +1,56 @@
+"""Which parts of a cluster are searched, after a glance at each."""
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.planner.parts import LikelyParts
+
+
+def test_types_that_hold_everybody_up_are_left_out_of_many_devices():
+    names = ("A100-80GB", "RTX-4090", "T4")
+    cluster = Cluster(nodes=tuple(Node(device=name, count=4) for name in names for _ in range(40)))
+
+    def glance(part, _worst):
+        return 9.0 if any(part[80:]) else 300 / sum(part), 40
+
+    parts = LikelyParts(
+        cluster,
+        [1.0] * 40 + [2.0] * 40 + [5.0] * 40,
+        least=lambda part: 100 / sum(part),
+        glance=glance,
+    )
+    assert parts.far_ahead(float("inf")) == (4,) * 80 + (0,) * 40
+    # It has been searched, and others that leave out those devices are next.
+    likeliest = parts.likeliest(0.95 * 300 / 320)
+    assert 0 < len(likeliest) <= 3
+    assert (4,) * 80 + (0,) * 40 not in likeliest
+    assert not any(any(part[80:]) for part in likeliest)
+
+
+def test_of_many_devices_parts_that_look_no_better_than_all_are_not_searched():
+    cluster = Cluster(nodes=(Node(device="T4", count=4),) * 20)
+
+    def likeliest(fewer: float) -> list[tuple[int, ...]]:
+        parts = LikelyParts(
+            cluster,
+            [1.0] * 20,
+            least=lambda part: 100 / sum(part),
+            glance=lambda part, _worst: (10.0 if sum(part) == 80 else fewer, 8),
+        )
+        return parts.likeliest(9.9)
+
+    assert likeliest(10.1) == []
+    assert likeliest(9.95) != []
+
+
+def test_of_many_devices_types_that_look_nearly_as_good_as_all_are_searched_first():
+    nodes = [*(Node(device="A100-80GB", count=8),) * 8, *(Node(device="T4", count=8),) * 8]
+    scores = {(64, 0): 10.2, (64, 64): 10.0, (64, 32): 9.9}
+    parts = LikelyParts(
+        Cluster(nodes=tuple(nodes)),
+        [1.0] * 8 + [4.0] * 8,
+        least=lambda part: 100 / sum(part),
+        glance=lambda part, _worst: (scores.get((sum(part[:8]), sum(part[8:])), 20.0), 8),
+    )
+    assert parts.far_ahead(float("inf")) is None
+    first, second = parts.likeliest(8.9)
+    assert first == (8,) * 8 + (0,) * 8
+    assert sum(second) == 96
