@@ -1,8 +1,8 @@
 """Share a machine's cores out among the processes of a run on it, unless the user has done so.
 
 Two threads for each of four processes on two cores make an iteration take three times as long: idle
-threads spin. A process that joins a run is started by itself, and so takes all cores for its own
-until it knows who else runs on its machine.
+threads spin. A process that joins a run is started by itself, and so takes all cores for its own.
+With each generation ranks learn how many of them run on their machine.
 """
 
 import os

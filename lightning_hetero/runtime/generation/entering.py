@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import machine_namespace, name_membership
-from lightning_hetero.runtime.generation.cores import share_cores
 from lightning_hetero.runtime.generation.keeper import tell_keeper
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import (
@@ -116,8 +115,6 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
     own = _own_client(prefix, server)
     membership = Membership(own, number=newcomer.number, node=node, door=Door(own, facts))
     membership.enter_called(newcomer.wait_for_call(start_timeout.total_seconds()))
-    assert membership.generation is not None
-    share_cores(sum(item.node == node for item in membership.generation.members))
     # From now on it is a process like all others, whatever its script does after this fit.
     del os.environ[JOIN]
     return membership

@@ -5,6 +5,7 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
+from lightning_hetero.runtime.generation.cores import share_cores
 from lightning_hetero.runtime.generation.records import Generation
 
 __all__ = ["GenerationEnvironment"]
@@ -12,6 +13,8 @@ __all__ = ["GenerationEnvironment"]
 
 class GenerationEnvironment(ClusterEnvironment):
     """The ranks of a generation, for Lightning; and in `os.environ`, for others that look there.
+
+    Making it leaves other ranks of the machine their part of its cores.
 
     Args:
         first: What described the processes when they were started.
@@ -29,7 +32,9 @@ class GenerationEnvironment(ClusterEnvironment):
         nodes = list(dict.fromkeys(item.node for item in generation.members))
         self._global_rank, self._world_size = rank, generation.world_size
         self._local_rank = generation.local_rank_of(rank)
-        self._node_rank = nodes.index(generation.members[rank].node)
+        own_node = generation.members[rank].node
+        self._node_rank = nodes.index(own_node)
+        share_cores(sum(item.node == own_node for item in generation.members))
         os.environ |= {
             "RANK": str(self._global_rank),
             "WORLD_SIZE": str(self._world_size),

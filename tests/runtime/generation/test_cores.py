@@ -3,9 +3,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetero.runtime.generation import cores
 from lightning_hetero.runtime.generation.cores import share_cores, take_cores
+from lightning_hetero.runtime.generation.environment import GenerationEnvironment
+from lightning_hetero.runtime.generation.records import Generation, Member
 
 
 @pytest.fixture
@@ -40,3 +43,18 @@ def test_threads_that_the_user_has_chosen_stay(monkeypatch: pytest.MonkeyPatch) 
     take_cores(1)
     share_cores(4)
     assert torch.get_num_threads() == 5
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_ranks_give_cores_up_in_each_generation_to_others_of_their_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    take_cores(1)
+    environment = LightningEnvironment()
+    for nodes, expected in (("ab", 8), ("aba", 4), ("abaa", 2)):
+        members = tuple(Member(number, node) for number, node in enumerate(nodes))
+        generation = Generation(number=len(nodes), members=members)
+        environment = GenerationEnvironment(environment, generation, 0)
+        assert torch.get_num_threads() == expected
