@@ -1,8 +1,8 @@
 """Assign variable-length sequences to pipelines and micro-batches (Hydraulis §6).
 
 Read in this order: `pipeline_cost` (what a sequence costs), `dispatch` (which pipeline gets it),
-`pack` (which micro-batch), `iteration` (the best candidate plan). Where candidates come from is the
-planner's: `lightning_hetero.planner.proposing`.
+`pack` (which micro-batch), `iteration` (the best candidate plan). The planner makes the candidate
+plans: `lightning_hetero.planner.proposing`.
 """
 
 from lightning_hetero.assign.dispatch import Dispatch, dispatch

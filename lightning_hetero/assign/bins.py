@@ -1,7 +1,7 @@
-"""Spread items over bins so that the fullest is as empty as possible, for many problems at once.
+"""Spread items over bins so that the fullest bin has the least load, for many problems at once.
 
 A row is one problem: its items, its number of bins and the most tokens a bin holds. Longest first
-(LPT) gives a start, then each step moves or swaps one item out of the fullest bin, in all rows
+(LPT) gives a start; then each step moves or swaps one item out of the fullest bin, in all rows
 together. With R rows, U items and V bins a step costs about 25 NumPy calls on [R, U, U + V] arrays.
 """
 
@@ -17,19 +17,19 @@ __all__ = ["BinRows", "balance", "improve_balance"]
 _BLOCKED = 1e30
 _GAIN = 1e-9
 _MAX_STEPS = 60
-"""Most changes of a row."""
+"""Most moves and swaps in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinRows:
-    """R problems and where their items are."""
+    """R problems, and the bin of each of their items."""
 
     times_s: FloatArray
-    """[R, U] seconds of each item, descending, 0 where a row has fewer items."""
+    """[R, U] seconds of each item, descending, then 0 if a row has fewer items."""
     tokens: FloatArray
-    """[R, U] tokens of each item, 0 where a row has fewer."""
+    """[R, U] tokens of each item, then 0 if a row has fewer."""
     num_bins: IntArray
-    """[R]."""
+    """[R] number of bins."""
     max_tokens: FloatArray
     """[R] most tokens in a bin."""
     bin_of: IntArray
@@ -38,7 +38,7 @@ class BinRows:
     """[R] whether every item found room."""
 
     def only(self, rows: IntArray) -> Self:
-        """Return some of the problems."""
+        """Return only the problems of these rows."""
         return type(self)(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
     def loads_s(self) -> FloatArray:
@@ -48,7 +48,7 @@ class BinRows:
         return loads_s
 
     def fullest_s(self) -> FloatArray:
-        """Return the seconds of the fullest bin, [R]; infinite for rows without room."""
+        """Return the seconds of the fullest bin, [R]; infinite for invalid rows."""
         return np.where(self.is_valid, self.loads_s().max(axis=1), np.inf)
 
 
@@ -60,9 +60,10 @@ def balance(
     *,
     tightest: bool = False,
 ) -> BinRows:
-    """Return each row's items spread longest first, each into the emptiest bin with room.
+    """Return each row's items spread longest first, each into the bin of least load with room.
 
-    With `tightest` into the bin with the least room instead, which fits where the other rule fails.
+    With `tightest` each goes into the bin with the least room that suffices, which may find room
+    for all items if the other rule doesn't. See `BinRows` for the arguments.
     """
     num_rows, num_items = times_s.shape
     rows = np.arange(num_rows)
@@ -94,7 +95,7 @@ def improve_balance(rows: BinRows, *, stop_at_s: FloatArray) -> BinRows:
 
     Args:
         rows: The problems; invalid ones are left as they are.
-        stop_at_s: [R] lower bounds; a row that meets its own is finished.
+        stop_at_s: [R] lower bounds of the fullest bin; a row that reaches its bound is finished.
     """
     bin_of = rows.bin_of.copy()
     active = np.flatnonzero(rows.is_valid)
@@ -138,7 +139,7 @@ def _step(part: BinRows, stop_at_s: FloatArray) -> tuple[IntArray, BoolArray]:
 def _swap_ends(
     part: BinRows, loads_s: FloatArray, used: FloatArray, fullest: IntArray
 ) -> FloatArray:
-    """Return the fuller of the two bins [R, U, U] after item 1 leaves the fullest for item 2's."""
+    """Return the larger load [R, U, U] of both bins if item 1 of the fullest and item 2 swap."""
     rows = np.arange(len(fullest))
     own_s = loads_s[rows, fullest][:, None, None]
     there_s = np.take_along_axis(loads_s, part.bin_of, axis=1)[:, None, :]
@@ -156,7 +157,7 @@ def _swap_ends(
 def _move_ends(
     part: BinRows, loads_s: FloatArray, used: FloatArray, fullest: IntArray
 ) -> FloatArray:
-    """Return the fuller of the two bins [R, U, V] after an item leaves the fullest for another."""
+    """Return the larger load [R, U, V] of both bins if an item of the fullest moves to a bin."""
     rows = np.arange(len(fullest))
     own_s = loads_s[rows, fullest][:, None, None]
     ends_s = np.maximum(

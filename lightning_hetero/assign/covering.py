@@ -1,11 +1,11 @@
-"""The linear relaxation of lower bounds: sequences covered by kinds of pipeline.
+"""Linear relaxation for lower bounds of latency: sequences are covered by kinds of pipelines.
 
-Sequences come longest first, in runs of nearly equal length, each with the least of its lengths.
+Sequences are in runs of nearly equal length, longest first; each run has the least of its lengths.
 For a given latency, a pipeline of kind k whose longest sequence is of run h has `slots[h, k]`
 seconds of a stage for its micro-batches, `room[h, k]` of them for sequences without constants.
 Variables are shares `f[i, k]` of run i on kind k and numbers `y[h, k]` of pipelines of kind k whose
 longest sequence is of run h. With n_i sequences of length l_i or more in run i, their work W_k(i),
-and M_k = MaxLen, whatever fits satisfies for all i and k:
+and M_k = MaxLen, every dispatch of that latency satisfies for all i and k:
 
 - `Σ_k f[i, k] = 1`;
 - the work up to i fits, without constants and with c for every M_k tokens:
@@ -14,7 +14,7 @@ and M_k = MaxLen, whatever fits satisfies for all i and k:
 - their number fits: `Σ_{h<=i} f[h, k]·n_h <= Σ_{h<=i} y[h, k]·(1 + m[h, i, k])` with m the most
   sequences of length l_i that such a pipeline can hold beside its longest.
 
-So a latency is a lower bound if no solution makes do with the pipelines there can be.
+So a latency is a lower bound if no solution exists with the pipelines that are available.
 """
 
 from collections.abc import Callable
@@ -39,17 +39,17 @@ class SequenceRuns:
     least: IntArray
     """[R] least length of each run."""
     counts: IntArray
-    """[R] number of its sequences."""
+    """[R] number of sequences of each run."""
     tokens: IntArray
-    """[R] their tokens."""
+    """[R] tokens of each run."""
     work_s: FloatArray
-    """[R, K] seconds of a stage for them."""
+    """[R, K] seconds of a stage for each run, on each kind."""
 
     @classmethod
     def of(cls, lengths: IntArray, table: CostTable, *, spread: float = 0.03) -> Self:
         """Cut the sequences into runs.
 
-        Lengths of a run differ by `spread` at most; the default costs bounds about nothing.
+        Lengths of a run differ by a share of `spread` at most; the default hardly lowers bounds.
         """
         ordered = np.sort(lengths)[::-1]
         starts = [0]
@@ -67,23 +67,23 @@ class SequenceRuns:
 
 
 ROUNDING = 1e-6
-"""By how much, relatively, a limit may be exceeded in a solution of the rows."""
+"""Relative amount by which a solution may exceed the limit of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """Times of a pipeline of each kind with each run as its longest, [R, K]; negative for never."""
+    """Times of a pipeline by its longest sequence's run and its kind, [R, K]; < 0 if impossible."""
 
     slots: FloatArray
     """Seconds of a stage for its micro-batches."""
     room: FloatArray
-    """Those of them that are left for sequences, without c of any micro-batch."""
+    """Seconds of `slots` that are left for sequences, without the constants c."""
 
 
 def add_cover(program: LinearProgram, runs: SequenceRuns, seconds: StageSeconds) -> IntArray | None:
-    """Add shares and pipelines with their rows; return the variables y [R, K].
+    """Add the module's variables f and y, and their rows, to a programme; return y [R, K].
 
-    Returns None if a run fits nowhere, so that no cover exists.
+    Returns None if a run fits on no kind of pipeline, so that no cover exists.
     """
     limits = runs.table.max_len
     allowed = (runs.least[:, None] <= limits) & (
@@ -116,7 +116,7 @@ def add_cover(program: LinearProgram, runs: SequenceRuns, seconds: StageSeconds)
 def _most_sequences(
     runs: SequenceRuns, kind: int, slots_s: FloatArray, room_s: FloatArray
 ) -> FloatArray:
-    """Return [h, i]: 1 + m with the most m for which h and m sequences of length l_i fit."""
+    """Return [h, i]: 1 + m, for the most sequences m of length l_i that fit beside one of run h."""
     times_s = runs.table.times_s(runs.least)[:, kind]
     full_s = times_s + runs.table.c[kind] * runs.least / runs.table.max_len[kind]
     by_room = (room_s - times_s)[:, None] / times_s
@@ -128,11 +128,11 @@ def _most_sequences(
 def least_possible_s(
     is_possible: Callable[[float], bool], low_s: float, high_s: float, precision: float
 ) -> float:
-    """Return a latency that isn't possible, at most `precision` below one that may be.
+    """Return the largest latency found impossible, a lower bound, by bisection.
 
     Args:
-        is_possible: False for latencies that nothing reaches.
-        low_s: A lower bound, returned if anything above it may be possible.
+        is_possible: Returns False only for latencies that can't be reached.
+        low_s: A known lower bound, returned if no latency above it is found impossible.
         high_s: A latency that is known to be possible.
         precision: Relative width at which the bisection ends.
     """

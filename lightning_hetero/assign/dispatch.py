@@ -1,12 +1,12 @@
-"""Which pipeline gets which sequence (Hydraulis §6.2, Eq. 3, Algorithm 1).
+"""Decide which pipeline gets which sequence (Hydraulis §6.2, Eq. 3, Algorithm 1).
 
-The objective is the largest lower bound of a pipeline's latency over the pipelines,
+It minimises, over all pipelines, the largest lower bound of a pipeline's latency,
 `Σ T(l_i) + T(longest)·(PP - 1) + c·(PP - 1 + V)` with the fewest micro-batches V that hold its
 tokens. Many orders are tried at once, each greedily: longest first, the same with noise of several
 strengths on the lengths, and plain shuffles as in the paper. The best few are then improved by
 moves and swaps. Noisy orders matter: on real lengths the best of 100 plain shuffles ends up to 60 %
-later than longest first, and mild noise a few per cent earlier. A few linear programmes bound from
-below what any dispatch takes (`covering`).
+later than longest first, and mild noise a few per cent earlier. A few linear programmes give a
+lower bound of any dispatch's latency (`covering`).
 """
 
 from collections.abc import Sequence
@@ -55,12 +55,12 @@ def dispatch_lower_bound_s(
 
     A pipeline of latency x whose longest sequence is h has `x - (PP-1)·(T(h) + c)` seconds for its
     micro-batches. Every dispatch of latency x is a cover (`covering`) by the plan's pipelines, so x
-    is a lower bound if no cover makes do with a share of 1 of each kind of them.
+    is a lower bound if every cover needs more pipelines of some kind than the plan has.
 
     Args:
         runs: The sequences, on every kind of pipeline.
         counts: Pipelines of each kind.
-        lower_bound_s: A bound that is known already.
+        lower_bound_s: A known lower bound.
         upper_bound_s: Latency of a known dispatch.
         precision: Relative width at which the bisection ends.
     """
@@ -82,13 +82,13 @@ def dispatch_lower_bound_s(
     return least_possible_s(is_possible, low_s, upper_bound_s, precision)
 
 
-_NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
+_NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # So much noise as the last is a plain shuffle.
 _MAX_GREEDY_STEPS = 4000  # Most sequences placed one by one, 25 to 50 µs each.
 _NUM_BULK_TARGETS = 8
 _MAX_BULK_STEPS = 4000  # Most targets x pipelines, with two targets at least.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
 _MAX_IMPROVE_CELLS = 2e6  # Most rows x sequences x pipelines improved.
-_IMPROVE_BUDGET = 10_000_000  # Moves and swaps looked at: about a third of a second.
+_IMPROVE_BUDGET = 10_000_000  # Moves and swaps considered: about a third of a second.
 _NUM_IMPROVED = 8
 _NUM_TARGETS = 24
 _NUM_PRICE_STEPS = 40
@@ -101,7 +101,7 @@ _BOUND_PRECISION = 3e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """The sequences' pipelines and how late the last pipeline ends."""
+    """The pipeline of each sequence, and the time at which the last pipeline ends."""
 
     pipeline_of: tuple[int, ...]
     """Index of the pipeline of each sequence."""
@@ -121,12 +121,12 @@ def dispatch(
 ) -> Dispatch:
     """Return the best dispatch found; the same one for the same arguments.
 
-    It is never worse than longest-first (LPT), which is one of the trials, up to 4,000 sequences;
-    of more, many are placed in a step (`place_in_rounds`, `fill_to_target`). Where `num_trials`
-    orders would take more than a fraction of a second (thousands of sequences on hundreds of
-    pipelines), fewer are tried. Budgets count steps, so that the same arguments give the same
-    answer on every machine. With `tight_bound` the bound comes from linear programmes where
-    these take about 20 ms: with few kinds of pipelines, on lengths that aren't spread widely.
+    Up to 4,000 sequences it is never worse than longest-first (LPT), which is one of the trials. Of
+    more sequences, many are placed in a step (`place_in_rounds`, `fill_to_target`). Fewer than
+    `num_trials` orders are tried if these would take more than a fraction of a second (thousands of
+    sequences on hundreds of pipelines). Budgets count steps, so the same arguments give the same
+    answer on every machine. With `tight_bound` linear programmes give the bound, if they take about
+    20 ms: with few kinds of pipelines, and lengths that aren't spread widely.
 
     Raises:
         AssignmentError: A sequence fits into no pipeline.
@@ -175,7 +175,7 @@ def dispatch(
 def _placed_in_orders(
     sizes: IntArray, times_s: FloatArray, table: CostTable, orders: IntArray, bound_s: float
 ) -> Placement:
-    """Place sequences in some orders, and up to targets; in the first one alone if that will do."""
+    """Place sequences in several orders and up to targets; only in the first if it is optimal."""
     num_rows = len(orders)
     placement = place_greedily(sizes, times_s, table, orders[:1], np.zeros(1))
     # One long sequence often decides the iteration, and longest first is optimal already.
@@ -188,7 +188,7 @@ def _placed_in_orders(
 def _placed_in_bulk(
     sizes: IntArray, times: KindTimes, table: CostTable, bound_s: float
 ) -> Placement:
-    """Place very many sequences: in rounds, or to the least of some targets that can be met."""
+    """Place very many sequences: in rounds, then by bisection to the least target that is met."""
     best = place_in_rounds(sizes, times, table)
     for _ in range(max(2, min(_NUM_BULK_TARGETS, _MAX_BULK_STEPS // len(table.c)))):
         target_s = (bound_s + float(best.latencies_s[0])) / 2
@@ -206,7 +206,7 @@ def _tight_bound_s(
     counts: Sequence[int],
     between_s: tuple[float, float],
 ) -> float:
-    """Return a better bound between two latencies, or the lower one where that takes long."""
+    """Return the best bound between two latencies; the lower one if finding it takes too long."""
     runs = SequenceRuns.of(sizes, CostTable.of(kinds), spread=_BOUND_SPREAD)
     if len(runs.least) * len(kinds) > _MAX_BOUND_CELLS:
         return between_s[0]
@@ -261,12 +261,12 @@ def _orders(lengths: IntArray, num_rows: int, seed: int) -> IntArray:
 
 
 def fast_lower_bound_s(lengths: IntArray, times_s: FloatArray, table: CostTable) -> float:
-    """Return the larger of two bounds of the latency of any dispatch.
+    """Return the larger of two lower bounds of the latency of any dispatch.
 
-    One is the sequence that takes longest where it is quickest, alone with its bubbles. The other
-    is an area: for any prices u_j that sum to 1 over the pipelines, the work of all sequences at
-    their cheapest, `Σ_i min_j u_j·T_j(l_i)`, is at most `Σ_j u_j·max(0, latency - k_j)`, with
-    `k_j = c_j·PP_j + (PP_j - 1)·T_j(shortest)`, what a pipeline in use loses at least.
+    One is the longest time of a sequence that has its quickest pipeline to itself. The other is an
+    area: for any prices u_j that sum to 1 over the pipelines, the work of all sequences, each on
+    its cheapest pipeline, `Σ_i min_j u_j·T_j(l_i)`, is at most `Σ_j u_j·max(0, latency - k_j)`,
+    where `k_j = c_j·PP_j + (PP_j - 1)·T_j(shortest)` is the least loss of a pipeline in use.
     """
     if not len(lengths):
         return 0.0
@@ -284,8 +284,8 @@ def _lower_bound_s(
 
 
 def _area_bound_s(kind_times_s: FloatArray, kind_lost_s: FloatArray, counts: IntArray) -> float:
-    """Return the best area bound met while prices move towards overloaded kinds of pipeline."""
-    # Start from equal prices for what all kinds can hold.
+    """Return the best area bound found while prices of overloaded kinds of pipelines rise."""
+    # At first, all sequences together cost the same on every kind that can hold them.
     prices = 1.0 / np.where(kind_times_s < UNFIT_S, kind_times_s, 0.0).sum(axis=0).clip(1e-30)
     best_s = 0.0
     num_steps = max(1, min(_NUM_PRICE_STEPS, int(_MAX_PRICED_CELLS / kind_times_s.size)))

@@ -1,6 +1,6 @@
 """Place sequences one after another on the pipeline that then ends first (Hydraulis Algorithm 1).
 
-`place_greedily` tries many orders at once. Where there are so many sequences that a step for each
+`place_greedily` tries many orders at once. If there are so many sequences that a step for each
 takes too long, `place_in_rounds` and `fill_to_target` place many in a step, longest first.
 """
 
@@ -17,14 +17,14 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 __all__ = ["Placement", "fill_to_target", "place_greedily", "place_in_rounds"]
 
 _ROUND_SHARE = 8
-"""A round gives sequences to an eighth of the pipelines."""
+"""A round gives sequences to an eighth of the pipelines at most."""
 _LEFT_SHARE = 100
-"""And places at most a hundredth of the sequences that are left."""
+"""A round places a hundredth of the sequences that are left at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where each row put its sequences."""
+    """Each row's pipelines of the sequences, and its latency."""
 
     pipeline_of: IntArray
     """[rows, B] pipeline of each sequence, in the sequences' own order."""
@@ -44,17 +44,17 @@ def place_greedily(
     All rows advance together, one sequence a step, so a step is a dozen NumPy calls on [rows, D]
     arrays, whatever the number of rows: 100 rows, 56 sequences and 16 pipelines are 670 calls.
 
-    That pipeline also keeps the largest end smallest, which is Algorithm 1's rule; where several
-    do, the paper takes the first and this the least loaded. A row with a target instead takes the
-    least roomy pipeline that still ends by the target, and saves the roomy ones, which are
-    expensive, for sequences that fit nowhere else.
+    That pipeline also keeps the largest end smallest, which is Algorithm 1's rule; if several do,
+    the paper takes the first of them, this function the one that ends first. A row with a target
+    takes instead the pipeline of least MaxLen that still ends by the target, and so saves those of
+    large MaxLen, which are expensive, for sequences that fit on no other.
 
     Args:
-        lengths: [B].
+        lengths: [B] tokens of each sequence.
         times_s: [B, D] from `CostTable.fitting_times_s`.
         table: The D pipelines.
-        orders: [rows, B] permutations.
-        targets_s: [rows] latencies to stay below, 0 for none.
+        orders: [rows, B] permutations of the sequences.
+        targets_s: [rows] latencies to stay below, 0 for none; rows with targets come last.
     """
     num_rows, num_pipelines = len(orders), times_s.shape[1]
     shape = (num_rows, num_pipelines)
@@ -64,7 +64,7 @@ def place_greedily(
     rows = np.arange(num_rows)
     pipeline_of = np.empty((num_rows, len(lengths)), dtype=np.int64)
     ordered = lengths[orders].astype(np.float64)
-    # Rows with targets come last; a negative key goes before every time, the least roomy first.
+    # Rows with targets come last. Negative keys, in order of MaxLen, sort before every time.
     targets = int((targets_s > 0).sum())
     first = num_rows - targets
     by_room = np.argsort(np.argsort(table.max_len, kind="stable"), kind="stable") - 1e6
@@ -74,7 +74,7 @@ def place_greedily(
         total_s = work_s + time_s
         if has_bubbles:
             total_s += table.num_bubbles * np.maximum(longest_s, time_s)
-        # The least micro-batches that hold the tokens: at least one, as every length is positive.
+        # The fewest micro-batches that hold the tokens: at least one, as every length is positive.
         num_microbatches = np.ceil((tokens + ordered[:, step, None]) * per_token - 1e-9)
         total_s += fixed_s + table.c * num_microbatches
         if targets:
@@ -103,7 +103,7 @@ def place_in_rounds(lengths: IntArray, times: KindTimes, table: CostTable) -> Pl
     a dozen NumPy calls on [D], 100,000 on 1,024 about 1,300.
 
     Args:
-        lengths: [B].
+        lengths: [B] tokens of each sequence.
         times: Seconds of every sequence.
         table: The D pipelines.
     """
@@ -133,27 +133,27 @@ def place_in_rounds(lengths: IntArray, times: KindTimes, table: CostTable) -> Pl
 
 
 class _Taking(NamedTuple):
-    """A pipeline that takes all sequences of an order up to one."""
+    """A pipeline that takes the sequences of an order from the next one up to some `last` one."""
 
     table: CostTable
     pipeline: int
     work_s: float
-    """Of what it has, less that of all sequences that come before."""
+    """Seconds of the sequences that it has, less `done_s` of the last one before the next."""
     longest_s: float
-    """The longest of all that it has and takes."""
+    """Seconds of the longest sequence that it has or takes."""
     tokens: float
-    """As `work_s`."""
+    """Tokens, counted like `work_s`."""
     done_s: FloatArray
-    """Seconds on this pipeline up to each sequence."""
+    """Sum of the seconds on this pipeline up to each sequence of the order."""
     done_tokens: IntArray
-    """Tokens up to each sequence."""
+    """Sum of the tokens up to each sequence of the order."""
 
     def load(self, last: int) -> tuple[float, float]:
-        """Return its seconds and tokens up to a sequence."""
+        """Return its seconds and tokens if it takes the sequences up to `last`."""
         return self.work_s + self.done_s[last], self.tokens + self.done_tokens[last]
 
     def end_s(self, last: int) -> float:
-        """Return when it then ends."""
+        """Return the second at which it then ends."""
         work_s, tokens = self.load(last)
         table, index = self.table, self.pipeline
         bubbles, count = table.num_bubbles[index], math.ceil(tokens / table.max_len[index] - 1e-9)
@@ -163,20 +163,20 @@ class _Taking(NamedTuple):
 def fill_to_target(
     lengths: IntArray, times: KindTimes, table: CostTable, target_s: float
 ) -> Placement | None:
-    """Place sequences longest first on the least roomy pipeline that still ends by a target.
+    """Place sequences longest first on the pipeline of least MaxLen that still ends by a target.
 
     A pipeline gets as many at once as it has time for, so D pipelines take a few times D steps,
-    whatever the number of sequences. None if there is one for which no pipeline has time.
+    whatever the number of sequences. Returns None if no pipeline has time for some sequence.
 
     Args:
-        lengths: [B].
+        lengths: [B] tokens of each sequence.
         times: Seconds of every sequence.
         table: The D pipelines.
         target_s: Latency by which all pipelines end.
     """
     order = np.argsort(-lengths, kind="stable")
     by_kind = times.by_kind[order]
-    # The last row is what was done before the first sequence.
+    # The last row is 0: the sum before the first sequence.
     done_s = np.zeros((len(lengths) + 1, by_kind.shape[1]))
     np.cumsum(np.where(by_kind < UNFIT_S, by_kind, 0.0), axis=0, out=done_s[:-1])
     done_tokens = np.append(np.cumsum(lengths[order]), 0)

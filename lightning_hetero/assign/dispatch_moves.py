@@ -1,10 +1,11 @@
 """Improve a dispatch by moves and swaps that shorten the pipeline that ends last.
 
-A step looks at every way to give one of its sequences to another pipeline, or to exchange one with
-a sequence elsewhere, and takes the one after which the later of the two ends earliest. Where there
-are very many exchanges, those with the pipelines that end first are tried first. It stops when no
-step helps or the budget is spent, so the result is never worse than its start. With U sequences on
-the last pipeline and B in all, a step costs about 40 NumPy calls on [U, B] and [U, D] arrays.
+A step considers every move of one of that pipeline's sequences to another pipeline, and every swap
+of one with a sequence of another. It takes the one after which the later of the two pipelines ends
+first. If there are very many swaps, those with the pipelines that end first are tried first. Steps
+end when none helps or the budget is spent, so the result is never worse than the start. With U
+sequences on that pipeline, B in all and D pipelines, a step costs about 40 NumPy calls on [U, B]
+and [U, D] arrays.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ __all__ = ["improve_dispatch"]
 
 _GAIN = 1e-9  # Relative gain below which a step counts as none.
 _MAX_STEPS = 1000
-_MAX_SWAPS = 50_000  # Exchanges that one step looks at.
+_MAX_SWAPS = 50_000  # Swaps that one step considers at first; 10 times as many if none helps.
 
 
 @dataclass(kw_only=True)
@@ -35,9 +36,9 @@ class _State:
     rest_s: FloatArray
     """[B] longest time on a sequence's pipeline if the sequence left it."""
     own_s: FloatArray
-    """[B] time of a sequence where it is."""
+    """[B] time of each sequence on its pipeline."""
     num_tried: int = 0
-    """Moves and swaps looked at so far."""
+    """Moves and swaps considered so far."""
 
     @classmethod
     def of(
@@ -89,12 +90,12 @@ def improve_dispatch(
     """Return a dispatch [B] at least as good as `pipeline_of`, and its largest Eq. 2 with c.
 
     Args:
-        lengths: [B].
+        lengths: [B] tokens of each sequence.
         times: Seconds of every sequence.
         table: The D pipelines.
-        pipeline_of: [B] where each sequence is now.
-        stop_at_s: A lower bound; nothing is tried once it is met.
-        budget: Moves and swaps to look at; the step that exceeds it is the last.
+        pipeline_of: [B] pipeline of each sequence at the start.
+        stop_at_s: A lower bound; steps end when it is reached.
+        budget: Moves and swaps to consider; the step that exceeds it is the last.
     """
     state = _State.of(lengths, times, table, pipeline_of)
     totals_s = state.all_totals_s()
@@ -142,7 +143,7 @@ def _best_step(state: _State, last: int, goal_s: float, most_swaps: int) -> int 
 def _swap_ends_s(
     state: _State, last: int, inside: IntArray, most_swaps: int
 ) -> tuple[FloatArray, IntArray]:
-    """Return the later end [U, B'] after exchanging U sequences inside with the B' outside."""
+    """Return the later end [U, B'] after swapping U sequences inside with the B' outside."""
     outside = _partners(state, last, most_swaps // max(1, len(inside)))
     there = state.pipeline_of[outside]
     own_s = state.own_s[inside, None]
@@ -165,7 +166,7 @@ def _swap_ends_s(
 
 
 def _partners(state: _State, last: int, most: int) -> IntArray:
-    """Return sequences [B'] outside pipeline `last`: about `most`, where pipelines end first."""
+    """Return sequences [B'] outside pipeline `last`: about `most`, of pipelines that end first."""
     outside = np.flatnonzero(state.pipeline_of != last).astype(np.int64)
     if len(outside) <= most:
         return outside

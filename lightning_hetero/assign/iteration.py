@@ -1,11 +1,11 @@
-"""The work of one iteration under the best of the candidate plans (Hydraulis §4, steps 1-4).
+"""Assign an iteration's samples under the best of the candidate plans (Hydraulis §4, steps 1-4).
 
-Every candidate that can hold the sequences is dispatched, its pipelines are packed, and the plan
-with the smallest estimated latency runs. A candidate whose lower bound, or whose dispatch before
-packing, already takes longer than the best so far is not looked at further.
+For every candidate that can hold the sequences, these are dispatched to its pipelines and packed;
+the plan with the smallest estimated latency runs. A candidate is dropped as soon as its lower
+bound, or its dispatch before packing, takes longer than the best so far.
 
-A planning process is this module run by `serve`: requests in, texts out. It answers one request
-after the other and knows nothing of earlier ones.
+A planning process runs `serve` of this module: it answers one request after the other with a text,
+and keeps nothing between them.
 """
 
 import json
@@ -67,7 +67,7 @@ def assign_iteration(
     bounds_s = [_bound_s(sizes, pipelines) for pipelines in candidates]
     best: _Packed | None = None
     best_index = -1
-    # Promising plans first, so that the rest is cut off early.
+    # Promising plans first, so that the others are dropped early.
     for index in sorted(range(len(candidates)), key=bounds_s.__getitem__):
         if bounds_s[index] == np.inf or (best and bounds_s[index] >= best.latency_s):
             break
@@ -95,7 +95,7 @@ def assign_iteration(
 
 
 def _packed(sizes: IntArray, dispatched: Dispatch, pipelines: Sequence[PipelineCost]) -> _Packed:
-    """Pack a dispatch; its latency is that of the schedules, which Eq. 1 overrates."""
+    """Pack a dispatch; its latency is by `schedule_s`, because Eq. 1 overestimates it."""
     packings = pack_dispatch(sizes, dispatched, pipelines)
     pipeline_of = np.array(dispatched.pipeline_of, dtype=np.int64)
     ends_s = [
@@ -144,11 +144,11 @@ class AssignmentRequest:
     seed: int = 0
     """Seed of those orders."""
     checksum: int = 0
-    """Of the samples: who asks for others reads no assignment of these."""
+    """Checksum of the samples; `read_assignment` refuses an assignment of others."""
 
 
 def plan_text(request: AssignmentRequest) -> str:
-    """Return the assignment as a text, or why there is none: the same on every machine."""
+    """Return the assignment, or the error if there is none, as JSON; the same on every machine."""
     try:
         found = assign_iteration(
             request.lengths,
@@ -162,11 +162,11 @@ def plan_text(request: AssignmentRequest) -> str:
 
 
 def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
-    """Return the assignment of a text.
+    """Return the assignment in a text of `plan_text`.
 
     Raises:
-        BatchError: It was made for other samples than the request's.
-        AssignmentError: It says why there is none.
+        BatchError: The text is for other samples than the request's.
+        AssignmentError: The text holds an error instead of an assignment.
     """
     data = json.loads(text)
     if data["checksum"] != request.checksum:
@@ -181,5 +181,5 @@ def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
 
 
 def serve() -> None:
-    """Answer requests, as an `AnsweringProcess` does."""
+    """Answer requests until standard input ends; an `AnsweringProcess` runs this."""
     answer_questions(plan_text)

@@ -1,4 +1,4 @@
-"""A thin layer over HiGHS: rows and columns in, a solution with its bound and its duals out."""
+"""Build linear and mixed-integer programmes row by row, and solve them with HiGHS."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _INNER_SEARCHES = (
     "mip_allow_restart",
 )
 _FEW_VARIABLES = 100
-"""Programmes of so few are solved before they could be made smaller."""
+"""Most variables of a linear programme that is solved without presolve, which would take longer."""
 _PROVEN_GAP = 1e-6
 """Relative gap at which an integral solution counts as proven."""
 _Solver: Any = highspy.Highs.__base__
@@ -34,9 +34,9 @@ class Solution:
     values: FloatArray
     """The variables of the best solution; empty if none was found in time."""
     row_duals: FloatArray
-    """By how much the objective rises with each row's limit; only where nothing is integral."""
+    """Rise of the objective with each row's limit; only valid without integral variables."""
     objective: float
-    """Its objective, infinite if there is none."""
+    """Objective of that solution; infinite if there is none."""
     lower_bound: float
     """Proven lower bound of the objective; infinite if the programme has no solution."""
 
@@ -49,8 +49,8 @@ class Solution:
 class LinearProgram:
     """A linear or mixed-integer programme to minimise, built row by row.
 
-    Rows may be added after a solution was found: the next one starts from it. The same programme
-    has the same solution on every machine, unless a time limit ends the search.
+    Rows may be added after a solve; the next one starts from that solution. The same programme has
+    the same solution on every machine, unless a time limit ends the search.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class LinearProgram:
         lower: float = -np.inf,
         upper: float = np.inf,
     ) -> None:
-        """Add `lower <= Σ coefficient·variable <= upper`; no column twice."""
+        """Add `lower <= Σ coefficient·variable <= upper`; each column may be named only once."""
         indices = np.asarray(columns, dtype=np.int64)
         values = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), indices.shape)
         kept = values != 0
@@ -110,10 +110,10 @@ class LinearProgram:
         """Solve until the optimum is proven or a limit is met.
 
         Args:
-            time_limit_s: Seconds; a solution may then depend on the machine's speed.
-            max_nodes: Nodes of the search among integral solutions.
+            time_limit_s: Seconds; the solution may then depend on the machine's speed.
+            max_nodes: Most nodes of the branch-and-bound search; None sets no limit.
             gap: Relative distance from the bound that counts as proven, if integral.
-            enough: Objective with which the search may end, if integral.
+            enough: Objective at which the search may end, if integral.
         """
         self._flush_rows()
         self._solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
@@ -123,7 +123,7 @@ class LinearProgram:
             self._solver.setOptionValue("presolve", "off")
         if max_nodes is not None:
             self._solver.setOptionValue("mip_max_nodes", max_nodes)
-            # Searches within the search cost more than all the nodes of a short one.
+            # These inner searches take longer than all the nodes of a short search.
             for option in _INNER_SEARCHES:
                 self._solver.setOptionValue(option, False)
         self._solver.run()

@@ -1,7 +1,7 @@
-"""How many micro-batches each pipeline runs: the same for all, or so that all end together.
+"""Decide how many micro-batches each pipeline runs: equally many, or so that all end together.
 
 Pipelines of one class are alike. K micro-batches take a pipeline `fill + slope·K` seconds, so the
-numbers that minimise the longest one are found by filling all to a common level.
+longest time is minimised by giving each pipeline as many as end by a common level.
 """
 
 import heapq
@@ -13,7 +13,7 @@ __all__ = ["deal_microbatches", "share_microbatches"]
 def deal_microbatches(repeats: Sequence[int], total: int) -> list[list[int]] | None:
     """Return equal numbers of micro-batches, one apart at most, for every pipeline of every class.
 
-    None if a pipeline would get none.
+    Returns None if there are fewer micro-batches than pipelines.
     """
     num_pipelines = sum(repeats)
     if total < num_pipelines:
@@ -28,8 +28,8 @@ def share_microbatches(
 ) -> list[list[int]] | None:
     """Return the micro-batches of every pipeline of every class, one at least.
 
-    Minimises the longest `fill + slope·K`, exactly: each goes where it ends first. None if there
-    are fewer than pipelines.
+    Minimises the longest `fill + slope·K`, exactly: each goes where it ends first. Returns None if
+    there are fewer micro-batches than pipelines.
 
     Args:
         fills_s: Seconds of each class that don't grow with K.
@@ -41,7 +41,7 @@ def share_microbatches(
     counts, left = [1] * len(kinds), total - sum(repeats)
     if left < 0:
         return None
-    # Up to a level at which fewer than one for each pipeline are left, then one after another.
+    # Bisect the level until at most one per pipeline is left; deal these one after another.
     low, high = 0.0, max(fill + slope * (total + 1) for fill, slope in kinds)
     while left > sum(repeats):
         middle = (low + high) / 2
@@ -63,7 +63,7 @@ def share_microbatches(
         left -= repeats[last]
         heapq.heappush(queue, (end_s + slopes_s[last], last))
     shares = [[k] * n for k, n in zip(counts, repeats, strict=True)]
-    # Some pipelines of the class that came last get none of its last round.
+    # The last round may have dealt too many: some pipelines of its class get one less.
     for position in range(-left):
         shares[last][position] -= 1
     return shares

@@ -1,11 +1,11 @@
-"""How a pipeline's sequences are packed into micro-batches (Hydraulis §6.1, Eq. 1, Appendix C).
+"""Pack a pipeline's sequences into micro-batches (Hydraulis §6.1, Eq. 1, Appendix C).
 
-Minimise `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the number V of micro-batches and over
-what each holds, no micro-batch above MaxLen tokens. V runs from `⌈Σl / MaxLen⌉` to `Σl / UtilLen`
-or the number of sequences, and always to `2·⌈Σl / MaxLen⌉ - 1`, with which any order of filling
-succeeds; where micro-batches above KeptLen take longer, to what keeps below that. Up to eight
-sequences are packed exactly by looking at every partition. More are spread longest first and
-improved by swaps, all V and all pipelines of the iteration at once.
+Minimise `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the number V of micro-batches and their
+contents, with at most MaxLen tokens in each. V runs from `⌈Σl / MaxLen⌉` to `Σl / UtilLen`, at
+least to `2·⌈Σl / min(MaxLen, KeptLen)⌉ - 1`, with which any order of filling stays below these
+lengths, and at most to the number of sequences. Up to eight sequences are packed exactly, by trying
+every partition. More are spread longest first and improved by swaps, for all V and all pipelines of
+the iteration at once.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _MAX_ENUMERATED = 8
-"""Most sequences whose partitions are all looked at: 8·8·4,140 = 265,000 multiply-adds, under a
-millisecond, where an integer programme takes several."""
+"""Most sequences whose partitions are all tried: 8·8·4,140 = 265,000 multiply-adds, under a
+millisecond, while an integer programme takes several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Packing:
     latency_s: float
     """Eq. 1 with c; 0 for a pipeline without sequences."""
     lower_bound_s: float
-    """No packing with a number of micro-batches in the range has a smaller latency."""
+    """No packing with a number of micro-batches in `microbatch_range` has a smaller latency."""
 
 
 @dataclass(kw_only=True)
@@ -64,7 +64,7 @@ class _Problem:
     counts: IntArray
     """Numbers of micro-batches that are tried."""
     row_bounds_s: FloatArray
-    """Lower bound of Eq. 1 for each of them."""
+    """Lower bound of Eq. 1 for each of these numbers."""
     bin_of: IntArray
     latency_s: float = float("inf")
 
@@ -73,7 +73,7 @@ class _Problem:
         return float(self.row_bounds_s.min())
 
     def offer(self, bin_of: IntArray) -> None:
-        """Keep a packing, micro-batch by sequence, if it is better than the best so far."""
+        """Keep a packing, the micro-batch of each sequence, if it is the best so far."""
         used, bins = np.unique(bin_of, return_inverse=True)
         loads_s = np.bincount(bins, weights=self.times_s)
         tokens = np.bincount(bins, weights=self.lengths)
@@ -83,7 +83,7 @@ class _Problem:
             self.bin_of, self.latency_s = bins, latency_s
 
     def packing(self) -> Packing:
-        """Return the best packing, the longest micro-batch first."""
+        """Return the best packing, with the longest micro-batch first."""
         loads_s = np.bincount(self.bin_of, weights=self.times_s)
         batches = tuple(
             tuple(sorted(self.order[self.bin_of == batch].tolist()))
@@ -97,7 +97,7 @@ class _Problem:
 
 
 def pack_all(lengths: Sequence[ArrayLike], costs: Sequence[PipelineCost]) -> tuple[Packing, ...]:
-    """Return the best packing found for each pipeline's sequences; all are worked on together.
+    """Return the best packing found for each pipeline's sequences; all are packed together.
 
     Args:
         lengths: For each pipeline the tokens of its sequences.
@@ -130,8 +130,8 @@ def microbatch_range(lengths: IntArray, cost: PipelineCost) -> range:
 def packing_lower_bound_s(times_s: FloatArray, num_microbatches: int) -> float:
     """Return a lower bound of the longest of V micro-batches, without c.
 
-    The mean, the longest sequence, and for each k the k + 1 shortest of the kV + 1 longest
-    sequences, since some micro-batch holds k + 1 of those.
+    The largest of: the mean, the longest sequence, and for each k the k + 1 shortest of the kV + 1
+    longest sequences, since some micro-batch holds k + 1 of those.
 
     Args:
         times_s: [U] descending.
@@ -221,7 +221,7 @@ def _spread_large(problems: list[_Problem]) -> None:
 
 
 def _rows_of(problems: list[_Problem]) -> tuple[list[tuple[int, int]], BinRows]:
-    """Return (problem, number of micro-batches) of each row, and the rows, spread longest first."""
+    """Return the indices (problem, count) of each row, and the rows, spread longest first."""
     owners = [
         (index, row)
         for index, problem in enumerate(problems)
@@ -256,9 +256,9 @@ def _offer_rows(problems: list[_Problem], owners: list[tuple[int, int]], rows: B
 
 
 def _first_fit(problem: _Problem) -> IntArray:
-    """Return the first micro-batch with room for each sequence, longest first.
+    """Return each sequence's micro-batch: the first with room, longest sequences first.
 
-    One above KeptLen is alone in its micro-batch.
+    A sequence above KeptLen is alone in its micro-batch.
     """
     usual = min(problem.cost.max_len, problem.cost.kept_len)
     room = [usual]

@@ -1,14 +1,14 @@
-"""The cost of a sequence on a pipeline: the latency model and the limits of one parallel scheme.
+"""Cost model of a pipeline: the seconds of sequences and micro-batches, and limits of their length.
 
 Hydraulis Appendix B: one stage takes `a·l² + b·l` for the forward and backward of a sequence of l
-tokens, and every micro-batch, however packed, pays `c` once more. A pipeline of PP stages that runs
-V micro-batches takes `(longest micro-batch + c)·(PP - 1 + V)` (Eq. 1 with c).
+tokens, and every micro-batch, however packed, takes `c` in addition. A pipeline of PP stages that
+runs V micro-batches takes `(longest micro-batch + c)·(PP - 1 + V)` (Eq. 1 with c).
 
-Longer micro-batches have room if a stage computes activations again. With K and R the bytes per
-token of a kept and of a recomputed layer, and like micro-batches in flight that fill its budget
-from KeptLen tokens on, T tokens ask for the part `K / (K - R)·(1 - KeptLen / T)` of its layers. So
-a micro-batch of T > KeptLen tokens takes `1 + ρ·(1 - KeptLen / T)` times as long, where ρ is that
-K / (K - R) times a forward's part of both passes.
+Longer micro-batches fit if a stage recomputes activations. Let K and R be the bytes per token of a
+kept and of a recomputed layer, and let micro-batches of KeptLen tokens in flight just fill the
+stage's budget. Then those of T > KeptLen tokens must recompute the share
+`K / (K - R)·(1 - KeptLen / T)` of its layers, so they take `1 + ρ·(1 - KeptLen / T)` times as long,
+where ρ is K / (K - R) times the forward's share of forward and backward.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 UNFIT_S = 1e30
-"""Stands for the time of a sequence where it doesn't fit; finite, so that 0 bubbles of it are 0."""
+"""Time of a sequence on a pipeline that can't hold it; finite, so that 0 times it is 0."""
 
 NEVER_RECOMPUTED = 2**62
 """KeptLen of a pipeline that keeps all activations."""
@@ -53,17 +53,17 @@ class PipelineCost:
     b: float
     """Seconds per token of a stage's forward and backward, above 0."""
     c: float
-    """Seconds per micro-batch and stage whatever it holds, 0 or more."""
+    """Seconds per micro-batch and stage, independent of its contents, 0 or more."""
     max_len: int
     """Most tokens a micro-batch may hold (MaxLen), 1 or more."""
     util_len: int
-    """Tokens from which the device is well used (UtilLen), 1 or more."""
+    """Tokens of a micro-batch from which the device is well utilised (UtilLen), 1 or more."""
     num_stages: int
     """Number of stages (PP), 1 or more."""
     kept_len: int = NEVER_RECOMPUTED
     """Tokens above which a micro-batch computes activations again (KeptLen), 1 or more."""
     recompute_share: float = 0.0
-    """ρ: the share by which it then takes longer, in the limit of long ones, 0 or more."""
+    """ρ: the share by which recomputation lengthens very long micro-batches, 0 or more."""
 
     def __post_init__(self) -> None:
         if not (self.a >= 0 and self.b > 0 and self.c >= 0):
@@ -84,14 +84,14 @@ class PipelineCost:
             )
 
     def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
-        """Return how many times longer micro-batches of these tokens take for recomputing."""
+        """Return by which factor recomputation lengthens micro-batches of these tokens."""
         return stretch(tokens, self.kept_len, self.recompute_share)
 
     def schedule_s(self, microbatches_s: FloatArray) -> float:
-        """Return about when a 1F1B schedule of unequal micro-batches ends, a little above it.
+        """Return an estimate of the seconds of a 1F1B schedule of unequal micro-batches.
 
         `Σ_j t_j + (PP - 1)·max_j t_j` with c in each t, as in a flow shop. Simulated schedules take
-        0.90 to 1.00 of it, but only 0.75 of Eq. 1 where micro-batches differ much.
+        0.90 to 1.00 of it, but only 0.75 of Eq. 1 if micro-batches differ much.
         """
         if not len(microbatches_s):
             return 0.0
@@ -133,7 +133,7 @@ class CostTable:
     def times_s(self, lengths: IntArray | FloatArray) -> FloatArray:
         """Return T(l) of lengths [...] on every pipeline, [..., D].
 
-        With what sequences above KeptLen compute again, whatever they are packed with.
+        It includes what a sequence above KeptLen must recompute even alone in its micro-batch.
         """
         column = lengths[..., None].astype(np.float64)
         times_s: FloatArray = (self.a * column + self.b) * column
@@ -142,7 +142,7 @@ class CostTable:
         return times_s
 
     def fitting_times_s(self, lengths: IntArray) -> FloatArray:
-        """Return T(l) [B, D], `UNFIT_S` where a sequence exceeds a pipeline's MaxLen."""
+        """Return T(l) [B, D]; `UNFIT_S` if a sequence exceeds a pipeline's MaxLen."""
         times_s = self.times_s(lengths)
         times_s[lengths[:, None] > self.max_len] = UNFIT_S
         return times_s
@@ -158,7 +158,7 @@ class CostTable:
         tokens: FloatArray,
         pipelines: IntArray | slice | int = slice(None),
     ) -> FloatArray:
-        """Return Eq. 2 with c of loads on the given pipelines, 0 without tokens.
+        """Return the latency of loads on the given pipelines by Eq. 2 with c; 0 without tokens.
 
         It counts the fewest micro-batches that hold the tokens.
         """
@@ -169,16 +169,16 @@ class CostTable:
         return result
 
     def lost_s(self, longest: IntArray) -> FloatArray:
-        """Return what bubbles and one micro-batch's c cost beside the work, [..., D].
+        """Return the seconds of bubbles and of c, with one micro-batch, beside the work, [..., D].
 
-        It is the least that a pipeline loses whose longest sequence has `longest` tokens.
+        A pipeline whose longest sequence has `longest` tokens loses at least this.
         """
         return self.num_bubbles * self.times_s(longest) + self.c * (self.num_bubbles + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindTimes:
-    """Seconds of B sequences on D pipelines of K kinds: B·K numbers for B·D."""
+    """Seconds of B sequences on D pipelines of K kinds, stored as B·K numbers."""
 
     by_kind: FloatArray
     """[B, K] from `CostTable.fitting_times_s`."""
@@ -186,7 +186,7 @@ class KindTimes:
     """[D] kind of each pipeline."""
 
     def of(self, sequences: IntArray, pipelines: IntArray | slice | int) -> FloatArray:
-        """Return the seconds of some sequences on some pipelines, broadcast against each other."""
+        """Return the seconds of sequences on pipelines; both indices are broadcast."""
         found: FloatArray = self.by_kind[sequences, self.kind_of[pipelines]]
         return found
 
@@ -208,7 +208,7 @@ def as_lengths(lengths: ArrayLike) -> IntArray:
 
 
 def typical_length(lengths: IntArray) -> int:
-    """Return the length of the sequence that the average token is in."""
+    """Return the mean length of sequences, weighted by tokens, rounded."""
     return round(float((lengths.astype(float) ** 2).sum() / lengths.sum()))
 
 
@@ -232,6 +232,6 @@ def microbatch_times_s(
 def stretch(
     tokens: IntArray | FloatArray, kept_len: FloatArray | float, share: FloatArray | float
 ) -> FloatArray:
-    """Return how many times longer micro-batches of these tokens take for recomputing."""
+    """Return by which factor recomputation lengthens micro-batches of these tokens."""
     result: FloatArray = 1.0 + share * np.maximum(1.0 - kept_len / np.maximum(tokens, 1.0), 0.0)
     return result

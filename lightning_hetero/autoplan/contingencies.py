@@ -1,4 +1,4 @@
-"""Solve in advance the plans that are needed if ranks are lost, so that nobody waits for a solver.
+"""Search in advance for the plans that are needed if ranks are lost, so that no rank waits then.
 
 After a loss the first rank that is left plans. So each rank solves the cases in which it would be
 the first: rank 0 the loss of any other rank or node, and the next rank, or the first one on the

@@ -37,7 +37,7 @@ def with_exchange(
     is_open = config.exchange is ExchangeKind.AUTO and backend not in (None, "gloo")
     if config.exchange is not ExchangeKind.BY_NODE and (not is_open or facts.redundancy):
         return config
-    # Other ranks compare more than this now, and see that these have something else to compare.
+    # Ranks with another kind compare other facts at this point, so the difference is found.
     check_alike(facts.comms, exchange=config.exchange)
     seats = facts.detect_seats()
     hosts = list(dict.fromkeys(seat.node for seat in seats))

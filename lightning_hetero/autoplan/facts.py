@@ -233,9 +233,9 @@ class RunFacts:
     redundancy: int = 0
     """Standbys of each slice."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
-    """Where owned slices live."""
+    """The kind of device that keeps owned slices."""
     layer_options: LayerOptions = field(default_factory=LayerOptions)
-    """How layers run where the plan says nothing."""
+    """How layers run if the plan doesn't set it."""
     data: Callable[[], DataFacts] | None = None
     """Returns the facts of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None if samples are dealt as they come."""
@@ -269,7 +269,7 @@ class RunFacts:
     def state_layout(self) -> StateLayout:
         """Return the bytes of weights, gradients and states; frozen parameters have only weights.
 
-        Where some are frozen, the bytes are means over all parameters.
+        If some are frozen, the bytes are means over all parameters.
         """
         specs = self.layout.specs
         count = sum(spec.numel for spec in specs)

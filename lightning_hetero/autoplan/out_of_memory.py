@@ -1,8 +1,8 @@
-"""Explain what filled a device that ran out of memory, and keep it for the next start's plan.
+"""Explain what filled a device that ran out of memory, and record it for the next start's plan.
 
-The error stays torch's own, with a note that the other ranks' errors contain, too: which stage it
-was, what was predicted, term by term, and what was there. A correction for later plans is written
-into the folder of the measured profiles (`runtime.setup.memory_corrections`).
+The error stays torch's own, with a note that the other ranks' errors contain, too: the stage, and
+the predicted and actual bytes, term by term. A correction for later plans is written into the
+folder of the measured profiles (`runtime.setup.memory_corrections`).
 """
 
 import re
@@ -129,7 +129,7 @@ class MemoryWatch:
         if self._has_explained or not is_out_of_memory(error):
             return
         self._has_explained = True
-        # The user must see this error whatever becomes of its explanation.
+        # The user must see this error even if its explanation fails.
         try:
             error.add_note(self._explain(error, trains=trains))
         except Exception as problem:
@@ -163,7 +163,7 @@ class MemoryWatch:
         return "\n".join(lines)
 
     def _share_in_flight(self) -> float:
-        """Return the share of its most micro-batches in flight that this rank holds now."""
+        """Return the micro-batches in flight on this rank, as a share of its maximum."""
         engine, place = self._engine, self._engine.place
         assert place is not None
         num_stages = engine.plan.pipelines[place.pipeline_index].num_stages
@@ -215,7 +215,7 @@ def _table(predicted: MemoryTerms, live: _Live, total: int) -> str:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process; 0 where the system doesn't say it."""
+    """Return the resident bytes of this process; 0 if the system doesn't report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

@@ -83,7 +83,7 @@ def check_room_for_states(
     if not config.standbys and shares is None:
         return
     if not config.standbys:
-        # Ranks whose plan says no shares compare more than this now, and see that these say some.
+        # Ranks whose plan has no shares compare other facts at this point, so it is found.
         check_alike(facts.comms, owner_shares=shares)
     slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
     room = [usable_bytes(seat.device.memory_bytes) for seat in facts.detect_seats()]
@@ -116,7 +116,7 @@ def find_standbys_of_run(facts: RunFacts, plans: RunPlans) -> tuple[int, ...]:
     """
     if not facts.redundancy:
         return ()
-    # Other ranks compare more than this now, and see that these have something else to compare.
+    # Ranks without redundancy compare other facts at this point, so the difference is found.
     shares = plans.first.owner_shares
     check_alike(facts.comms, redundancy=facts.redundancy, owner_shares=shares)
     if facts.comms.world_size == 1:

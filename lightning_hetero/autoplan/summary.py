@@ -124,7 +124,7 @@ class StartUp:
 
     @property
     def _planned(self) -> AutoPlanned | None:
-        """The planning behind the present plan; None if the plan was given or has been changed."""
+        """The planning of the present plan; None if the plan was given or has been changed."""
         return self.auto if self.auto is not None and self.auto.plan == self.plan else None
 
     @property

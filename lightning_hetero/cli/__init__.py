@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lightning-hetero {chosen}: error: {message}", file=sys.stderr)
         return _EXIT_BAD_INPUT
     except BrokenPipeError:
-        # Who reads the output has seen enough; the interpreter must not flush into the pipe again.
+        # The reader has closed the pipe; the interpreter must not flush into it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -68,5 +68,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
-    """Print a warning as one line, without the place in the code, which a user can't mend."""
+    """Print a warning as one line, without the place in the code, which doesn't help users."""
     print(f"lightning-hetero: warning: {message}", file=sys.stderr)

@@ -43,7 +43,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`, whatever `ModelSpec.load` accepts."""
+    """Add `--model`, which takes what `ModelSpec.load` accepts."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -56,7 +56,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> None:
     """Add the options of planning and simulating: cluster, model, batch, precision, profile.
 
-    `size` says, for the help, what the default "auto" means for a micro-batch's size.
+    `size` explains, in the help, the default "auto" of a micro-batch's size.
     """
     parser.add_argument(
         "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"

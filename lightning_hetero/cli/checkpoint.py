@@ -120,9 +120,10 @@ def _verify(tiers: Sequence[Tier], step: int | None) -> int:
 
 
 def _list(tiers: Sequence[Tier], paths: Sequence[str]) -> None:
-    """Print the checkpoints of all places that can be read; then raise for the others.
+    """Print the checkpoints of all places that can be read.
 
-    For a missing or unreadable place isn't one without checkpoints.
+    Raises:
+        CheckpointError: A place is missing or can't be read, which isn't the same as empty.
     """
     problems = {path: _problem(tier, path) for tier, path in zip(tiers, paths, strict=True)}
     readable = [tier for tier in tiers if problems[tier.name] is None]

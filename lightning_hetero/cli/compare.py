@@ -1,4 +1,4 @@
-"""Say where two plans differ: `lightning-hetero compare A.json B.json --cluster ...`."""
+"""Show how two plans differ: `lightning-hetero compare A.json B.json --cluster ...`."""
 
 import argparse
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def _rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str, str
 
 
 def _rank_rows(cost: CostModel, a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return what ranks do in both plans, those that change alike and follow each other once."""
+    """Return a row for each run of ranks with the same change: their stages in both plans."""
     sides = [_by_rank(facts["stages"]) for facts in (a, b)]
     groups: list[tuple[int, int, tuple[str, ...]]] = []
     for rank in range(cost.cluster.num_ranks):

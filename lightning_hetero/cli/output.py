@@ -81,7 +81,7 @@ def price_line(price_per_billion_tokens: float) -> str:
 
 
 def assumptions_line(cost: CostModel, precision: str) -> str:
-    """Return the line on the assumptions behind memory and times."""
+    """Return the line on the assumptions of memory and times."""
     layout = cost.layout
     twice = " with standbys" if layout.redundancy else ""
     times = "measured times" if isinstance(cost, ProfileCost) else "data sheets"

@@ -13,7 +13,7 @@ from functools import lru_cache
 __all__ = ["MAX_KEPT_SENDS", "Action", "ActionKind", "schedule_1f1b", "schedule_forward"]
 
 MAX_KEPT_SENDS = 2
-"""Most messages to a neighbouring stage that may be under way in each direction."""
+"""Most unfinished sends to a neighbouring stage, in each direction."""
 
 
 class ActionKind(StrEnum):

@@ -1,4 +1,4 @@
-"""Types of NumPy arrays that signatures name; shapes stand in docstrings."""
+"""Types of NumPy arrays for signatures; docstrings give the shapes."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,7 +1,7 @@
 """One iteration's work as data: which plan runs, and which samples make up which micro-batch.
 
-Assignments are made ahead of time by planning processes, cross process boundaries as JSON and are
-read by the runtime, which looks up the plan by its index and runs its own pipeline's micro-batches.
+Planning processes make assignments ahead of time and pass them on as JSON. Each rank looks up the
+plan by its index and runs its own pipeline's micro-batches.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Assignment:
     """The plan and the micro-batches of one iteration.
 
     Raises:
-        AssignmentError: A sample stands in two micro-batches, or a micro-batch is empty.
+        AssignmentError: A sample is in two micro-batches, or a micro-batch is empty.
     """
 
     plan_index: int
@@ -26,9 +26,9 @@ class Assignment:
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """For each pipeline its micro-batches, each as the indices of its samples."""
     latency_s: float
-    """Estimated seconds of all passes."""
+    """Estimated seconds of the iteration's forward and backward passes."""
     lower_bound_s: float
-    """Lower bound on the seconds of any candidate plan."""
+    """Lower bound of these seconds under any candidate plan."""
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
@@ -63,7 +63,7 @@ class Assignment:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Build an assignment from what `to_dict` returns; AssignmentError if it isn't that."""
+        """Build an assignment from the data of `to_dict`; AssignmentError if it is no such data."""
         try:
             return cls(
                 plan_index=int(data["plan_index"]),

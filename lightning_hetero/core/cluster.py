@@ -1,4 +1,4 @@
-"""The machines there are: nodes, their devices, the links between them.
+"""Describe a cluster: nodes, their devices and the links between them.
 
 Ranks are numbered node by node in the order given, so rank r of the cluster is global rank r of the
 run. A cluster file is YAML::
@@ -45,10 +45,10 @@ class Node:
     price_per_hour: float | None = None
     """Price of the whole node for an hour, in any one currency; None if unknown."""
     host_memory_bytes: float | None = None
-    """Memory of the machine itself that its ranks may use together for what they own, bytes; None
-    if none."""
+    """Host memory that the node's ranks together may use for slices that they own, bytes; None if
+    none."""
     host_memory_bytes_per_s: float = 200e9
-    """Bandwidth of that memory, which the optimizer's steps on the host share, bytes/s."""
+    """Bandwidth of that memory, shared by all optimizer steps on the host, bytes/s."""
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -76,7 +76,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Bandwidth and latency between two nodes, where they differ from the cluster's."""
+    """Bandwidth and latency between two nodes, if they differ from the cluster's."""
 
     nodes: tuple[int, int]
     """Indices of the two nodes; equal ones describe the link inside that node."""
@@ -109,12 +109,12 @@ class MessageRate:
     message_bytes: float
     """Bytes of the message."""
     bytes_per_s: float
-    """Bytes of it in a second, one direction, the latency not counted."""
+    """Rate of such a message in one direction, without its latency, bytes/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All nodes and what connects them.
+    """All nodes and the links between them.
 
     Raises:
         ClusterError: No nodes, an unknown device, links that contradict each other, or rates at
@@ -124,10 +124,10 @@ class Cluster:
     nodes: tuple[Node, ...]
     """The machines; ranks are numbered node by node."""
     inter_node_bytes_per_s: float = 50e9
-    """Bandwidth between nodes of one rank, one direction, bytes/s (400 Gb/s by default)."""
+    """Bandwidth of one rank to another node, one direction, bytes/s (400 Gb/s by default)."""
     inter_node_rates: tuple[MessageRate, ...] = ()
-    """The rate of a message by its size, sizes rising, over a link of that bandwidth: between two
-    sizes seconds are interpolated. Links of other bandwidths scale it. None: all sizes reach it."""
+    """Rates of messages by ascending size, over a link of that bandwidth; between two sizes seconds
+    are interpolated. Links of other bandwidths scale them. Empty: all sizes reach the bandwidth."""
     inter_node_latency_s: float = 10e-6
     """Latency of a message between nodes, seconds."""
     intra_node_latency_s: float = 3e-6
@@ -135,7 +135,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     """Links that differ from these defaults."""
     devices: tuple[DeviceSpec, ...] = ()
-    """Device types that the built-in table lacks, or corrects."""
+    """Device types that the built-in table lacks, or that replace its own."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -144,7 +144,7 @@ class Cluster:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ClusterError(f"`devices` describes {twice} twice. Keep one of each.")
-        # A short name is spelt out, so that whoever compares names need not know of it.
+        # Short names are spelt out, so that names can be compared.
         nodes = tuple(
             replace(node, device=find_device(node.device, self.devices).name) for node in self.nodes
         )
@@ -160,7 +160,7 @@ class Cluster:
         self._check_rates()
 
     def _check_rates(self) -> None:
-        if self.inter_node_curve is None:  # Made here, which refuses what is no curve.
+        if self.inter_node_curve is None:  # Making the curve checks it.
             return
         fastest = max(item.bytes_per_s for item in self.inter_node_rates)
         if fastest > self.inter_node_bytes_per_s:
@@ -214,10 +214,10 @@ class Cluster:
         return range(first, first + self.nodes[node_index].count)
 
     def without(self, lost: Collection[int]) -> Self:
-        """Return what is left when some ranks are lost; the others are numbered anew, in order.
+        """Return the cluster without some ranks; the others are numbered anew, in order.
 
         Raises:
-            ClusterError: Nobody is left.
+            ClusterError: No rank is left.
         """
         counts = [
             sum(rank not in lost for rank in self.ranks_of(index))
@@ -272,7 +272,7 @@ class Cluster:
         return sum(known) if len(known) == len(prices) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the cluster as YAML-ready dicts and lists, without what is left at its default."""
+        """Return the cluster as YAML-ready dicts and lists, without default values."""
         data: dict[str, Any] = {"nodes": [_without_defaults(node) for node in self.nodes]}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -286,7 +286,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Any, *, measured: Sequence[DeviceSpec] = ()) -> Self:
-        """Build and validate a cluster from what `to_dict` returns.
+        """Build and validate a cluster from data like that of `to_dict`.
 
         Args:
             data: Nodes, links and devices; numbers may have units: "80 GiB", "400 Gbit/s".
@@ -337,13 +337,16 @@ class Cluster:
 
 
 def _without_defaults(part: Node | Link | MessageRate | DeviceSpec) -> dict[str, Any]:
-    """Return the fields of a part of the cluster that aren't as they would be anyway."""
+    """Return the fields of a part of the cluster that differ from their defaults."""
     defaults = {item.name: item.default for item in fields(part)}
     return {key: value for key, value in asdict(part).items() if value != defaults[key]}
 
 
 def _with_devices(data: Any, measured: Sequence[DeviceSpec]) -> Any:
-    """Return data with the measured devices that its nodes name and nothing else describes."""
+    """Return a cluster's data, with the measured devices added that its nodes name.
+
+    Devices are left out that the data describes, or that are known.
+    """
     if not isinstance(data, Mapping):
         return data
     nodes, own = (data.get(key) or [] for key in ("nodes", "devices"))

@@ -1,9 +1,9 @@
 """A table of known accelerators: peak dense bf16 FLOP/s, memory, bandwidths.
 
-Figures are the vendors' data sheets' (dense, without sparsity). Peak is the roof of a roofline; how
-much of it a kernel reaches is the cost model's business. Where a card has no bf16 units, its fp16
-tensor peak stands in. Prices differ by contract and day, so none is built in: give
-`price_per_hour` in the cluster file.
+Figures are the vendors' data sheets' (dense, without sparsity). Peak is the roof of a roofline; the
+cost model decides how much of it kernels reach. For a card without bf16 units it is the fp16 tensor
+peak. Prices differ by contract and day, so none is built in: give `price_per_hour` in the cluster
+file.
 
 Short names and those of drivers are understood: `H100`, `a100`, `NVIDIA A100-SXM4-40GB`.
 """
@@ -22,7 +22,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """The abilities of one device."""
+    """Speed, memory and bandwidths of one device type."""
 
     name: str
     """Name by which cluster files and profiles refer to it."""
@@ -112,7 +112,7 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
 
 
 _SHORT_NAMES = {"A100": "A100-80GB", "V100": "V100-16GB"}
-"""The device meant by a name without its memory where devices differ in memory alone."""
+"""The device that a name without its memory means, if devices differ only in memory."""
 _DECORATION = frozenset({"nvidia", "geforce", "tesla", "graphics", "amd", "instinct", "oam"})
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
 """Words that drivers and shops put beside a name and that change nothing."""
@@ -120,7 +120,7 @@ _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
 
 @functools.cache
 def canonical_name(name: str) -> str | None:
-    """Return the known device that a name means, in the table's spelling; None if none.
+    """Return the known device that a name means, in the table's spelling; None if unknown.
 
     Case, separators, the vendor and the form factor may be left out or written; memory may be left
     out.
@@ -159,7 +159,7 @@ def find_device(name: str, custom: tuple[DeviceSpec, ...] = ()) -> DeviceSpec:
     """Return the device of that name, custom ones first.
 
     Raises:
-        ClusterError: No device is called so; the message has the nearest names, or all.
+        ClusterError: No device has that name; the message has the nearest name and all known ones.
     """
     for device in custom:
         if device.name == name:

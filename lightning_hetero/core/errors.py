@@ -1,4 +1,4 @@
-"""The error tree: what went wrong, with which values, and what to do about it.
+"""The tree of errors, whose messages say what is wrong, with which values, and what to do.
 
 ::
 

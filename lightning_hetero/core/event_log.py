@@ -1,8 +1,8 @@
 """The log of a run: one JSON object per line, appended by processes that may die while writing.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
-since the epoch. A line that a crash has torn is ended by whoever appends next, and left out, with a
-warning, by whoever reads.
+since the epoch. If a crash has torn a line, the next append ends it, and readers leave it out, with
+a warning.
 """
 
 import json

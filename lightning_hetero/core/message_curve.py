@@ -1,4 +1,4 @@
-"""The time of a message by its size: small ones reach less of a link's rate."""
+"""Times of messages by their size: small messages reach only a part of a link's rate."""
 
 from bisect import bisect
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ __all__ = ["MessageCurve"]
 
 @dataclass(frozen=True)
 class MessageCurve:
-    """The rate that a link reaches by the size of a message, measured at some sizes.
+    """Rates of a link by the size of the message, measured at some sizes.
 
-    Between two sizes seconds are interpolated; a smaller message takes as long as the smallest, and
-    a larger one goes at the largest one's rate::
+    Between two sizes seconds are interpolated. Smaller messages take as long as the smallest
+    measured one, larger ones go at the rate of the largest::
 
         curve = MessageCurve(((1e4, 1e9), (1e8, 50e9)))
         curve(2e8)  # 4 ms

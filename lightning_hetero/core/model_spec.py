@@ -1,8 +1,8 @@
 """Sizes of a transformer: parameters, FLOPs and activation bytes, without building it.
 
-Counts are of one decoder or encoder stack of equal layers between an embedding and a head. FLOPs
-count a multiply and an add as two; attention costs the sum of squared sequence lengths, never the
-square of their sum, and a causal one half of that.
+A model is one decoder or encoder stack of equal layers between an embedding and a head. A multiply
+and an add count as two FLOPs. Attention costs the sum of squared sequence lengths, never the square
+of their sum; causal attention costs half of that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class ModelSpec:
         print(model.num_params, model.step_flops([2048, 1024]))
 
     Raises:
-        ModelError: A size is not positive, or heads don't divide what they must.
+        ModelError: A size is not positive, or the numbers of heads don't divide.
     """
 
     name: str
@@ -44,9 +44,9 @@ class ModelSpec:
     intermediate_size: int
     """Width inside the MLP."""
     vocab_size: int
-    """Number of tokens that the embedding and the head know."""
+    """Number of token ids, the rows of embedding and head."""
     gated_mlp: bool
-    """Whether the MLP has a gate beside its up projection (SwiGLU and its like)."""
+    """Whether the MLP has a gate beside its up projection (SwiGLU and similar)."""
     tied_embeddings: bool
     """Whether the head shares the embedding's weight."""
     biases: bool = False
@@ -91,7 +91,7 @@ class ModelSpec:
 
     @cached_property
     def key_size(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Width of all key heads together, and also of all value heads."""
         return self.query_size // self.num_heads * self.num_kv_heads
 
     @cached_property
@@ -125,12 +125,12 @@ class ModelSpec:
 
     @property
     def embedding_params(self) -> int:
-        """Parameters in front of the first layer."""
+        """Parameters before the first layer."""
         return (self.vocab_size + self.max_positions) * self.hidden_size
 
     @property
     def head_params(self) -> int:
-        """Parameters after the last layer; a tied head is held there too and counts here."""
+        """Parameters after the last layer; a tied head counts here, too, as it is held twice."""
         return self.vocab_size * self.hidden_size + self.norm_params
 
     @cached_property
@@ -161,7 +161,7 @@ class ModelSpec:
         """Return the FLOPs of forward and backward over samples of these lengths, for MFU.
 
         PaLM's count (Chowdhery et al. 2022, appendix B) without recomputation, with two changes:
-        attention is counted per sequence and halved where it is causal, and the input embedding, a
+        attention is counted per sequence and halved if it is causal, and the input embedding, a
         look-up, is left out.
         """
         forward = self.num_layers * self.flops_per_layer(lengths) + self.head_flops(sum(lengths))
@@ -172,13 +172,13 @@ class ModelSpec:
         return num_tokens * self.hidden_size * bytes_per_value
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes, without what is left at its default."""
+        """Return the sizes that differ from their defaults."""
         defaults = {item.name: item.default for item in fields(self)}
         return {key: value for key, value in asdict(self).items() if value != defaults[key]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Build a model from what `to_dict` returns; ModelError on wrong keys or sizes."""
+        """Build a model from data like that of `to_dict`; ModelError on wrong keys or sizes."""
         return build(cls, data, "model", ModelError)
 
     @classmethod
@@ -250,7 +250,7 @@ class ModelSpec:
 
 
 def _unknown(name: str) -> str:
-    """Return what to say of a model that is nowhere."""
+    """Return the error message for an unknown model."""
     text = (
         f"Unknown model {name[:200]!r}: neither a known name ({', '.join(sorted(KNOWN_MODELS))}) "
         "nor a YAML file of sizes nor a folder with a config.json"
@@ -264,7 +264,7 @@ def _unknown(name: str) -> str:
 
 
 _MOST_LAYERS, _LARGEST_SIZE = 100_000, 10**12
-# Families with biases and learned positions, where newer ones have neither.
+# Families with biases and learned positions; newer ones have neither.
 _CLASSIC_FAMILIES = frozenset(
     {"bert", "roberta", "distilbert", "gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "gpt_bigcode"}
 )

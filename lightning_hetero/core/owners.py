@@ -1,8 +1,8 @@
-"""Who owns which slice of each parameter: the rules of `Ownership`, applied to a plan.
+"""Decide which rank owns which slice of each parameter: apply a rule of `Ownership` to a plan.
 
-With redundancy each rank has another one that stands by for it, and keeps all that it owns a second
-time. The rows of both are neighbours where both own some of a parameter, so that what a rank keeps
-is one interval, if the number of ranks is even.
+With redundancy each rank has a *standby*, another rank that keeps a copy of all slices that the
+first owns. If both own rows of a parameter, these are adjacent, so that each keeps one interval if
+the number of ranks is even.
 """
 
 from collections import Counter, defaultdict
@@ -54,14 +54,15 @@ def assign_owners(
         ownership: The rule; AUTO must have been resolved by the caller.
         weights: Share of each rank, such as its memory in bytes; if None, ranks (EVEN, PARAMETER)
             or pipelines (HOLDERS) count alike, and MEMORY takes the plan's `owner_shares`.
-        standbys: For each rank the one that stands by for it (`find_standbys`); none if empty.
+        standbys: The standby of each rank (`find_standbys`); empty without redundancy.
 
     Returns:
         For each parameter its slices in ascending order, empty ones left out.
 
     Raises:
-        ConfigurationError: There isn't one weight of 0 or more for each rank, or all are 0.
-        ModelError: Holders shall own, but no stage uses a parameter.
+        ConfigurationError: There isn't one weight of 0 or more for each rank, or all are 0; or
+            MEMORY has neither weights nor the plan's `owner_shares`.
+        ModelError: No stage uses a parameter, and the rule isn't EVEN.
     """
     if ownership is Ownership.MEMORY and weights is None:
         weights = plan.owner_shares
@@ -79,7 +80,7 @@ def assign_owners(
         return _stood_by(_own_whole_parameters(specs, plan, share), standbys)
     if ownership is Ownership.MEMORY:
         return _stood_by(_own_by_room(specs, plan, share, standbys), standbys)
-    # Parameters that are cut alike share one tuple, by which others know them for alike.
+    # Parameters that are cut alike share one tuple: others compare these by identity.
     known: dict[Hashable, tuple[Slice, ...]] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
     holders = PlanHolders(plan)
@@ -104,11 +105,11 @@ def cut_among_holders(holders: Holders, length: int) -> tuple[Slice, ...]:
 def _claims_of(
     holdings: Sequence[Holding], weights: Sequence[float] | None
 ) -> list[tuple[int, float]]:
-    """Return (rank, share) in the order that keeps each owner's slice within what it holds.
+    """Return (rank, share) in the order that keeps each owner's slice within the rows it holds.
 
-    Without weights every pipeline claims the same share, however many ranks it holds it with.
-    Sorting by the middle of what is held puts the whole-width holder of a TP-1 pipeline between the
-    two halves of a TP-2 pipeline, where its slice overlaps neither rank's shard more than needed.
+    Without weights every pipeline claims the same share, divided among the ranks that hold it.
+    Sorting by the middle of the held rows puts the whole-width holder of a TP-1 pipeline between
+    the two halves of a TP-2 pipeline, so that its slice overlaps their shards no more than needed.
     """
     members = Counter(holding.pipeline_index for holding in holdings)
 
@@ -125,11 +126,11 @@ def _claims_of(
 def find_standbys(
     nodes: Sequence[Hashable], kinds: Sequence[Hashable] | None = None
 ) -> tuple[int, ...]:
-    """Return for each rank the one that stands by for it, on another node where there is one.
+    """Return the standby of each rank, on another node if there is one.
 
-    Ranks of a kind of device on several nodes stand by for each other, since they have as much
-    memory and round alike; what is left over does so together, or, on one node, takes turns among
-    the others. See `_half_a_row_away`.
+    Ranks with one kind of device stand by for each other if they are on several nodes, since they
+    have as much memory and round alike. All other ranks do so together, or, if they are on one
+    node, the ranks of other nodes stand by for them in turn. See `_half_a_row_away`.
 
     ::
 
@@ -140,7 +141,7 @@ def find_standbys(
         kinds: The kind of its device; None if all are alike.
 
     Returns:
-        By global rank; nothing if there is one rank only.
+        Standbys by global rank; empty for a single rank.
     """
     num_ranks = len(nodes)
     if num_ranks < 2:
@@ -164,10 +165,10 @@ def find_standbys(
 
 
 def _half_a_row_away(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[int, int]:
-    """Return who stands by for whom among some ranks: half a row on in a row of them, by nodes.
+    """Return {rank: standby} among some ranks: the one half the list further on, sorted by node.
 
-    So each stands by for one other, and of an even number two ranks for each other. If a node has
-    more than half of the ranks, its ranks and the others take turns.
+    So each stands by for one other; if their number is even, pairs do so for each other. If a node
+    has more than half of the ranks, the others stand by for its ranks in turn, and these for them.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -183,24 +184,25 @@ def _half_a_row_away(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[in
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRows:
-    """The slices that are left without some ranks."""
+    """The slices that remain after a loss of ranks."""
 
     slices: dict[str, tuple[Slice, ...]]
-    """The rows that a rank that is left keeps: their owner serves them."""
+    """The rows that any remaining rank keeps; `owner` is the one that serves them."""
     missing: dict[str, tuple[Interval, ...]]
-    """The rows whose owner and standby are both gone, of parameters that miss any."""
+    """By parameter, the rows whose owner and standby are both lost; only if there are any."""
 
 
 def serve_without(slices: Mapping[str, tuple[Slice, ...]], lost: Collection[int]) -> ServedRows:
-    """Return who serves which rows once some ranks are gone: a slice's standby if its owner is.
+    """Return which rank serves which rows after a loss: a slice's owner, or else its standby.
 
-    Ranks keep their numbers. A slice that has lost either of its keepers has no standby any more.
+    Ranks keep their numbers. A slice that has lost its owner or its standby has no standby any
+    more.
 
     ::
 
         served = serve_without(store.slices, lost={3})
         if not served.missing:
-            ...  # Those that are left have all rows.
+            ...  # The remaining ranks have all rows.
     """
     left: dict[str, tuple[Slice, ...]] = {}
     missing: dict[str, tuple[Interval, ...]] = {}
@@ -241,7 +243,7 @@ def _holders(spec: ParameterSpec, plan: PlanHolders) -> Holders:
 def _chained(
     claims: Sequence[tuple[int, float]], standbys: Sequence[int]
 ) -> list[tuple[int, float]]:
-    """Return claims with that of each rank's standby after its own, as far as it has any."""
+    """Return claims in an order in which each rank's is followed by its standby's, if any."""
     if not standbys:
         return list(claims)
     shares, order = dict(claims), []
@@ -256,7 +258,7 @@ def _chained(
 def _stood_by(
     slices: Mapping[str, tuple[Slice, ...]], standbys: Sequence[int]
 ) -> dict[str, tuple[Slice, ...]]:
-    """Name the standby of each slice; slices that are one object stay one."""
+    """Return slices with their standbys; tuples that are one object stay one."""
     if not standbys:
         return dict(slices)
     found: dict[str, tuple[Slice, ...]] = {}
@@ -283,7 +285,7 @@ def _own_by_room(
     share: Sequence[float],
     standbys: Sequence[int],
 ) -> dict[str, tuple[Slice, ...]]:
-    """Give each rank its share of all parameters, rows of what it holds where there are enough."""
+    """Give each rank its share of all parameters, as far as possible in rows that it holds."""
     holders = PlanHolders(plan)
     found = {spec.name: _holders(spec, holders) for spec in specs}
     sizes: Counter[tuple[tuple[int, ...], ...]] = Counter()
@@ -312,7 +314,7 @@ def _ranks_by_pipeline(holders: Holders) -> tuple[tuple[int, ...], ...]:
 def _own_whole_parameters(
     specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
 ) -> dict[str, tuple[Slice, ...]]:
-    """Give each parameter, largest first, to that holder whose load stays smallest."""
+    """Give each parameter, largest first, to the holder with the least load for its share."""
     loads, shares = np.zeros(len(share)), np.array(share)
     able: dict[Holders, IntArray] = {}
     slices: dict[str, tuple[Slice, ...]] = {}

@@ -2,9 +2,9 @@
 
 A unit is a set of parameters with the same holders: a layer, or all layers between two neighbouring
 stage boundaries. First each pipeline's holders claim the pipeline's share of a unit, as far as
-their capacity goes; the rest goes to other holders of the unit; what is still left goes to any
-ranks with room, so that it moves over the fewest ranks: full and free ranks are matched in order of
-rank, which is the best matching on a line.
+their capacity goes; the rest goes to other holders of the unit with room. If some is still left, it
+goes to other ranks that are near in number: units and ranks with room are matched in order of rank,
+which makes the sum of distances least.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from lightning_hetero.core.errors import PlanError
 __all__ = ["OwnedUnit", "check_owners", "check_owners_exist", "spread_ownership"]
 
 _NOTHING = 1e-12
-"""Shares of a unit below this are rounding."""
+"""Shares of a unit below this are rounding errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class OwnedUnit:
 def check_owners(
     shares: Sequence[float] | None, host_owners: Sequence[int], last_rank: int
 ) -> None:
-    """Refuse impossible `owner_shares` or `host_owners` of a plan.
+    """Check a plan's `owner_shares` and `host_owners`.
 
     Raises:
         PlanError: Not every rank up to the plan's last has a share, none is above 0, or a rank that
@@ -70,10 +70,10 @@ def check_owners_exist(
 
 
 def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> list[dict[int, float]]:
-    """Return who owns how much of each unit: {global rank: share of the unit}, adding up to 1.
+    """Return the owners of each unit: {global rank: share of the unit}, adding up to 1.
 
     Args:
-        units: What is owned.
+        units: The units to own.
         shares: Capacity of each global rank, relative to their sum.
     """
     total = sum(unit.size for unit in units)
@@ -119,7 +119,7 @@ def _claims_of_holders(
 def _match(
     units: Sequence[OwnedUnit], left: Sequence[float], spare: Sequence[float]
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield (unit, rank, size) for all that is left, in the order of ranks."""
+    """Yield (unit, rank, size) for what is left of units, in order of their holders' ranks."""
 
     def middle(index: int) -> float:
         ranks = [rank for own in units[index].holders for rank in own]
@@ -146,7 +146,7 @@ def _give(claims: dict[int, float], rank: int, size: float) -> None:
 
 
 def _as_shares(unit: OwnedUnit, claims: dict[int, float]) -> dict[int, float]:
-    """Return a unit's claims as shares of it, without those that are only rounding."""
+    """Return a unit's claims as shares of it, without those that are only rounding errors."""
     kept = {rank: size for rank, size in claims.items() if size > _NOTHING * unit.size}
     total = sum(kept.values())
     return {rank: size / total for rank, size in kept.items()}

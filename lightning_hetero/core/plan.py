@@ -35,8 +35,8 @@ class StagePlan:
     selective_layers: int | None = None
     """How many after these recompute all but matrix products and attention, or all if compiled."""
     activation_budget_bytes: int | None = None
-    """Most bytes of the stage's activations that each rank keeps. Every micro-batch recomputes
-    only as many layers as that takes; None sets no limit."""
+    """Most bytes of the stage's activations that each rank keeps. Each micro-batch recomputes only
+    as many layers as are needed for that; None sets no limit."""
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -127,7 +127,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one global rank stands in a plan."""
+    """The place of one global rank in a plan."""
 
     pipeline_index: int
     stage_index: int
@@ -145,8 +145,8 @@ class ParallelPlan:
         HeteroStrategy(plan=ParallelPlan.load("plan.json"))
 
     Raises:
-        PlanError: A rank stands in two places, layers are skipped or repeated, or pipelines
-            disagree on the number of layers.
+        PlanError: A rank has two places, layers are skipped or repeated, or pipelines disagree on
+            the number of layers.
     """
 
     pipelines: tuple[PipelinePlan, ...]
@@ -155,8 +155,8 @@ class ParallelPlan:
     """Share of all masters, optimizer states and summed gradients that each global rank owns, idle
     ranks included, relative to their sum; None leaves ownership to the strategy."""
     host_owners: tuple[int, ...] = ()
-    """Global ranks that keep what they own in the memory of their host, where their optimizer's
-    step then runs, too."""
+    """Global ranks that keep the slices they own in host memory, and run their optimizer step on
+    the host."""
     _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class ParallelPlan:
         return tuple(sorted(self._places))
 
     def place(self, global_rank: int) -> RankPlace | None:
-        """Return where a rank stands, or None if it is idle under this plan."""
+        """Return a rank's place, or None if it is idle under this plan."""
         return self._places.get(global_rank)
 
     def share(self, global_rank: int) -> float:
@@ -228,7 +228,7 @@ class ParallelPlan:
         """Return the micro-batches of each pipeline in a full iteration.
 
         Args:
-            unnamed: The number of pipelines for which the plan names none; None takes the default.
+            unnamed: Number for pipelines for which the plan names none; None takes the default.
         """
         return tuple(
             item.num_microbatches
@@ -340,7 +340,7 @@ class ParallelPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Build and validate a plan from what `to_dict` returns.
+        """Build and validate a plan from data like that of `to_dict`.
 
         `layers` may be written as [0, 4] or "range(0, 4)": layers 0 to 3, the end is exclusive.
 
@@ -356,7 +356,7 @@ class ParallelPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse what `to_json` returns; PlanError if it is no JSON or no valid plan."""
+        """Parse a JSON text like that of `to_json`; PlanError if it isn't a valid plan."""
         return cls.from_dict(parse_json(text, "plan", PlanError))
 
     def save(self, path: str | Path) -> None:

@@ -1,9 +1,9 @@
 """Measured times and memory of one model on some device types (AutoHet §III-D, Hydraulis B.2).
 
 Layers are measured in blocks of 1, 2, 4, 8, ... at some micro-batches and TP degrees. A stage of n
-layers costs the sum over the set bits of n (AutoHet Eq. 5); a micro-batch that wasn't measured
-costs what a fit over the measured ones says (`time_fit`). A profile is JSON; one that is broken,
-too old, or of other versions or another model is refused.
+layers costs the sum over the set bits of n (AutoHet Eq. 5); other micro-batches are estimated by a
+fit over the measured ones (`time_fit`). A profile is JSON; one that is broken, too old, or of other
+versions or another model is refused.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def binary_blocks(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Seconds of everything at one TP degree and one micro-batch."""
+    """Seconds of layers, embedding and head at one TP degree and one micro-batch."""
 
     tp_degree: int
     """Ranks that share the layers."""
@@ -43,7 +43,7 @@ class BlockTimes:
     blocks: Mapping[int, tuple[float, float]]
     """Number of layers (1, 2, 4, ...) to forward and backward seconds."""
     embedding: tuple[float, float] = (0.0, 0.0)
-    """Forward and backward seconds of what stands before the first layer."""
+    """Forward and backward seconds of all modules before the first layer."""
     head: tuple[float, float] = (0.0, 0.0)
     """Forward and backward seconds of final norm, head and loss."""
 
@@ -64,7 +64,7 @@ class BlockTimes:
     def layers_s(self, num_layers: int) -> tuple[float, float]:
         """Return forward and backward seconds of n layers: Eq. 5 over the measured blocks.
 
-        Where n exceeds twice the largest block, that block is repeated.
+        If n is the largest block's size or more, that block is repeated as often as it fits.
         """
         largest = max(self.blocks)
         times, rest = num_layers // largest, num_layers % largest
@@ -91,10 +91,10 @@ class LayerMemory:
     head_bytes_per_token: float = 0.0
     """The same, for final norm, head and loss."""
     embedding_bytes_per_token: float = 0.0
-    """The same, for what stands before the first layer."""
+    """The same, for all modules before the first layer."""
     recomputed_bytes_per_token: float | None = None
-    """The same, for one layer that is computed again in backward: its input; None if it wasn't
-    measured."""
+    """The same, for one layer that is recomputed in backward, which keeps its input; None if it
+    wasn't measured."""
     products_bytes_per_token: float | None = None
     """The same, for a layer that keeps only matrix products and attention, without its input; None
     if it wasn't measured."""
@@ -113,12 +113,12 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTimes:
-    """Messages from one rank to another, as measured: a latency, then bytes at a rate."""
+    """Measured times of messages from one rank to another: a latency, then bytes at a rate."""
 
     bytes_per_s: float
     """Bandwidth of one direction, bytes/s."""
     latency_s: float
-    """Seconds of a message of no size."""
+    """Seconds of an empty message."""
 
     def __post_init__(self) -> None:
         rate, latency = self.bytes_per_s, self.latency_s
@@ -136,18 +136,18 @@ class DeviceProfile:
     device: str
     """Name of the device type, as cluster files use it."""
     times: tuple[BlockTimes, ...]
-    """Times at each TP degree and micro-batch that was measured."""
+    """Times at each measured TP degree and micro-batch."""
     memory: tuple[LayerMemory, ...] = ()
     """Activation memory per TP degree; empty if it wasn't measured."""
     step_s_per_param: float | None = None
     """Optimizer seconds per parameter that the rank owns; None if it wasn't measured."""
     includes_tp_traffic: bool = True
-    """Whether the times hold the traffic inside TP groups; one rank alone can't measure it."""
+    """Whether the times include the traffic inside TP groups; one rank alone can't measure it."""
     inside_node: LinkTimes | None = None
     """Messages between two such devices of one node; None if they weren't measured."""
     spec: DeviceSpec | None = None
-    """Facts of the device besides times (memory, links) for planners, by its name; None if only
-    the table of known devices says it."""
+    """The device's memory, bandwidths and peak, for planners, under its name; None if the table of
+    known devices has them."""
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -220,7 +220,7 @@ class Profile:
             raise ProfileError(f"The profile's date {self.date} lacks its time zone.")
 
     def device(self, name: str) -> DeviceProfile:
-        """Return the measurements on a device type; ProfileError names those there are."""
+        """Return the measurements on a device type; ProfileError names the measured ones."""
         for device in self.devices:
             if device.device == name:
                 return device
@@ -235,11 +235,11 @@ class Profile:
 
     @property
     def device_specs(self) -> tuple[DeviceSpec, ...]:
-        """The profile's facts of devices that no table knows."""
+        """The device types that the profile describes itself."""
         return tuple(device.spec for device in self.devices if device.spec is not None)
 
     def with_links(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with links as measured; those that it names one by one stay."""
+        """Return the cluster with measured bandwidths and latencies; its `links` stay."""
         changes: dict[str, Any] = {}
         if self.between_nodes is not None:
             changes["inter_node_bytes_per_s"] = self.between_nodes.bytes_per_s
@@ -288,7 +288,7 @@ class Profile:
             )
 
     def merge(self, other: Self) -> Self:
-        """Return one profile with the device types of both; the other's win where both have one.
+        """Return one profile with the device types of both; of equal ones the other's is taken.
 
         Raises:
             ProfileError: They are of different models or versions.
@@ -316,7 +316,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Build a profile from what `to_dict` returns; ProfileError if it is broken."""
+        """Build a profile from the data of `to_dict`; ProfileError if it is broken."""
         if not isinstance(data, Mapping) or data.get("format") != _FORMAT_VERSION:
             found = show(data.get("format")) if isinstance(data, Mapping) else type(data).__name__
             raise ProfileError(

@@ -1,4 +1,4 @@
-"""Let holders stand between other holders and the owners: each is *proxy* for a piece of a unit.
+"""Exchange a unit with its owners by way of *proxies*: holders that each stand for a piece of it.
 
 If owners aren't the holders, as with `Ownership.EVEN`, each of h holders would exchange with every
 owner of its rows, and each owner with h holders of every unit. Instead the holders divide a unit
@@ -32,7 +32,7 @@ gradients."""
 
 
 def are_by_proxies(kind: ExchangeKind, num_holders: int) -> bool:
-    """Return whether units that others own go by proxies if each piece has `num_holders`."""
+    """Return whether units that others own go by proxies if each row has `num_holders`."""
     if num_holders == 1 or kind is ExchangeKind.MESSAGES:
         return False
     return kind is not ExchangeKind.AUTO or num_holders >= LEAST_WITH_PROXIES
@@ -43,9 +43,10 @@ class UnitRun:
     """Neighbouring units with the same proxies, or a single unit without proxies."""
 
     units: tuple[Unit, ...]
-    """The units among their holders, ascending; proxies count as their owners."""
+    """The units as exchanged among holders, ascending; proxies count as owners."""
     rows: Unit | None = None
-    """All their parameters between owners and proxies, which count as holders; None without."""
+    """All their rows, as exchanged between owners and proxies, which count as holders; None
+    without proxies."""
 
 
 class ProxyTable:
@@ -57,7 +58,7 @@ class ProxyTable:
         self._between: dict[Hashable, UnitKind] = {}
 
     def among(self, kind: UnitKind) -> UnitKind | None:
-        """Return the kind that units have if their proxies count as owners: it has circles.
+        """Return the kind of a unit among its holders, with proxies as owners; it has circles.
 
         None if the holders form no circles, or if an owner would still exchange with more than half
         of the proxies, as the owner of a whole parameter would.
@@ -82,7 +83,7 @@ class ProxyTable:
         return among if all(pair and 2 * _most_met(pair[0]) <= least for pair in found) else None
 
     def _split(self, lot: Lot) -> tuple[Lot, Lot] | None:
-        """Return the lots between owners and proxies, and among holders; None without holders."""
+        """Return two lots: between owners and proxies, and among holders; None without holders."""
         if lot not in self._lots:
             self._lots[lot] = _split(lot)
         return self._lots[lot]

@@ -1,8 +1,8 @@
 """Decide how many layers of a stage each micro-batch computes again in backward.
 
 A layer that is recomputed keeps its input instead of all that autograd saves. Always the stage's
-first layers are recomputed: backward comes to them last, when the kept layers of the micro-batch
-have gone and left room for the one that is computed again. A fixed number of the layers after them
+first layers are recomputed: backward comes to them last, when the micro-batch's kept layers have
+been freed and leave room for the layer that is recomputed. A fixed number of the layers after them
 may be recomputed *selectively*: matrix products and attention are kept as well.
 
 Let micro-batch m have t_m tokens and keep k_m of the stage's n layers; K and R are the bytes per
@@ -11,13 +11,13 @@ flight, m among them, the stage holds at most ::
 
     sum over j in W_m of t_j·(n·R + k_j·(K - R)),    where k_m counts as 1 if it is 0,
 
-since even a micro-batch that keeps no layer computes one again at a time. The runtime and the
-simulator both take `fewest_recomputed` for an answer, so that what runs is what was predicted.
+since even a micro-batch that keeps no layer recomputes one at a time. The runtime and the simulator
+both use `fewest_recomputed`, so what runs is what was predicted.
 
-A budget knows no selective layers: the long micro-batches that pay for it are many times longer
-than what is kept, so they need whole layers. Selective ones first would shorten iterations of web
-documents on five clusters by 0.4 to 2.4 % (simulated), and layers that change a product in place,
-which a budget takes, would be refused.
+A budget uses no selective recomputation: micro-batches that recompute are many times longer than
+those that don't, so they need to recompute whole layers. Selective layers first would shorten
+iterations of web documents on five clusters by 0.4 to 2.4 % (simulated), and layers that change a
+product in place, which a budget allows, would be refused.
 """
 
 import bisect
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _ROUNDING = 1 + 1e-9
-"""Sums of products may exceed a budget that equals them by this factor."""
+"""Factor by which rounding may take a sum of products above a budget that it equals."""
 
 Windows = tuple[tuple[int, ...], ...]
 
@@ -51,7 +51,7 @@ class LayerBytes:
     kept: float
     """Bytes per token of all that autograd saves."""
     recomputed: float
-    """Bytes per token if the layer is computed again: those of its input."""
+    """Bytes per token if the layer is recomputed: those of its input."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.recomputed <= self.kept:
@@ -68,7 +68,7 @@ def check_recomputation(
     selective_layers: int | None,
     activation_budget_bytes: int | None,
 ) -> None:
-    """Refuse what a plan says of a stage's recomputation, if that can't be.
+    """Check a stage's settings of recomputation, of a stage that messages call `where`.
 
     Raises:
         PlanError: A number is out of range, or a budget is given beside numbers.
@@ -102,7 +102,7 @@ def describe_recomputation(
     selective_layers: int | None,
     activation_budget_bytes: int | None,
 ) -> str:
-    """Return what a plan says of a stage's recomputation, in words; "" if it says nothing."""
+    """Return a stage's settings of recomputation in words; "" if there are none."""
     if activation_budget_bytes is not None:
         return f"within {_gib(activation_budget_bytes)}"
     parts = []
@@ -138,11 +138,11 @@ def peak_activation_bytes(
     """Return the most bytes of its layers' activations that a stage holds at once.
 
     Args:
-        layer: Of each of its layers.
-        num_layers: Of the stage.
-        tokens: Of each micro-batch.
+        layer: Bytes of each layer.
+        num_layers: Layers of the stage.
+        tokens: Tokens of each micro-batch.
         recomputed: Layers that each micro-batch recomputes.
-        windows: Of the stage's schedule, from `held_at_backward`.
+        windows: `held_at_backward` of the stage's schedule.
     """
     stage = _Stage(layer, num_layers, tokens, windows)
     return stage.peak([num_layers - count for count in recomputed])
@@ -157,23 +157,23 @@ def fewest_recomputed(
 ) -> tuple[int, ...]:
     """Return how many layers each micro-batch recomputes so that a stage stays within a budget.
 
-    Kept bytes are shared out fairly: one layer after the other goes to the micro-batch that would
-    then keep least, as long as no window exceeds the budget. So long micro-batches recompute most,
-    short ones nothing, and equal ones differ by one layer at most. ::
+    One layer after another is kept, each by the micro-batch that then keeps the fewest bytes, as
+    long as no window exceeds the budget. So long micro-batches recompute most, short ones nothing,
+    and equal ones differ by one layer at most. ::
 
         schedule = schedule_1f1b(stage_index=0, num_stages=2, num_microbatches=3)
         layer = LayerBytes(kept=34.0, recomputed=2.0)
         fewest_recomputed(400_000, layer, 4, (1000, 4000, 500), held_at_backward(schedule))
 
     Args:
-        budget_bytes: Of all its micro-batches' activations together, on each rank.
-        layer: Of each of the stage's layers.
-        num_layers: Of the stage.
-        tokens: Of each micro-batch, in the order in which they run.
-        windows: Of the stage's schedule, from `held_at_backward`.
+        budget_bytes: Most bytes of activations on each rank, of all micro-batches together.
+        layer: Bytes of each layer.
+        num_layers: Layers of the stage.
+        tokens: Tokens of each micro-batch, in the order in which they run.
+        windows: `held_at_backward` of the stage's schedule.
 
     Raises:
-        PlanError: The budget doesn't even hold one recomputed layer beside the inputs of all.
+        PlanError: The budget is too small for the inputs of all layers and one recomputed layer.
     """
     stage = _Stage(layer, num_layers, tokens, windows)
     nothing, everything = [0] * len(tokens), [num_layers] * len(tokens)
@@ -188,7 +188,7 @@ def fewest_recomputed(
             f"micro-batches of up to {max(tokens):,} tokens. Set activation_budget_bytes to "
             f"{int(needed) + 1:,} or more, or give the stage fewer layers or shorter micro-batches."
         )
-    # Most of the sharing out at once: the largest number of bytes that all may keep.
+    # At first, each keeps up to the largest number of bytes that all of them may keep.
     levels = sorted({count * cost for cost in stage.costs for count in range(num_layers + 1)})
     first = bisect.bisect(levels, room, key=lambda level: stage.peak(stage.kept_up_to(level)))
     kept = stage.kept_up_to(levels[first - 1])
@@ -207,13 +207,13 @@ def fewest_recomputed(
 
 
 class _Stage:
-    """The windows of one stage, in bytes."""
+    """Counts the bytes of activations in the windows of one stage."""
 
     def __init__(
         self, layer: LayerBytes, num_layers: int, tokens: Sequence[int], windows: Windows
     ) -> None:
         self.costs = [count * (layer.kept - layer.recomputed) for count in tokens]
-        """Bytes for which each micro-batch keeps one more layer."""
+        """Bytes that each micro-batch needs to keep one more layer."""
         self._num_layers = num_layers
         self._inputs = [count * num_layers * layer.recomputed for count in tokens]
         self._windows = windows
@@ -223,11 +223,11 @@ class _Stage:
                 self._around[m].append(window)
 
     def peak(self, kept: Sequence[int], *, around: int | None = None) -> float:
-        """Return the most that is held if micro-batches keep this number of layers.
+        """Return the most bytes held in any window.
 
         Args:
             kept: Layers that each micro-batch keeps.
-            around: Look only at windows in which this micro-batch is.
+            around: Consider only windows that contain this micro-batch; None: all.
         """
         windows = self._windows if around is None else self._around[around]
         costs, inputs = self.costs, self._inputs
@@ -241,7 +241,7 @@ class _Stage:
         )
 
     def kept_up_to(self, level: float) -> list[int]:
-        """Return how many layers each micro-batch keeps in `level` bytes."""
+        """Return how many layers each micro-batch keeps if it may keep `level` bytes."""
         most = level * _ROUNDING
         return [
             self._num_layers if not cost else min(self._num_layers, int(most / cost))

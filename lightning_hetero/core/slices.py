@@ -1,9 +1,9 @@
-"""Which rank keeps which piece of a parameter, and which ranks compute with it.
+"""Describe which rank keeps which piece of a parameter, and which ranks compute with it.
 
 A parameter is cut along one dim into slices, each with one *owner*, which keeps its master copy and
 optimizer state; with redundancy a *standby* keeps both, too. The ranks that compute with it under a
-plan are its *holders*. All pieces are intervals along the cut dim, so what moves between ranks is
-the overlap of intervals, whatever the plan's layer splits and TP degrees (Hydraulis §5.2).
+plan are its *holders*. All pieces are intervals along the cut dim, so ranks exchange the overlaps
+of intervals, for any layer splits and TP degrees of the plan (Hydraulis §5.2).
 """
 
 from bisect import bisect
@@ -49,7 +49,7 @@ class OuterRole(StrEnum):
 
 
 class Ownership(Choice):
-    """Who owns the slices."""
+    """The ranks that own the slices."""
 
     AUTO = "auto"
     """MEMORY if the plan has `owner_shares`; else HOLDERS for a single plan without idle ranks;
@@ -66,7 +66,7 @@ class Ownership(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """All about a parameter but its values."""
+    """A parameter without its values."""
 
     name: str
     """Its name in the module; one name even if the parameter is tied."""
@@ -107,7 +107,7 @@ class ParameterSpec:
 
     @property
     def cut(self) -> tuple[int, bool, int, bool, bool]:
-        """All that decides how it is cut: equal for parameters that are cut alike."""
+        """The fields that decide how it is cut: equal for parameters that are cut alike."""
         is_whole = self.tp_dim is None
         return self.cut_length, is_whole, self.tp_blocks, self.tp_uneven, self.tp_partial
 
@@ -123,11 +123,11 @@ class Slice:
     """A contiguous piece of a parameter and the ranks that keep it."""
 
     owner: int
-    """The rank that keeps it, and that alone counts it in norms, checkpoints and whole tensors."""
+    """The rank that keeps it and, alone, adds it to norms, checkpoints and whole tensors."""
     start: int
     stop: int
     standby: int | None = None
-    """A rank that keeps the same rows and steps them in the same way; None without redundancy."""
+    """A rank that keeps and updates the same rows in the same way; None without redundancy."""
 
     @property
     def keepers(self) -> tuple[int, ...]:
@@ -157,13 +157,13 @@ def kept_rows(slices: Sequence[Slice], global_rank: int) -> tuple[Interval, ...]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One rank's share of a parameter: intervals of the cut dim, laid end to end."""
+    """One rank's shard of a parameter: intervals of the cut dim, laid end to end."""
 
     global_rank: int
     pipeline_index: int
     intervals: tuple[Interval, ...]
     pushes: tuple[Interval, ...]
-    """The rows whose gradient it sends; ranks of a TP group with equal gradients divide them."""
+    """The rows whose gradients it sends; ranks of a TP group with equal gradients divide them."""
 
 
 def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
@@ -185,9 +185,9 @@ class Holders:
     """The holders of parameters that are used by the same stages and cut alike."""
 
     holdings: tuple[Holding, ...]
-    """In pipeline order."""
+    """The holdings in pipeline order."""
     by_rank: dict[int, Holding]
-    """The same, by global rank."""
+    """The holdings by global rank."""
 
 
 class PlanHolders:
@@ -235,7 +235,7 @@ class SharedRows(NamedTuple):
 
 
 class Lot:
-    """The owners and holders that several parameters have in common."""
+    """The holders and slices that several parameters have in common."""
 
     def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
         self.holders = holders
@@ -266,8 +266,8 @@ class Lot:
     def circles(self, *, push: bool) -> dict[tuple[int, ...], SharedRows] | None:
         """Return the groups of ranks that hold the same rows and own exactly these among them.
 
-        In a push standbys count, too. None if any rank keeps rows that it doesn't hold, or several
-        pieces, or if groups hold overlapping rows.
+        In a push the rows of standbys count as owned, too. None if any rank keeps rows that it
+        doesn't hold, or several pieces, or if groups hold overlapping rows.
         """
         slices = self.kept if push else self.slices
         kept = {item.owner: (item.start, item.stop) for item in slices}
@@ -289,7 +289,7 @@ class Lot:
         return None if kept else found
 
     def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (keeper, holder, first row, last row + 1) of all that `rank` sends, gets or keeps.
+        """Yield (keeper, holder, first row, last row + 1) of overlaps in which `rank` is either.
 
         In a push every keeper of the rows is named, in a pull the one that serves the holder.
         """
@@ -352,6 +352,6 @@ def _shard(
 def piece_of(length: int, index: int, count: int) -> Interval:
     """Return one of `count` nearly equal pieces of a length.
 
-    Rounded like slices are, so that owners among the holders own rows that they hold.
+    Cuts are rounded as those of slices, so that owners among the holders own rows that they hold.
     """
     return round(length * index / count), round(length * (index + 1) / count)

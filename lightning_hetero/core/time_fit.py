@@ -1,6 +1,6 @@
-"""Fit the time of a micro-batch to its lengths: `T = a·Σl² + b·Σl + c` (Hydraulis Appendix B).
+"""Fit the time of a micro-batch by its lengths: `T = a·Σl² + b·Σl + c` (Hydraulis Appendix B).
 
-The least-squares fit over measured micro-batches, for profiles and for the assignment alike.
+Both profiles and the assignment use this least-squares fit over measured micro-batches.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 __all__ = ["TimeFit"]
 
-# Non-negative least squares over three columns: the best of all supports.
+# Non-negative least squares over three columns: the best fit over all subsets of columns.
 _COLUMN_CHOICES = ([1], [1, 2], [0, 1], [0, 1, 2], [0, 2], [0], [2])
 
 
@@ -34,11 +34,11 @@ class TimeFit:
 
     @classmethod
     def of(cls, samples: Sequence[tuple[Sequence[int], float]], *, needs_b: bool = False) -> Self:
-        """Fit measured (lengths, seconds) by least squares, weighted so that ratios count.
+        """Fit measured (lengths, seconds) by least squares of relative errors.
 
-        Coefficients that would be negative are left out, and so are those that the samples can't
-        tell apart: one measured length says nothing about the square. With `needs_b` every token
-        takes time, whatever the samples say.
+        Coefficients that would be negative are 0, and so are those that the samples can't tell
+        apart: a single length can't show the square. With `needs_b`, b is above 0, even if the
+        samples fit better without it.
         """
         features = np.array(
             [[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths, _ in samples]

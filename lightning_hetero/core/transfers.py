@@ -1,21 +1,21 @@
-"""Which bytes move between which ranks under a plan: the pull and push tables.
+"""Decide which bytes move between which ranks under a plan: the pull and push tables.
 
-Pull carries weights from the owners of slices to the holders, push carries gradients from the
-holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table read in two
-directions. All pieces of one *unit* (a layer, or the parameters before or after the layers) travel
-together. Either each peer gets one message: if owners are among the holders, with D pipelines and k
-layers in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way. Or a
-`Circle` uses one collective per unit, k in all. Small neighbours with the same holders are one
-unit, like DDP's buckets, because a message costs as much as many kilobytes. With redundancy a push
-goes to owner and standby of each slice, twice the bytes; in a pull one of the two serves a holder
-with the rows that it doesn't keep itself, chosen so that few ranks serve each holder.
+A pull sends weights from the owners of slices to the holders, a push gradients from the holders to
+the owners (Hydraulis §5.2; the LNK operators). Both use one table, in opposite directions. All
+pieces of one *unit* (a layer, or the parameters before or after the layers) travel together. Either
+each peer gets one message: if owners are among the holders, with D pipelines and k layers in a
+stage, a rank sends about k·(D-1) messages and one stage's worth of bytes each way. Or a `Circle`
+uses one collective per unit, k in all. Small neighbours with the same holders are one unit, like
+DDP's buckets, because a message costs as much as many kilobytes. With redundancy a push goes to
+owner and standby of each slice, twice the bytes; in a pull one of the two serves a holder with the
+rows that it doesn't keep itself, chosen so that few ranks serve each holder.
 
 Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and all
 arithmetic is done once per kind: 80 layers on 1,024 equal pipelines are one. If owners aren't the
 holders (`Ownership.EVEN`), there are no circles, but many holders use `core.proxies`. If TP degrees
 differ, blocks are sharded one by one, or owners have whole parameters, a rank exchanges rows with
-every rank that keeps or holds any, and its table grows with these. For 80 layers that takes 5 ms at
-64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
+every rank that keeps or holds any of them, and the table grows with their number. For 80 layers it
+takes 5 ms to compute at 64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
 """
 
 from collections import Counter, defaultdict
@@ -105,18 +105,18 @@ class Move:
 
 MOST_PADDING = 1 / 8
 """Most bytes that padding pieces to one size may add, as a share of the unit's bytes. R rows among
-D ranks need D/R of theirs at most, so it always suffices if there are 8 times as many rows."""
+D ranks need a share of at most D/R, so it always suffices if R is 8·D or more."""
 
 
 class Circle(NamedTuple):
-    """Ranks that hold the same rows of a unit's parameters, each row of which one of them keeps.
+    """Ranks that hold the same rows of a unit's parameters, of which each row is kept by one.
 
     These are all holders, or under tensor parallelism all holders of the same part. A weight that
     all ranks of a stage hold, such as a norm's, is divided: each rank pushes a part in its circle.
     """
 
     members: tuple[int, ...]
-    """Ascending."""
+    """The ranks, ascending."""
     held: tuple[Interval, ...]
     """For each parameter the rows that all members hold."""
     pieces: tuple[tuple[Interval, ...], ...]
@@ -148,21 +148,21 @@ class UnitKind:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """Ranks that hold or keep any of it, ascending."""
+        """Ranks that hold or keep any rows of a unit, ascending."""
         return tuple(sorted(frozenset().union(*(lot.members for lot in set(self.lots)))))
 
     @cached_property
     def holders(self) -> frozenset[int]:
-        """Ranks that hold any of it."""
+        """Ranks that hold any rows of a unit."""
         return frozenset().union(*(lot.holders.by_rank for lot in set(self.lots)))
 
     @cached_property
     def has_standbys(self) -> bool:
-        """Whether any of it is kept by two ranks."""
+        """Whether any row is kept by two ranks."""
         return any(lot.has_standbys for lot in self.lots)
 
     def circles(self, *, push: bool) -> tuple[Circle, ...] | None:
-        """Return the circles in which it is pulled or pushed; every member is in one of them.
+        """Return the circles in which units are pulled or pushed; each member is in one of them.
 
         None unless all parameters have the same circles, with pieces of about one size in each.
         """
@@ -184,14 +184,14 @@ class UnitKind:
 
     @cached_property
     def groups(self) -> frozenset[tuple[int, ...]]:
-        """The sets of ranks that would need a communicator to move it by collectives."""
+        """The sets of ranks that need a communicator to exchange units by collectives."""
         found: set[tuple[int, ...]] = set()
         for circles in (self.circles(push=False), self.circles(push=True)):
             found |= {self.members} if circles is None else {item.members for item in circles}
         return frozenset(found)
 
     def moves(self, global_rank: int, *, push: bool) -> list[Move]:
-        """Return what a rank sends, receives or keeps, by (owner, holder)."""
+        """Return the moves that a rank sends, receives or copies, by (owner, holder)."""
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
         by_lot = {lot: [*lot.overlaps(global_rank, push=push)] for lot in set(self.lots)}
         for index, lot in enumerate(self.lots):
@@ -215,7 +215,7 @@ class Unit:
     """Parameters that travel together."""
 
     indices: tuple[int, ...]
-    """Indices by `unit_of`, ascending: one, or several where parameters are small."""
+    """Indices by `unit_of`, ascending; several if small neighbours travel together."""
     specs: tuple[ParameterSpec, ...]
     kind: UnitKind
 
@@ -242,7 +242,7 @@ class Unit:
 
 
 class _Bundle(NamedTuple):
-    """The parameters of a unit that may still grow by its neighbours."""
+    """The parameters of a unit to which neighbours may still be added."""
 
     indices: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]
@@ -250,7 +250,7 @@ class _Bundle(NamedTuple):
     numel: int
 
     def is_joined_by(self, following: "_Bundle", most_numel: int) -> bool:
-        """Whether the following bundle is to travel with this one."""
+        """Whether the following bundle should travel with this one."""
         is_small = self.numel + following.numel <= most_numel
         one, other = self.kind, following.kind
         return is_small and one.members == other.members and one.holders == other.holders
@@ -272,8 +272,8 @@ class TransferTable:
         specs: The parameters; names are unique.
         slices: Owners of every parameter.
         plan: The plan.
-        merged_numel: Neighbours with the same holders and members that have no more elements than
-            this together are one unit.
+        merged_numel: Neighbours with the same holders and members become one unit if they have at
+            most this many elements together.
     """
 
     def __init__(
@@ -326,19 +326,19 @@ class TransferTable:
 
     def _lot_of(self, parameter: str) -> Lot:
         holders, slices = self._holders[parameter], self._slices[parameter]
-        # By identity, as `assign_owners` gives one object to all that are alike.
+        # By identity, as `assign_owners` gives one object to all parameters that are cut alike.
         return self._lots.setdefault((holders, id(slices)), Lot(holders, slices))
 
     def holdings(self, parameter: str) -> tuple[Holding, ...]:
-        """Return who holds a parameter, in pipeline order."""
+        """Return a parameter's holdings, in pipeline order."""
         return self._holders[parameter].holdings
 
     def holders(self, parameter: str) -> Mapping[int, Holding]:
-        """Return who holds a parameter, by global rank."""
+        """Return a parameter's holdings, by global rank."""
         return self._holders[parameter].by_rank
 
     def holding(self, parameter: str, global_rank: int) -> Holding | None:
-        """Return what a rank holds of a parameter, or None."""
+        """Return a rank's holding of a parameter; None if it holds nothing."""
         return self._holders[parameter].by_rank.get(global_rank)
 
     def pull(self, global_rank: int, *, trainable_only: bool = False) -> list[Message]:
@@ -361,7 +361,7 @@ class TransferTable:
     def traffic(self, global_rank: int, *, push: bool) -> Counter[tuple[int, int]]:
         """Return the trainable elements that a rank sends and receives, by (source, destination).
 
-        Local copies count, too, under (rank, rank).
+        Local copies are included, under (rank, rank).
         """
         numels: Counter[tuple[int, int]] = Counter()
         for kind, count in Counter(unit.kind for unit in self.trainable_units).items():

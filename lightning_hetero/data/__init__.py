@@ -1,8 +1,8 @@
-"""Batches and how they reach the ranks.
+"""Draw each iteration's samples, assign them to pipelines, and load every rank's batches.
 
 Read in this order: `order` (which samples an iteration takes), `candidates` (the plans it may run
-under), `ahead` (who assigns them, ahead of time), `loader` (what a rank gets of them) and `module`
-(what a Trainer iterates). `dealer` and `dealing` are for ordinary data loaders.
+under), `ahead` (assigning samples ahead of time), `loader` (the batches of one rank) and `module`
+(the data module for a Trainer). `dealer` and `dealing` are for ordinary data loaders.
 """
 
 from lightning_hetero.data.ahead import AheadOptions, AssignmentStore

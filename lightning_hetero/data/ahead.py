@@ -1,11 +1,11 @@
-"""Have every iteration's assignment at hand when it is needed (Hydraulis §4).
+"""Assign iterations in the background, before their assignments are needed (Hydraulis §4).
 
-One producer plans an iteration while earlier ones train; every rank reads the same text from the
-store. A rank that has waited for `patience_s` plans by itself. The first text published under a key
-is the one that counts, for everyone, and planning depends on nothing but the request: a producer
-that comes too late costs time and changes nothing. A text goes when all have read it.
+One producer plans an iteration while earlier ones train, and publishes the assignment, a text, in
+a store that all ranks read. A rank that has waited for `patience_s` plans the iteration itself. The
+first text published under a key counts for all ranks, and it depends only on the request: so a
+producer that is late costs time but changes nothing. A text is deleted when all ranks have read it.
 
-A producer is a thread that asks a process (`core.process.answering`).
+A producer is a thread with a planning process (`core.process.answering`).
 """
 
 import pickle
@@ -36,25 +36,27 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class AssignmentStore:
-    """Texts that the ranks share, in a store of torch.distributed; threads may use it at once.
+    """Texts that all ranks share, in a store of torch.distributed; thread-safe.
+
+    Its methods raise PeerError if rank 0, which serves the store, is gone.
 
     Args:
-        store: The ranks', to which a connection of its own is made; None if there is one rank.
+        store: The ranks' store, to which a new connection is opened; None for a single rank.
     """
 
     def __init__(self, store: Any = None) -> None:
         self._store: Any = HashStore() if store is None else store.clone()
 
     def publish(self, key: str, text: str) -> str:
-        """Set a key unless it is set; return the text that counts."""
+        """Set a key to a text unless it is set already; return the key's text."""
         with _naming_the_server():
             counts: bytes = self._store.compare_set(key, "", text)
         return counts.decode()
 
     def wait(self, key: str, timeout_s: float) -> str | None:
-        """Return a key's text as soon as it is set, None after the timeout."""
-        # Asking now and then, because a connection that waits is locked: the thread that publishes
-        # what is waited for may share it.
+        """Return a key's text as soon as it is set; None after the timeout."""
+        # Polls: a blocking wait would lock the connection, which may be shared with the thread that
+        # publishes this key.
         deadline_s = time.monotonic() + timeout_s
         pause_s = _SHORTEST_PAUSE_S
         with _naming_the_server():
@@ -68,7 +70,7 @@ class AssignmentStore:
         return text.decode()
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader needs a key no more; the last of `num_readers` deletes it."""
+        """Note that one reader is done with a key; the last of `num_readers` deletes it."""
         reads = f"{key}/reads"
         with _naming_the_server():
             if self._store.add(reads, 1) >= num_readers:
@@ -88,12 +90,12 @@ def _naming_the_server() -> Iterator[None]:
 
 
 def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
-    """Return the store of the ranks that run; collective.
+    """Return a store that all ranks share; collective.
 
     Args:
         agree: Returns rank 0's argument on every rank.
-        own_name: Any name that no run before had, such as a random one; what an earlier run left
-            in a store that outlives it is never found.
+        own_name: A name that no earlier run had, such as a random one. So texts of an earlier run
+            are never found, even if torch's store has outlived it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return AssignmentStore()
@@ -101,23 +103,23 @@ def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
 
 
 _UNAIDED = "!"
-"""Marks a text that a trainer has planned by itself."""
+"""Prefix of texts that a rank has planned itself, instead of a producer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AheadOptions:
-    """How far ahead iterations are planned, and by how many.
+    """How far ahead iterations are planned, and by how many processes.
 
     Raises:
         ConfigurationError: A number is out of range.
     """
 
     num_producers: int = 2
-    """Planning processes of all ranks together, spread over them; 0 plans when needed."""
+    """Planning processes of all ranks together, spread over the ranks; 0: plan when needed."""
     num_ahead: int = 6
     """Iterations planned ahead of the one that is dealt."""
     patience_s: float = 30.0
-    """Seconds to wait for a producer before planning here."""
+    """Seconds that a rank waits for a producer before it plans the iteration itself."""
 
     def __post_init__(self) -> None:
         if self.num_producers < 0 or self.num_ahead < 0 or self.patience_s < 0:
@@ -125,9 +127,9 @@ class AheadOptions:
 
 
 class Producer:
-    """Plans what it is asked for, in order, and publishes it.
+    """Plans requested iterations in order, in the background, and publishes the assignments.
 
-    A process that dies costs the time of planning here instead.
+    If its process dies, the thread plans that iteration, and a new process the next ones.
     """
 
     def __init__(self, store: AssignmentStore, process: AnsweringProcess | None = None) -> None:
@@ -138,22 +140,22 @@ class Producer:
         self._wanted: set[str] = set()
         self._publishing = threading.Lock()
         self.complaints: deque[str] = deque()
-        """Failures for the main thread to warn of."""
+        """Failures, of which the main thread warns."""
         self._thread = threading.Thread(target=self._run, name="assignments", daemon=True)
         self._thread.start()
 
     def request(self, key: str, request: AssignmentRequest) -> None:
-        """Plan an iteration and publish it under a key."""
+        """Queue an iteration, to be planned and published under a key; returns at once."""
         self._wanted.add(key)
         self._requests.put((key, request))
 
     def withdraw(self, key: str) -> None:
-        """Publish a key no more, now that it is or needn't be: it may soon be deleted."""
+        """Never publish a key from now on: it is no longer needed and may be deleted."""
         with self._publishing:
             self._wanted.discard(key)
 
     def close(self) -> None:
-        """End thread and process."""
+        """Drop all requests, kill the process and wait for the thread to end."""
         self._wanted.clear()
         self._requests.put(None)
         self._process.kill()
@@ -171,7 +173,7 @@ class Producer:
                     if key in self._wanted:
                         self._store.publish(key, text)
             except RuntimeError as error:
-                # The store's server has gone, and the run with it.
+                # Rank 0, which serves the store, is gone, so the run ends anyway.
                 self.complaints.append(f"A producer can't reach the store: {error}")
                 return
 
@@ -189,14 +191,14 @@ class Producer:
 
 
 class AheadPlanner:
-    """One rank's view of the producers.
+    """Requests assignments and takes them, on one rank.
 
     Args:
         store: The store that the ranks share.
         global_rank: This rank.
         world_size: Number of ranks.
-        options: How far ahead, and by how many.
-        producer: This rank's producer; None starts one where the rank has one.
+        options: How far ahead to plan, and by how many processes; None plans when needed.
+        producer: This rank's producer; None starts one if the rank is to have one.
     """
 
     def __init__(
@@ -221,22 +223,25 @@ class AheadPlanner:
         self._late: set[int] = set()
 
     def request(self, serial: int, key: str, request: AssignmentRequest) -> None:
-        """Have an iteration planned; called on all ranks in the same order.
+        """Let the responsible producer plan an iteration; all ranks call it in the same order.
 
         Args:
-            serial: Number of the request, which says whose it is.
-            key: Its key, never used before.
-            request: What is to be planned.
+            serial: Number of the request, which decides on the producer.
+            key: Key of the assignment, never used before.
+            request: The iteration's samples and candidate plans.
         """
         if self._producer is not None and serial % self._num_producers == self._own_index:
             self._producer.request(key, request)
 
     def take(self, serial: int, key: str, request: AssignmentRequest) -> Assignment:
-        """Return the assignment that counts for all ranks; each rank takes each key once.
+        """Return an assignment, the same on all ranks; each rank takes each key once.
+
+        Waits for the producer, for `patience_s` at most, else plans here.
 
         Raises:
             AssignmentError: No candidate plan holds the samples.
-            BatchError: Another rank has drawn other samples.
+            BatchError: The rank that planned has drawn other samples than this one.
+            PeerError: Rank 0, which serves the store, is gone.
         """
         text = self._wait(serial, key)
         if text is None:
@@ -249,7 +254,7 @@ class AheadPlanner:
         return read_assignment(text.removeprefix(_UNAIDED), request)
 
     def forget(self, key: str) -> None:
-        """Give up an iteration that was requested; each rank either takes or forgets it."""
+        """Drop a requested iteration; each rank must either take or forget it."""
         if self._producer is not None:
             self._producer.withdraw(key)
         self._store.retire(key, self._world_size)
@@ -263,7 +268,7 @@ class AheadPlanner:
         if self._num_producers == 0:
             return self._store.wait(key, 0.0)
         index = serial % self._num_producers
-        # One that was late is not waited for again until it is in time.
+        # A producer that was late isn't waited for until it has been in time again.
         patience_s = 0.0 if index in self._late else self.options.patience_s
         text = self._store.wait(key, patience_s)
         if text is not None:

@@ -1,4 +1,4 @@
-"""The plans an iteration may run under as the data sees them: pipelines, their costs and ranks."""
+"""Candidate plans of an iteration, as data modules need them: pipelines, their costs and ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ _UNLIMITED = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """Candidate plans and what their pipelines cost; the same on every rank.
+    """Candidate plans and the costs of their pipelines; the same on every rank.
 
     Raises:
         ConfigurationError: Costs don't match the plans.
@@ -26,7 +26,7 @@ class Candidates:
     costs: tuple[tuple[PipelineCost, ...], ...]
     """For each plan its pipelines' costs."""
     plans: tuple[ParallelPlan, ...] | None = None
-    """The plans; None where every rank is a pipeline of its own, as under DDP."""
+    """The plans; None if every rank is a pipeline of its own, as under DDP."""
 
     def __post_init__(self) -> None:
         sizes = [len(costs) for costs in self.costs]
@@ -39,29 +39,32 @@ class Candidates:
 
     @classmethod
     def equal_ranks(cls, world_size: int) -> Self:
-        """Return the one plan of a strategy without plans: each rank a pipeline."""
+        """Return the only candidate of a strategy without plans: each rank is a pipeline."""
         cost = PipelineCost(
             a=QUADRATIC_WEIGHT, b=1.0, c=0.0, max_len=_UNLIMITED, util_len=_UNLIMITED, num_stages=1
         )
         return cls(costs=((cost,) * world_size,))
 
     def first(self) -> Self:
-        """Return the first candidate alone."""
+        """Return only the first candidate."""
         plans = None if self.plans is None else self.plans[:1]
         return replace(self, costs=self.costs[:1], plans=plans)
 
     def pipeline_index(self, plan_index: int, global_rank: int) -> int | None:
-        """Return a rank's pipeline under a plan, None if it is idle."""
+        """Return a rank's pipeline under a plan; None if the rank is idle."""
         if self.plans is None:
             return global_rank
         place = self.plans[plan_index].place(global_rank)
         return None if place is None else place.pipeline_index
 
     def slowed(self, slowdowns: Sequence[float]) -> Self:
-        """Return the candidates with pipelines that take as much longer as their slowest rank.
+        """Return the candidates with each pipeline's costs times its slowest rank's factor.
 
         Args:
-            slowdowns: A factor for each global rank, above 0.
+            slowdowns: How many times longer each global rank takes, above 0.
+
+        Raises:
+            ConfigurationError: A factor is missing, or isn't above 0.
         """
         if not slowdowns or min(slowdowns) <= 0:
             raise ConfigurationError(
@@ -95,10 +98,10 @@ def _slowed(cost: PipelineCost, factor: float) -> PipelineCost:
 def assumed_costs(
     plan: ParallelPlan, *, context_length: int, tokens_per_step: int
 ) -> tuple[PipelineCost, ...]:
-    """Return costs of a plan on devices that nobody profiled: as if all were equal.
+    """Return assumed costs of a plan's pipelines, for devices without a profile: all are equal.
 
-    A pipeline's pace is that of the stage with most layers a rank. Its micro-batches hold a whole
-    context, or what four a stage would hold if tokens were spread evenly, if that is more.
+    A pipeline's time is proportional to the most layers per rank of any stage. Its micro-batches
+    hold up to `context_length` tokens or, if that is more, an even share of `tokens_per_step`.
     """
     limit = max(context_length, -(-tokens_per_step // sum(plan.count_microbatches())))
     costs = []
@@ -118,9 +121,9 @@ def assumed_costs(
 
 
 def fill_empty(assignment: Assignment) -> Assignment:
-    """Give pipelines without samples one of the fullest pipeline's, as DDP's ranks need.
+    """Give each pipeline without samples one of the fullest pipeline's: DDP's ranks need one each.
 
-    A pipeline's micro-batches become one, since such a rank runs whatever it gets in one step.
+    A pipeline's micro-batches are merged into one, because such a rank runs one batch per step.
 
     Raises:
         ConfigurationError: There are fewer samples than pipelines.

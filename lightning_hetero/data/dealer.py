@@ -1,7 +1,7 @@
-"""Give every loader of a run its deals, and every batch the plan it was dealt for.
+"""Deal the batches of ordinary loaders, and find the plan for which each batch was dealt.
 
 Workers of a data loader load batches before they are trained on, and a batch that was dealt for one
-plan can't run under a plan that cuts it otherwise. So a change of plan holds from the first
+plan can't run under a plan that divides it otherwise. So a change of plan takes effect at the first
 iteration that no rank has dealt yet. All ranks keep the same schedule of plans.
 """
 
@@ -24,10 +24,11 @@ class Dealer:
     Args:
         plan: The plan that runs first.
         global_rank: The rank.
-        num_microbatches: Of pipelines for which a plan names no number.
-        num_batches: A loader's batches that make an iteration; fixed, so that its length is.
-        seed: Returns what seeds samplers that draw from the global generators, the same on all
-            ranks; asked for each loader, since a recovered run goes on with the seed that it had.
+        num_microbatches: Micro-batches of pipelines for which a plan names no number.
+        num_batches: A loader's batches in an iteration; the same under all plans, so that an
+            epoch's number of iterations is, too.
+        seed: Returns the seed of samplers that draw from the global generators, the same on all
+            ranks; called for each loader, since a recovered run goes on with its old seed.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class Dealer:
         """Return a loader of this rank's part of each iteration.
 
         Args:
-            dataloader: The user's, the same on every rank.
-            is_training: Whether the run trains on it; else it runs under the plan of the moment.
-            epoch: The epoch in which it is read first.
+            dataloader: The user's loader, the same on every rank.
+            is_training: Whether it is for training; others are dealt for the plan that runs then.
+            epoch: The first epoch that is read.
 
         Raises:
-            ConfigurationError: The loader shards by rank itself.
+            ConfigurationError: The loader already divides samples among ranks.
         """
         schedule = PlanSchedule(self._plan)
 
@@ -72,12 +73,12 @@ class Dealer:
                 self._schedules.append(schedule)
         sampler = getattr(dealt, "batch_sampler", None)
         if isinstance(dealt, DataLoader) and isinstance(sampler, DealtBatchSampler):
-            # A resumed loader's workers draw before Lightning says which epoch it is.
+            # A resumed loader's workers draw samples before Lightning sets the epoch.
             sampler.set_epoch(epoch)
         return dealt
 
     def plan_to_run(self, batch: Any, batch_idx: int) -> ParallelPlan:
-        """Return the plan under which a batch is trained on."""
+        """Return the plan under which to train on a batch; called for every batch, in order."""
         if isinstance(batch, AssignedBatch):
             self._plan = batch.plan
         else:
@@ -86,22 +87,22 @@ class Dealer:
         return self._plan
 
     def plan_to_evaluate(self, batch: Any) -> ParallelPlan:
-        """Return the plan under which a batch is evaluated."""
+        """Return the plan under which to evaluate a batch."""
         return batch.plan if isinstance(batch, AssignedBatch) else self._plan
 
     def change_plan(self, plan: ParallelPlan, *, most_of_ranks: Callable[[int], int]) -> int:
-        """Deal for another plan as soon as possible; collective.
+        """Change the plan from the first iteration on that no rank has dealt yet; collective.
 
         Args:
             plan: The plan, the same on every rank.
-            most_of_ranks: Returns the largest of the ranks' numbers.
+            most_of_ranks: Returns the maximum of its argument over all ranks.
 
         Returns:
-            Iterations that were dealt for the plan of before and are still to be trained on.
+            Iterations that were dealt for the old plan and are still to be trained on.
 
         Raises:
-            ConfigurationError: Training reads several loaders, and the plan would deal otherwise;
-                or its batches bring their plans.
+            ConfigurationError: Training reads several loaders, and the plan would change their
+                deals; or a data module chooses the plans.
         """
         if self._plans_come_with_batches:
             raise ConfigurationError(
@@ -132,7 +133,7 @@ class PlanSchedule:
     """The plan of each iteration of one pass over a loader.
 
     Args:
-        plan: Runs until it is changed.
+        plan: The plan that runs until `change`.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:
@@ -150,16 +151,16 @@ class PlanSchedule:
         self.num_dealt = self.num_run = 0
 
     def plan_to_deal(self, iteration: int) -> ParallelPlan:
-        """Return the plan of an iteration that is about to be dealt; the first begins a pass."""
+        """Return the plan of the next iteration to be dealt; iteration 0 begins a pass."""
         if iteration == 0:
             self.start_pass()
         self.num_dealt = iteration + 1
         return self._plan_at(iteration)
 
     def plan_to_run(self, batch_idx: int) -> ParallelPlan:
-        """Return the plan of the batch that Lightning trains on."""
+        """Return the plan of the batch that Lightning trains on next."""
         if self._first_batch_idx is None:
-            # A pass that resumes an epoch begins where the last run stopped.
+            # A resumed epoch doesn't begin at batch 0.
             self._first_batch_idx = batch_idx
         iteration = batch_idx - self._first_batch_idx
         self.num_run = iteration + 1
@@ -168,7 +169,7 @@ class PlanSchedule:
     def change(self, plan: ParallelPlan, *, from_iteration: int) -> None:
         """Run another plan from an iteration on that no rank has dealt yet."""
         begun = [start for start, _ in self._changes if start <= max(0, self.num_run - 1)]
-        # What ran before the present iteration's plan is never asked for again.
+        # Plans before that of the current iteration are no longer needed.
         self._changes = [item for item in self._changes if begun[-1] <= item[0] < from_iteration]
         self._changes.append((from_iteration, plan))
 

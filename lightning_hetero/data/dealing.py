@@ -1,11 +1,10 @@
 """Deal the batches of an ordinary data loader out to pipelines.
 
 Every rank reads the same order of samples. An iteration takes D consecutive batches for D
-pipelines, puts them together and cuts them again in proportion to the pipelines' micro-batches,
-times `microbatch_size` where the plan has it, so `batch_size` means what it means under DDP:
-samples of one pipeline, on average. All ranks of a pipeline load the same samples. Nothing is
-repeated or dropped: the last iteration is just smaller, and a pipeline that gets nothing of it
-still takes part.
+pipelines, joins them and divides their samples in proportion to the pipelines' micro-batches, times
+`microbatch_size` if the plan has it. So `batch_size` has the same meaning as under DDP: samples of
+one pipeline, on average. All ranks of a pipeline load the same samples. No sample is repeated or
+dropped: the last iteration may be smaller, and a pipeline without samples still takes part in it.
 """
 
 import warnings
@@ -30,7 +29,7 @@ __all__ = ["Deal", "DealtBatchSampler", "DealtIterable", "deal_of", "deal_out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """How an iteration's samples are dealt out to pipelines, as one rank sees it."""
+    """How an iteration's samples are divided among pipelines, and one rank's pipeline."""
 
     shares: tuple[int, ...]
     """Relative number of samples of each pipeline."""
@@ -44,7 +43,7 @@ def deal_of(plan: ParallelPlan, *, global_rank: int, num_microbatches: int) -> D
     Args:
         plan: The plan.
         global_rank: The rank.
-        num_microbatches: Of pipelines for which the plan names no number.
+        num_microbatches: Micro-batches of pipelines for which the plan names no number.
     """
     place = plan.place(global_rank)
     return Deal(
@@ -66,14 +65,15 @@ def deal_out(dataloader: object, *, deal_at: _DealAt, num_batches: int, seed: in
     """Return a loader of one pipeline's part of each iteration.
 
     Args:
-        dataloader: What the user returned; loads the same order on every rank.
+        dataloader: The user's loader, with the same order on every rank; returned as it is if it
+            deals by pipeline itself, or can't be iterated.
         deal_at: Returns the deal of the n-th iteration of a pass, when it is dealt.
-        num_batches: Batches of the loader that make an iteration. A stream gives one a pipeline
-            whatever is said here, since its batches stay whole.
-        seed: Seeds samplers that draw from the global generators, the same on all ranks.
+        num_batches: Batches of the loader in an iteration. Not used for streams, whose batches
+            stay whole: they give one to each pipeline.
+        seed: Seed of samplers that draw from the global generators, the same on all ranks.
 
     Raises:
-        ConfigurationError: The loader shards by rank itself.
+        ConfigurationError: The loader already divides samples among ranks.
     """
     if getattr(dataloader, "deals_by_pipeline", False):
         return dataloader
@@ -116,7 +116,7 @@ def _refuse_rank_sampler(sampler: object) -> None:
 
 
 def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Return a loader of the same class that differs in its batch sampler."""
+    """Return a loader with another batch sampler, of the same class (stateful if it is torch's)."""
     options: dict[str, Any] = {
         "num_workers": dataloader.num_workers,
         "pin_memory": dataloader.pin_memory,
@@ -128,16 +128,16 @@ def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader
         "persistent_workers": dataloader.persistent_workers,
     }
     collate = _CollateOrEmpty(dataloader.collate_fn)
-    # A stateful loader goes on inside an epoch where a checkpoint left off.
+    # A stateful loader can be resumed inside an epoch.
     kind = StatefulDataLoader if type(dataloader) is DataLoader else type(dataloader)
     with warnings.catch_warnings():
-        # On torch 2.13 torchdata's own line is deprecated, which no user can do anything about.
+        # On torch 2.13 torchdata itself uses a deprecated function, which users can't change.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         return kind(dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options)
 
 
 class _CollateOrEmpty:
-    """The user's collate function, and an `EmptyBatch` where there are no samples."""
+    """The user's collate function; makes an `EmptyBatch` of no samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -150,10 +150,10 @@ class DealtBatchSampler(Sampler[list[int]]):
     """One pipeline's part of every iteration, as lists of sample indices.
 
     Args:
-        batch_sampler: The user's, the same on every rank.
+        batch_sampler: The user's batch sampler, the same on every rank.
         deal_at: Returns the deal of the n-th iteration of a pass, when it is dealt.
-        num_batches: The user's batches that make an iteration.
-        seed: Seeds samplers that draw from torch's global generator.
+        num_batches: The user's batches in an iteration.
+        seed: Seed of samplers that draw from torch's global generator.
     """
 
     def __init__(
@@ -163,17 +163,17 @@ class DealtBatchSampler(Sampler[list[int]]):
         self._deal_at = deal_at
         self._num_batches = num_batches
         self.seed = seed
-        """Seeds the orders of all epochs; that of the run whose pass is gone on with."""
+        """Seed of all epochs' orders; after a resume, that of the saved run."""
         self.epoch = 0
-        """The epoch that is drawn."""
+        """The epoch whose order is drawn."""
 
     @property
     def sampler(self) -> "DealtBatchSampler":
-        """Itself: Lightning calls `set_epoch` of a batch sampler's `sampler` only."""
+        """Itself: Lightning calls `set_epoch` only of a batch sampler's `sampler`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order; called at the start of every epoch."""
+        """Set the epoch whose order to draw; Lightning calls it at the start of every epoch."""
         self.epoch = epoch
         for inner in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             set_epoch = getattr(inner, "set_epoch", None)
@@ -208,25 +208,25 @@ class DealtBatchSampler(Sampler[list[int]]):
     def draw(self) -> Iterator[list[int]]:
         """Yield the user's batches, with torch's generator seeded alike on every rank."""
         with torch.random.fork_rng(devices=[]):
-            # Nobody's order is drawn on a device, and `torch.manual_seed` would seed those, too.
+            # Orders are drawn on the CPU; `torch.manual_seed` would seed devices, too.
             torch.default_generator.manual_seed(self.seed + self.epoch)
             sampler = getattr(self._batch_sampler, "sampler", None)
             if isinstance(sampler, StatefulRandomSampler):
-                # Seeded by chance when it was made, and its order depends on the epochs before.
+                # Its own seed is random, and its order depends on earlier epochs.
                 sampler.generator.manual_seed(self.seed + self.epoch)
             batches = iter(self._batch_sampler)
             batch = next(batches, None)
-        # By `next` alone: some samplers are iterators that start again when asked for one.
+        # Not by `for`, which calls `iter`: some samplers are iterators that restart then.
         while batch is not None:
             yield batch
             batch = next(batches, None)
 
 
 class _DealtIterator:
-    """One pass; a stateful loader saves its place, and finds it again under any topology.
+    """One pass over the samples, which a stateful loader saves and resumes, under any topology.
 
-    The keys are those of torchdata's own batch sampler, so that an unshuffled pass goes on in a
-    run of plain Lightning too, and the other way around.
+    The state's keys are those of torchdata's own batch sampler, so an unshuffled pass can also be
+    resumed in a run of plain Lightning, and the other way around.
     """
 
     def __init__(self, sampler: DealtBatchSampler) -> None:
@@ -246,7 +246,7 @@ class _DealtIterator:
         return part
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch and how many samples of it all pipelines together were given."""
+        """Return seed, epoch, and the number of its samples that all pipelines were given."""
         return {
             "seed": self._sampler.seed,
             "epoch": self._sampler.epoch,
@@ -254,9 +254,9 @@ class _DealtIterator:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the samples that were given when the state was saved, in its order.
+        """Resume after the samples that were given when the state was saved, in its order.
 
-        What plain Lightning has saved names neither seed nor epoch: then they are this run's own.
+        States of plain Lightning have neither seed nor epoch; then this run's own are used.
         """
         self._sampler.seed = state.get("seed", self._sampler.seed)
         self._sampler.set_epoch(state.get("epoch", self._sampler.epoch))
@@ -264,7 +264,7 @@ class _DealtIterator:
 
 
 def _skip(batches: Iterator[list[int]], num_samples: int) -> Iterator[list[int]]:
-    """Yield batches without their first samples."""
+    """Yield batches without the first `num_samples` samples of all."""
     for batch in batches:
         if num_samples < len(batch):
             yield batch[num_samples:]
@@ -282,9 +282,9 @@ def _own_part(samples: list[int], deal: Deal) -> list[int]:
 
 
 class DealtIterable:
-    """A stream of batches, dealt out one by one: pipeline j of D takes every D-th from the j-th.
+    """A stream of batches, dealt one by one: pipeline j of D takes every D-th from the j-th on.
 
-    A pipeline without micro-batches gets none.
+    A pipeline without micro-batches isn't counted and gets none.
 
     Args:
         stream: The user's loader; yields the same batches on every rank.

@@ -1,13 +1,13 @@
-"""The loader that a Trainer iterates: iterations are dealt, this rank's micro-batches collated.
+"""The loader of `HeteroDataModule`: draws iterations and collates this rank's micro-batches.
 
-Every rank draws the same iterations in the same order, so all agree on keys, producers and on the
-iteration from which new costs hold, without a message. Each is planned ahead and handed out when
-its turn comes.
+Every rank draws the same iterations in the same order. So all agree, without messages, on keys, on
+producers, and on the first iteration for which new costs count. Iterations are planned ahead, and
+handed out in order.
 
-The loader deals by pipeline itself, so strategies leave it alone. Its state is the data's cursor,
-which any number of ranks, workers and any plan can go on from. Iterations that workers have fetched
-but that were not handed out don't count, nor does the one that a Trainer fetches ahead of an
-unsized stream.
+The loader deals by pipeline itself, so strategies don't change it. Its state is the data's cursor,
+from which a run can be resumed under any plan, with any number of ranks and workers. Iterations
+that were fetched but not trained don't count: those of workers, and the one that a Trainer
+prefetches from a stream without a length.
 """
 
 import time
@@ -37,13 +37,13 @@ class Ticket:
     """One rank's part of one iteration."""
 
     plan: ParallelPlan | None
-    """The plan that runs; None where each rank is a pipeline of its own."""
+    """The plan that runs; None if each rank is a pipeline of its own."""
     microbatches: tuple[tuple[Any, ...], ...]
-    """For each micro-batch of the rank's pipeline what the source calls its samples."""
+    """For each micro-batch of the rank's pipeline its samples, as in `Drawn.samples`."""
     first_index: int
-    """Micro-batches of the pipelines before it."""
+    """Number of micro-batches of the pipelines before this rank's."""
     after: Cursor
-    """How far the data is consumed when the iteration is done."""
+    """The cursor at the end of the iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,15 @@ class _Ahead:
 
 
 class TicketDealer:
-    """The iterations of a run as one rank sees them.
+    """Draws iterations, has them assigned ahead of time, and deals one rank's part of each.
 
     Args:
-        source: What iterations are drawn from.
-        planner: What plans them.
+        source: The source of iterations.
+        planner: Assigns the iterations.
         candidates: The plans they may run under.
         global_rank: This rank.
         seed: Seed of the dispatch.
-        name: Sets its keys apart from those of other dealers with this planner.
+        name: Prefix of its keys, different from those of other dealers with this planner.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TicketDealer:
         self._source = source
         self._planner = planner
         self.candidates = candidates
-        """The plans under which what is drawn next may run."""
+        """The candidate plans of iterations that are drawn from now on."""
         self.num_dealt: Counter[ParallelPlan] = Counter()
         """Iterations dealt for each plan."""
         self._slowdowns: tuple[float, ...] | None = None
@@ -94,33 +94,38 @@ class TicketDealer:
         self._serial = 0
 
     def set_candidates(self, candidates: Candidates) -> int:
-        """Assign under other plans; see `set_slowdowns`."""
+        """Set the candidate plans of iterations drawn from now on; returns as `set_slowdowns`."""
         self.candidates = candidates
         return self._serial
 
     def set_slowdowns(self, slowdowns: Sequence[float]) -> int:
-        """Assign as if each rank took longer by its factor.
+        """Assign iterations drawn from now on as if each rank took longer by its factor.
 
-        All ranks call it with the same factors after the same iteration. What is planned already
-        stays: return how many iterations were drawn before the first that it holds for.
+        All ranks call it with the same factors after the same iteration. Returns the number of
+        iterations drawn so far, whose assignments stay as they are.
+
+        Raises:
+            ConfigurationError: A factor is missing, or isn't above 0.
         """
-        self.candidates.slowed(slowdowns)  # Refuses what doesn't fit.
+        self.candidates.slowed(slowdowns)  # Only to check the factors.
         self._slowdowns = tuple(slowdowns)
         return self._serial
 
     @property
     def num_ahead(self) -> int:
-        """Iterations that are drawn and not dealt."""
+        """Number of iterations that are drawn but not dealt yet."""
         return len(self._ahead)
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Drop the source's iterator and the iterations drawn ahead."""
         self._drawing = iter(())
         self._ahead.clear()
         self._next = None
 
     def deal(self, cursor: Cursor) -> Iterator[Ticket]:
-        """Yield the tickets from a cursor to the end of its epoch, or of the next if it is there.
+        """Yield the tickets from a cursor to its epoch's end; of the next epoch if it is there.
+
+        Waits for each assignment.
 
         Raises:
             AssignmentError: No candidate plan holds an iteration's samples.
@@ -142,7 +147,7 @@ class TicketDealer:
                 return
 
     def _start(self, cursor: Cursor) -> None:
-        """Draw from a cursor on; forget what was drawn before, whose keys are never used again."""
+        """Draw from a cursor on; drop the iterations drawn ahead, whose keys aren't used again."""
         self._drawing = self._source.draw(cursor)
         for item in self._ahead:
             self._planner.forget(item.key)
@@ -162,7 +167,7 @@ class TicketDealer:
             request = AssignmentRequest(
                 lengths=drawn.lengths,
                 candidates=candidates.costs,
-                # Of its place in the epoch alone: a resumed run assigns as the whole run does.
+                # Depends only on the place in the epoch, so a resumed run assigns in the same way.
                 seed=self._seed + cursor.num_samples,
                 checksum=drawn.checksum,
             )
@@ -204,11 +209,11 @@ def _samples(
 
 
 class BatchMaker:
-    """Makes a ticket's micro-batches; a dataset whose keys are what the tickets say of them.
+    """A dataset whose keys are tickets' `microbatches`, and whose items are these, collated.
 
     Args:
-        samples: What a ticket's indices mean; None where tickets hold the samples themselves.
-        collate: Makes a micro-batch of samples.
+        samples: The samples by index; None if tickets hold the samples themselves.
+        collate: Makes a micro-batch of a list of samples.
     """
 
     def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -227,11 +232,11 @@ class AssignedLoader:
     Args:
         dealer: Deals the tickets.
         maker: Makes their batches.
-        progress: What is handed out; shared with whoever saves and loads it.
-        num_workers: Processes that read samples and collate; 0 does it here.
-        restarts: Whether each pass begins a new epoch instead of going on where the last ended.
-        num_trained: Says how many iterations of the epoch were trained, where whoever iterates may
-            fetch ahead; None counts what was handed out.
+        progress: The run's cursor, which each batch moves; shared with the data module.
+        num_workers: Processes that read samples and collate; 0 uses this process.
+        restarts: Whether each pass begins a new epoch instead of resuming the last one.
+        num_trained: Returns how many iterations of the epoch were trained, for a Trainer that
+            prefetches; None counts all batches that were handed out.
     """
 
     deals_by_pipeline = True
@@ -248,9 +253,9 @@ class AssignedLoader:
     ) -> None:
         self.dealer = dealer
         self.stall_s = 0.0
-        """Seconds that drawing and waiting for a plan took before the latest batch."""
+        """Seconds spent on drawing and waiting for the assignment before the latest batch."""
         self.batch_sampler = _EpochSetter(progress)
-        """Told of epochs by Lightning, which would ask for more if the loader had a `sampler`."""
+        """By it Lightning sets the epoch; of a loader with a `sampler` it would expect more."""
         self._progress = progress
         self._restarts = restarts
         self._num_trained = num_trained
@@ -283,31 +288,31 @@ class AssignedLoader:
         self._progress.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the data is consumed; the same on every rank."""
+        """Return the cursor after the last trained iteration; the same on every rank."""
         return self._progress.state_dict(self._trained())
 
     @property
     def num_fetched(self) -> int:
-        """Iterations that are dealt and not trained, as far as that is known."""
+        """Number of iterations that are dealt but not trained yet, as far as known."""
         trained = self._trained()
         num_given = 0 if trained is None else len(self._recent) - 1 - self._recent.index(trained)
         return len(self._tickets.dealt) + num_given
 
     def rewind(self) -> None:
-        """Take back what was fetched last and not trained, unless another epoch has begun since.
+        """Move the cursor back to the last trained iteration, unless another epoch has begun.
 
-        A Trainer that reloads its data loaders begins an epoch twice, and has fetched by then.
+        A Trainer that reloads its data loaders begins an epoch twice, and has prefetched by then.
         """
         trained = self._trained()
         if trained is not None and self._progress.cursor == self._recent[-1]:
             self._progress.cursor = trained
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was saved, under any topology; CheckpointError if it can't."""
+        """Resume from a state, under any topology; CheckpointError if it is of another order."""
         self._progress.load_state_dict(state)
 
     def _trained(self) -> Cursor | None:
-        """Return how far the Trainer has come, who may have fetched more; None if unknown."""
+        """Return the cursor after the last iteration that was trained; None if unknown."""
         done = None if self._num_trained is None else self._num_trained()
         trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
         return trained[-1] if trained else None
@@ -317,7 +322,7 @@ class SizedLoader(AssignedLoader):
     """A loader whose number of iterations is known, the same in every epoch.
 
     Args:
-        num_iterations: That number.
+        num_iterations: Iterations of an epoch.
     """
 
     def __init__(self, *args: Any, num_iterations: int, **options: Any) -> None:
@@ -329,7 +334,7 @@ class SizedLoader(AssignedLoader):
 
 
 class _EpochSetter:
-    """The owner of `loader.batch_sampler.sampler.set_epoch`, which Lightning calls."""
+    """Has `sampler.set_epoch`, which Lightning calls on a loader's `batch_sampler`."""
 
     def __init__(self, progress: Progress) -> None:
         self.set_epoch = progress.set_epoch
@@ -337,14 +342,14 @@ class _EpochSetter:
 
 
 class _Tickets:
-    """DataLoader's sampler: deals from the cursor on whenever it is iterated.
+    """The sampler of torch's DataLoader: deals from the cursor on whenever it is iterated.
 
-    It doesn't know the loader: workers whose iterator is part of a cycle are slow to end.
+    It has no reference to the loader: as part of a reference cycle, workers would end late.
     """
 
     def __init__(self, dealer: TicketDealer, progress: Progress) -> None:
         self.dealt: deque[Ticket] = deque()
-        """Tickets whose batches aren't handed out yet."""
+        """Tickets whose batches haven't been handed out yet."""
         self._dealer = dealer
         self._progress = progress
         self._waited_s = 0.0
@@ -367,7 +372,7 @@ class _Tickets:
 
 
 def _batch_of(ticket: Ticket, microbatches: tuple[Any, ...]) -> Any:
-    """Return what the strategy runs; without plans the rank's only micro-batch as it is."""
+    """Return the batch that the strategy runs; without plans the rank's only micro-batch."""
     if ticket.plan is None:
         return microbatches[0]
     return AssignedBatch(

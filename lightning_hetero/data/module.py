@@ -34,7 +34,7 @@ from lightning_hetero.models import PackedCollate
 __all__ = ["HeteroDataModule"]
 
 _NUM_SAMPLED = 20_000
-_NUM_STREAMED = 8  # Iterations of a stream that stand for its lengths.
+_NUM_STREAMED = 8  # Iterations of a stream from which its lengths are sampled.
 
 
 class HeteroDataModule(pl.LightningDataModule):
@@ -43,14 +43,14 @@ class HeteroDataModule(pl.LightningDataModule):
     Args:
         train_dataset: Samples of token ids (see `data.samples`): map-style, or a stream that yields
             the same samples on every rank.
-        val_dataset: The same for validation, in order, under the first plan.
+        val_dataset: The same for validation; samples come in order, under the first plan.
         tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
             of known lengths (see `data.order`), at most for streams.
         context_length: Most tokens of a sample.
         on_overlong: Whether longer ones are "cut", "split" or "refuse"d.
-        lengths: Tokens of each training sample; None reads them once and keeps them in a file.
-        val_lengths: The same of validation.
-        lengths_file: The file for training; None takes one in the user's cache folder.
+        lengths: Tokens of each training sample; None reads them once and caches them in a file.
+        val_lengths: The same for validation.
+        lengths_file: That file for training; None takes one in the user's cache folder.
         seed: Seed of the shuffle, the same on every rank.
         num_workers: Processes that read samples and collate; a stream uses one at most.
         collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
@@ -60,13 +60,13 @@ class HeteroDataModule(pl.LightningDataModule):
         ahead: How far ahead iterations are planned, and by how many processes.
 
     Raises:
-        ConfigurationError: Numbers that don't go together.
+        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`.
         BatchError: In `setup`: a sample is too long and is refused.
         ModelError: In `setup`: samples are packed, and a Hugging Face model can't see where they
             end. A model that `configure_model` makes is refused when the loader is made.
     """
 
-    def __init__(  # noqa: PLR0913 - what a user may say of the data
+    def __init__(  # noqa: PLR0913 - the user's options
         self,
         train_dataset: Any,
         val_dataset: Any = None,
@@ -109,7 +109,7 @@ class HeteroDataModule(pl.LightningDataModule):
         self._slowdowns: tuple[float, ...] | None = None
         self._num_loaders = 0
         if val_dataset is None:
-            # Lightning validates if the hook is overridden, and warns of an empty loader.
+            # Lightning validates if the hook is overridden, and warns if the loader is empty.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     # -- hooks of Lightning ---------------------------------------------------------------------
@@ -187,18 +187,18 @@ class HeteroDataModule(pl.LightningDataModule):
 
     @property
     def plans(self) -> tuple[ParallelPlan, ...]:
-        """The plans among which each training iteration's is chosen; none without a strategy's."""
+        """The candidate plans of training iterations; empty under a strategy without plans."""
         return self._training_dealer().candidates.plans or ()
 
     @property
     def num_dealt(self) -> Counter[ParallelPlan]:
-        """How many training iterations have been dealt for each plan."""
+        """Number of training iterations that have been dealt for each plan."""
         return self._training_dealer().num_dealt
 
     def set_slowdowns(self, by_rank: Sequence[float]) -> int:
-        """Give less work to slow ranks from the first iteration on that isn't planned yet.
+        """Give less work to slow ranks, from the first iteration on that isn't planned yet.
 
-        Called by every rank with the same factors, between steps.
+        All ranks must call it between the same steps, with the same factors.
 
         Args:
             by_rank: How many times longer each rank takes than the plans' costs say.
@@ -215,14 +215,14 @@ class HeteroDataModule(pl.LightningDataModule):
         plans: Sequence[ParallelPlan],
         costs: Sequence[Sequence[PipelineCost]] | None = None,
     ) -> int:
-        """Choose among these plans from the first iteration on that isn't planned yet.
+        """Choose among these plans, from the first iteration on that isn't planned yet.
 
-        Called by `HeteroStrategy`, on every rank alike, when a run is set up and when it gets other
-        plans; see `HeteroStrategy.set_candidate_plans`.
+        `HeteroStrategy` calls it on every rank when a run is set up and when it gets other plans;
+        see `HeteroStrategy.set_candidate_plans`.
 
         Args:
-            plans: The plans, the best without changing first.
-            costs: What their pipelines cost; None assumes it.
+            plans: The plans; the first is the best one if all iterations run the same.
+            costs: The costs of their pipelines; None takes those of `assumed_costs`.
 
         Returns:
             Training iterations, at most, that are planned already and still to be trained.
@@ -244,7 +244,10 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._count_planned()
 
     def sample_lengths(self) -> IntArray:
-        """Return the lengths of training samples as they will be, or of a fair part of them."""
+        """Return the tokens of training samples, once cut or split, or of a part of these.
+
+        The part is drawn at random; of a stream it is its first iterations.
+        """
         if "train" in self._samples:
             lengths = self._samples["train"].lengths
             if len(lengths) <= _NUM_SAMPLED:
@@ -256,12 +259,12 @@ class HeteroDataModule(pl.LightningDataModule):
     # -- parts ----------------------------------------------------------------------------------
 
     def _prepare_models(self) -> None:
-        """Let models see where samples end; again for those that `configure_model` has made."""
+        """Set up packed attention in models, in a second call those of `configure_model`."""
         if self.trainer is not None and isinstance(self._collate, PackedCollate):
             let_models_attend_packed(self.trainer.lightning_module)
 
     def _sized(self) -> list[str]:
-        """Return the splits whose datasets have an index."""
+        """Return the splits whose datasets are map-style."""
         return [
             split
             for split, dataset in self._datasets.items()
@@ -279,7 +282,7 @@ class HeteroDataModule(pl.LightningDataModule):
     def _new_progress(self) -> Progress:
         identity = {"seed": self._seed}
         if self._on_overlong is OnOverlong.SPLIT:
-            identity["context_length"] = self.context_length  # Pieces are what is counted.
+            identity["context_length"] = self.context_length  # Cursors count pieces.
         if "train" in self._samples:
             return Progress(**identity, num_samples=len(self._samples["train"]))
         return Progress(**identity, shuffle_buffer=self._shuffle_buffer)
@@ -349,7 +352,7 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._planner
 
     def _rank_and_count(self) -> tuple[int, int]:
-        """Return this rank's index and the number of ranks, as the dealt samples count them.
+        """Return this rank's index, and the number of ranks, among which samples are divided.
 
         Without plans, ranks that share a model (tensor parallelism) count as one.
         """
@@ -373,7 +376,7 @@ class HeteroDataModule(pl.LightningDataModule):
         return int(tracked.processed)
 
     def _count_planned(self) -> int:
-        """Return how many training iterations are drawn and not trained."""
+        """Return the number of training iterations that are drawn but not trained yet."""
         assert self._train_loader is not None
         return self._train_loader.num_fetched + self._train_loader.dealer.num_ahead
 

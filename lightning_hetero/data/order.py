@@ -1,11 +1,11 @@
-"""Decide which samples an iteration takes, whatever plan runs it and on how many ranks.
+"""Decide which samples an iteration takes, independently of its plan and the number of ranks.
 
 An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations of about equally
 many tokens: `⌈all tokens / tokens_per_step⌉` of them, cut where the running sum of tokens comes
-nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average and misses
-the even part by less than the longest sample; no epoch has a small last iteration, and `len` is the
-same in every epoch. What was consumed is a number of samples in that order: a cursor that knows
-neither plan, ranks nor workers.
+nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average and differs
+from the even part by less than the longest sample; no epoch has a small last iteration, and `len`
+is the same in every epoch. A run's position is the number of samples consumed in that order: a
+cursor, which depends neither on plans, nor on ranks or workers.
 """
 
 import zlib
@@ -24,7 +24,7 @@ __all__ = ["Cursor", "Drawn", "EpochOrder", "IterationSource", "Progress", "chec
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """How far a run has come in its data."""
+    """The position of a run in its data."""
 
     epoch: int = 0
     num_samples: int = 0
@@ -49,11 +49,11 @@ class Cursor:
 
 
 class Progress:
-    """The cursor of a run, and the order that it counts in.
+    """The cursor of a run, with the identity of the order of samples that it counts in.
 
     Args:
-        identity: What the order depends on, such as its seed; a state saved under another order
-            is refused, since what it has consumed would be other samples.
+        identity: Values that the order depends on, such as its seed. A state with other values is
+            refused, since its cursor counts other samples.
     """
 
     def __init__(self, **identity: int | bool) -> None:
@@ -67,18 +67,18 @@ class Progress:
             self.cursor = Cursor(epoch=epoch)
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch."""
+        """Move the cursor to the start of the next epoch."""
         self.cursor = Cursor(epoch=self.cursor.epoch + 1)
 
     def state_dict(self, cursor: Cursor | None = None) -> dict[str, Any]:
-        """Return the cursor, or another one of the same order, as plain data."""
+        """Return the cursor, or another one of the same order, with the identity of the order."""
         return {"order": dict(self._identity), "cursor": asdict(cursor or self.cursor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved.
+        """Take the cursor of a saved state.
 
         Raises:
-            CheckpointError: It was saved under another order, or is none of ours.
+            CheckpointError: The state was saved under another order, or by another data module.
         """
         found = state.get("order")
         if found != self._identity:
@@ -97,24 +97,24 @@ class Drawn:
     samples: Sequence[Any]
     """Indices of a map-style dataset, or the samples of a stream."""
     lengths: IntArray
-    """Tokens of each."""
+    """Tokens of each sample."""
     before: Cursor
     after: Cursor
     checksum: int
-    """Differs where a rank has drawn other samples, as nearly always a checksum does."""
+    """Checksum of the samples, by which ranks notice that they have drawn different ones."""
     is_last: bool = False
-    """Whether the epoch ends with it; a stream doesn't know."""
+    """Whether the epoch ends with it; always False for a stream, which can't tell."""
 
 
 class IterationSource(Protocol):
     """A source of iterations; the same on every rank."""
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
-        """Yield iterations from a cursor on, to the epoch's end or for ever."""
+        """Yield iterations from a cursor on, to the end of its epoch or endlessly."""
 
 
 def checksum(*values: ArrayLike) -> int:
-    """Return a number made of values; ranks with the same values have the same."""
+    """Return a checksum (CRC-32) of values, the same on all ranks with the same values."""
     result = 0
     for item in values:
         result = zlib.crc32(np.ascontiguousarray(item).tobytes(), result)
@@ -128,8 +128,8 @@ class EpochOrder:
         lengths: Tokens of each sample.
         tokens_per_step: Tokens of an iteration, on average; at least those of the longest sample.
         seed: Seed of the shuffle.
-        shuffle: Whether there is one.
-        min_samples: Samples that each iteration has at least.
+        shuffle: Whether to shuffle every epoch; else samples keep their order.
+        min_samples: Least number of samples in an iteration.
 
     Raises:
         ConfigurationError: A budget below the longest sample, or too few samples.
@@ -172,13 +172,13 @@ class EpochOrder:
         return len(self.lengths)
 
     def order(self, epoch: int) -> IntArray:
-        """Return the order of an epoch's samples."""
+        """Return the indices of an epoch's samples in order, [num_samples]."""
         if not self._shuffle:
             return np.arange(self.num_samples)
         return np.random.default_rng((self._seed, epoch)).permutation(self.num_samples)
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
-        """Yield iterations from a cursor on, one epoch after the other, for ever."""
+        """Yield iterations from a cursor on, one epoch after the other, endlessly."""
         while True:
             yield from self._draw_epoch(cursor)
             cursor = Cursor(epoch=cursor.epoch + 1)
@@ -201,13 +201,13 @@ class EpochOrder:
             before = after
 
     def _stops(self, order: IntArray, cursor: Cursor) -> IntArray:
-        """Return where the iterations after a cursor end, in samples; the last takes all."""
+        """Return the ends of the iterations after a cursor, in samples; the last ends the epoch."""
         count, least = len(self), self._min_samples
         left = count - cursor.num_iterations
         if cursor.num_samples >= self.num_samples:
             return np.zeros(0, dtype=np.int64)
         if left < 1:
-            # Saved under a smaller number of iterations: what is left becomes one more.
+            # Saved when an epoch had more iterations: the samples that are left become one more.
             return np.array([self.num_samples])
         sums = np.concatenate([[0], np.cumsum(self.lengths[order])])
         number = np.arange(cursor.num_iterations + 1, count + 1)

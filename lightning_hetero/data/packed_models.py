@@ -1,4 +1,4 @@
-"""See to it that the Hugging Face models of a module know where packed samples end."""
+"""Set up the Hugging Face models of a module so that they keep packed samples apart."""
 
 import sys
 
@@ -12,13 +12,13 @@ __all__ = ["let_models_attend_packed"]
 def let_models_attend_packed(module: nn.Module) -> None:
     """Call `use_packed_attention` on the Hugging Face models inside a module that need it.
 
-    Those that know the borders already are left as they are: by an earlier call, or because they
-    attend by flash attention. Transformers isn't imported where nobody else has.
+    Models keep their attention if they were set up before, or use transformers' flash attention.
+    Transformers isn't imported here first.
 
     Raises:
-        ModelError: A model can't be told: samples packed together would see each other.
+        ModelError: A model can't be set up: samples packed together would see each other.
     """
-    # A model's own module has imported it, so where it isn't there is no such model.
+    # Every Hugging Face model's own module imports transformers: without it there is none.
     if "transformers.modeling_utils" not in sys.modules:
         return
     from transformers import PreTrainedModel

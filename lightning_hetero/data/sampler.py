@@ -6,9 +6,9 @@
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedCollate())
     Trainer(strategy="ddp", use_distributed_sampler=False).fit(model, loader)
 
-A step's samples are dealt to the ranks so that all take about equally long: attention's square
-counts, not samples or tokens. Every sample comes once an epoch. DDP weighs its ranks equally
-however many tokens they have; `HeteroDataModule` under `HeteroStrategy` weighs by tokens.
+A step's samples are dealt so that all ranks take about equally long; the cost of a sample includes
+attention's quadratic term. Every sample comes once an epoch. DDP weights all ranks equally, however
+many tokens they have; `HeteroDataModule` under `HeteroStrategy` weights by tokens.
 """
 
 import uuid
@@ -31,15 +31,15 @@ __all__ = ["TwoStageBatchSampler"]
 class TwoStageBatchSampler(Sampler[list[int]]):
     """Yield this rank's sample indices of each step.
 
-    Steps are planned when they are needed, in a few milliseconds. All ranks must iterate; they
-    agree through torch.distributed's store.
+    Steps are planned when they are needed, in a few milliseconds. All ranks must iterate, as they
+    share the assignments through torch.distributed's store.
 
     Args:
         lengths: Tokens of each sample of the dataset.
         tokens_per_step: Tokens of a step on all ranks together, on average; see `data.order`.
         seed: Seed of the shuffle, the same on every rank.
-        shuffle: Whether samples are shuffled, in every epoch anew.
-        ranks: (global rank, number of ranks); None asks torch.distributed when it is needed.
+        shuffle: Whether to shuffle samples, in every epoch anew.
+        ranks: (global rank, number of ranks); None takes torch.distributed's at first use.
 
     Raises:
         ConfigurationError: A budget below the longest sample, or (later) fewer samples than ranks.
@@ -69,7 +69,7 @@ class TwoStageBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "TwoStageBatchSampler":
-        """Itself: Lightning calls `set_epoch` of a batch sampler's `sampler` only."""
+        """Itself: Lightning calls `set_epoch` only of a batch sampler's `sampler`."""
         return self
 
     @property
@@ -95,11 +95,11 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         self._progress.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the data is consumed; the same on every rank."""
+        """Return the cursor after the last step that was yielded; the same on every rank."""
         return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was saved, on any number of ranks; CheckpointError if it can't."""
+        """Resume from a state, on any number of ranks; CheckpointError if it has another order."""
         self._progress.load_state_dict(state)
 
     @property
@@ -109,7 +109,7 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _make_dealer(self) -> TicketDealer:
-        """Make ready to deal; collective if torch.distributed says who the ranks are."""
+        """Return the dealer; collective if ranks come from torch.distributed."""
         global_rank, num_ranks = self._ranks
         shared = self._given_ranks is None and num_ranks > 1
         store = open_store(_from_rank_0, uuid.uuid4().hex) if shared else AssignmentStore()

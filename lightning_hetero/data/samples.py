@@ -1,13 +1,13 @@
-"""Samples of token ids as pieces that fit the context: cut, split or refused where they are longer.
+"""Samples of token ids as pieces that fit the context: longer ones are cut, split or refused.
 
 A dataset's sample is a row of token ids (tensor, array or list), or a mapping with one as
-"input_ids", whose other entries of the same length (labels, masks) are cut alike. Everything after
-this module counts pieces: a sample that is split counts as several.
+"input_ids", whose other entries of the same length (labels, masks) are cut alike. All other modules
+count pieces: a sample that is split counts as several.
 
-The lengths of a dataset's samples are read once and remembered in a file. Its name is a digest of
-the dataset's type, size and the tokens of some samples, so another dataset doesn't find it. Where
-two datasets agree in all of that, reading a sample of another length than remembered is an error,
-never a wrong assignment.
+The lengths of a dataset's samples are read once and cached in a file. Its name is a digest of the
+dataset's type and size and the tokens of some samples, so that other datasets have other files. If
+two datasets still share one, a sample whose length differs from the cached one is an error when it
+is read, never a wrong assignment.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ _CHUNK = 256
 
 
 class OnOverlong(Choice):
-    """Treatments of a sample that is longer than the context."""
+    """What to do with a sample that is longer than the context."""
 
     CUT = "cut"
-    """Its first tokens are kept."""
+    """Keep only its first tokens."""
     SPLIT = "split"
-    """It becomes several samples."""
+    """Split it into several samples."""
     REFUSE = "refuse"
-    """An error names it."""
+    """Raise an error that names it."""
 
 
 class TokenSamples:
@@ -61,7 +61,7 @@ class TokenSamples:
         dataset: Anything with `len` and integer indices.
         lengths: Tokens of each sample; checked when a sample is read.
         context_length: Most tokens of a piece.
-        on_overlong: What becomes of longer samples.
+        on_overlong: What to do with longer samples.
 
     Raises:
         ConfigurationError: Lengths don't match the dataset, or a sample is empty.
@@ -100,10 +100,10 @@ class TokenSamples:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a piece, of the sample's own kind.
+        """Return a piece, of the same type as its sample.
 
         Raises:
-            BatchError: The sample has another length than was said.
+            BatchError: The sample has another length than `lengths` says.
         """
         sample_index = int(self._sample_of[index])
         sample = self.dataset[sample_index]
@@ -118,12 +118,12 @@ class TokenSamples:
 
 
 def num_tokens(sample: Any) -> int:
-    """Return how many tokens a sample has."""
+    """Return the number of tokens of a sample."""
     return len(token_ids(sample))
 
 
 def cut_sample(sample: Any, start: int, stop: int) -> Any:
-    """Return a run of a sample's tokens, and of whatever goes with each token."""
+    """Return tokens [start, stop) of a sample, and that part of its entries of equal length."""
     length = num_tokens(sample)
     if (start, stop) == (0, length):
         return sample
@@ -178,7 +178,7 @@ def _refuse(index: int, length: int, context_length: int) -> None:
 
 
 class _Lengths:
-    """A dataset of another one's lengths."""
+    """A dataset of the lengths of another dataset's samples."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -191,7 +191,7 @@ class _Lengths:
 
 
 def read_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
-    """Return the tokens of each sample of a map-style dataset, by reading it."""
+    """Read all samples of a map-style dataset, and return the tokens of each, [num_samples]."""
     chunks: Any = DataLoader(
         _Lengths(dataset),  # type: ignore[arg-type]
         batch_size=_CHUNK,
@@ -202,12 +202,12 @@ def read_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
 
 
 def cached_lengths(dataset: Any, *, file: Path | None = None, num_workers: int = 0) -> IntArray:
-    """Return the lengths from their file, else read them and write it if that is possible.
+    """Return a dataset's lengths from their file; else read the dataset, and try to write the file.
 
     Args:
         dataset: A map-style dataset.
-        file: Where they are kept; None takes `lengths_file`.
-        num_workers: Processes that read.
+        file: The file; None takes `lengths_file`.
+        num_workers: Processes that read samples; 0 uses this process.
     """
     path = file or lengths_file(dataset)
     with contextlib.suppress(OSError, ValueError):
@@ -215,14 +215,14 @@ def cached_lengths(dataset: Any, *, file: Path | None = None, num_workers: int =
         if found.shape == (len(dataset),):
             return found
     lengths = read_lengths(dataset, num_workers=num_workers)
-    # A folder that can't be written costs only the next run's time.
+    # If the folder can't be written, the next run reads the samples again.
     with contextlib.suppress(OSError):
         write_whole(path, lambda file: _save(file, lengths))
     return lengths
 
 
 def _save(path: Path, lengths: IntArray) -> None:
-    with path.open("wb") as file:  # To a name NumPy would add an ending.
+    with path.open("wb") as file:  # Given a name, NumPy would append ".npy" to it.
         np.save(file, lengths)
 
 
@@ -237,5 +237,5 @@ def lengths_file(dataset: Any) -> Path:
 
 
 def as_is(item: Any) -> Any:
-    """Return what it is given: what a loader collates with that hands samples on."""
+    """Return the argument: the collate function of loaders that pass samples on unchanged."""
     return item

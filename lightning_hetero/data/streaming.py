@@ -1,9 +1,9 @@
-"""Iterations of a stream: nothing is known of it but what has been read ahead.
+"""Draw iterations from a stream, of which only the samples read so far are known.
 
 Samples come in the stream's order, or shuffled within a buffer, and an iteration takes them until
-the next would exceed the budget. What lies ahead of the iteration that trains is the look-ahead
-buffer: its lengths are known, so it can be planned. A stream that is resumed is read from its start
-and what was consumed is thrown away, which any topology does alike.
+the next would exceed the budget. Iterations are read ahead of the one that trains, so that their
+lengths are known and they can be planned. To resume, the stream is read from its start and consumed
+samples are dropped, which works alike on every topology.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,11 +35,11 @@ class StreamOrder:
             is called if it has one.
         tokens_per_step: Most tokens of an iteration.
         context_length: Most tokens of a sample.
-        on_overlong: What becomes of longer ones.
+        on_overlong: What to do with longer samples.
         seed: Seed of the shuffle.
         shuffle_buffer: Samples among which the next is drawn; 1 keeps the stream's order.
-        min_samples: Samples that each iteration has at least, even above the budget.
-        read_ahead: Whether a process of its own reads the stream, if it is torch's kind.
+        min_samples: Least number of samples in an iteration, even above the budget.
+        read_ahead: Whether a separate process reads the stream, if it is an `IterableDataset`.
 
     Raises:
         ConfigurationError: A number is out of range; while drawing, the stream is too short.
@@ -107,7 +107,7 @@ class StreamOrder:
             raise ConfigurationError("The stream has 0 samples; give at least one.")
 
     def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield the samples of each iteration; one too small for the ranks joins the one before."""
+        """Yield the samples of each iteration; too few at the end join the iteration before."""
         complete: list[Any] = []
         group: list[Any] = []
         tokens = 0

@@ -34,33 +34,33 @@ __all__ = [
     "varlen_attention",
 ]
 
-# Versions of torch before grouped queries came to varlen_attn need one key head per query head.
+# Older versions of torch lack grouped queries in varlen_attn: keys need as many heads as queries.
 _VARLEN_ATTN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _FLASH_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMask:
-    """Which tokens see each other: those of one sequence, as far as `causal` and `window` say."""
+    """Which tokens attend to each other: those of one sequence, within `causal` and `window`."""
 
     cu_seqlens: Tensor
-    """Where sequences start and the last one ends, int32, (sequences + 1,)."""
+    """Starts of the sequences, and the end of the last one, int32, (sequences + 1,)."""
     max_seqlen: int
     """Tokens of the longest sequence."""
     causal: bool = True
-    """Whether a token sees only itself and earlier tokens."""
+    """Whether a token attends only to itself and earlier tokens."""
     window: int | None = None
-    """A token sees only those fewer places away than this; None: all."""
+    """A token attends only to tokens fewer than this many positions away; None: to all."""
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Tokens seen before and after a token, -1 for all, as the kernels want them."""
+        """The kernels' argument: tokens before and after that a token attends to, -1 for all."""
         reach = -1 if self.window is None else self.window - 1
         return reach, 0 if self.causal else reach
 
 
 class AttentionFunction(Protocol):
-    """The type of a backend."""
+    """The type of an attention backend, as `register_attention` takes it."""
 
     def __call__(
         self,
@@ -92,17 +92,17 @@ def varlen_attention(  # noqa: PLR0913 - the kernels' own arguments, and which o
         query_THD: Queries, (T, H, D).
         key_THD: Keys, (T, KV heads, D); H is a multiple of the KV heads.
         value_THD: Values, shaped like the keys.
-        cu_seqlens: Where sequences start and the last one ends, int32, (sequences + 1,).
+        cu_seqlens: Starts of the sequences, and the end of the last one, int32, (sequences + 1,).
         max_seqlen: Tokens of the longest sequence.
-        causal: Whether a token sees only itself and earlier tokens of its sequence.
-        window: A token sees only those fewer places away than this; None for all.
+        causal: Whether a token attends only to itself and earlier tokens of its sequence.
+        window: A token attends only to tokens fewer than this many positions away; None: to all.
         scale: Factor on the scores; None for 1 / sqrt(D).
         backend: A name from `attention_backends`, or "auto" for `choose_attention`.
 
     Raises:
         ConfigurationError: No backend has that name.
         ModelError: H isn't a multiple of the KV heads.
-        BatchError: `cu_seqlens` doesn't end at T (checked where that needs no device sync).
+        BatchError: `cu_seqlens` doesn't end at T; only the backend "sdpa" checks it.
     """
     if query_THD.shape[1] % key_THD.shape[1]:
         raise ModelError(
@@ -211,7 +211,7 @@ def _torch_varlen_attention(
     return output
 
 
-# Not compiled: it runs once per length, and would be compiled again for every new list of lengths.
+# Not compiled: the loop over lengths would be compiled again for every new list of lengths.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sdpa_attention(
     query_THD: Tensor,
@@ -221,7 +221,7 @@ def _sdpa_attention(
     *,
     scale: float | None,
 ) -> Tensor:
-    """Run SDPA once per sequence, or once for all where all have the same length.
+    """Run SDPA once per sequence, or once for all if they have the same length.
 
     Measured on one CPU core, forward and backward: one call takes half the time of 128 calls on 32
     tokens each, and no less than 4 calls on 1,024 tokens each. Lengths of real text rarely repeat,

@@ -1,9 +1,9 @@
-"""Say what is in a batch, whatever it is: its samples, tokens and tensors; and cut it.
+"""Count the samples, tokens and work of a batch of any type, and cut it into micro-batches.
 
-A batch is cut along dim 0 of its tensors, which all must have the same number of samples; lists of
-as many entries are cut too, anything else is handed to every micro-batch. Dataclasses and dicts in
-disguise, such as the `BatchEncoding` of Hugging Face's collators, are cut inside. A batch that
-knows how to cut itself, such as `PackedBatch`, has a method `split(num_microbatches)`.
+A batch is cut along dim 0 of its tensors, whose size must be the number of samples in all of them.
+Lists of that length are cut, too; other values go to every micro-batch. The fields of dataclasses
+and of `UserDict`s, such as the `BatchEncoding` of Hugging Face's collators, are cut in the same
+way. A batch with `split(num_microbatches)`, such as `PackedBatch`, cuts itself.
 """
 
 import zlib
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class EmptyBatch:
-    """The batch of a rank without samples in an iteration; it still takes part in it."""
+    """The batch of a rank without samples in an iteration; the rank still takes part in it."""
 
     def __repr__(self) -> str:
         return "EmptyBatch()"
@@ -49,15 +49,15 @@ class EmptyBatch:
 class AssignedBatch:
     """One rank's part of an iteration whose samples were assigned ahead of time.
 
-    The plan travels with the batch, so that whoever assigns may change plans at any time.
+    The batch names its plan, so each iteration may run under another one.
     """
 
     plan: ParallelPlan
     """The plan that runs the iteration; the same on every rank."""
     microbatches: tuple[Any, ...]
-    """Batches of the rank's pipeline, each one micro-batch; none if it has no work or is idle."""
+    """The micro-batches of the rank's pipeline; none if it has no work or the rank is idle."""
     first_index: int
-    """Micro-batches of the pipelines before this one; micro-batches draw random numbers by it."""
+    """Index of the first of them among all pipelines' micro-batches; seeds random numbers."""
 
 
 class SplittableBatch(Protocol):
@@ -72,7 +72,7 @@ class SplittableBatch(Protocol):
 
 
 def _is_splittable(batch: Any) -> TypeGuard[SplittableBatch]:
-    # By attributes: isinstance() of a protocol would take longer than all the rest of a cut.
+    # By attributes: isinstance() with a protocol would take longer than the rest of a cut.
     return hasattr(batch, "num_samples") and hasattr(batch, "split")
 
 
@@ -80,7 +80,7 @@ def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        BatchError: The tensors disagree, or there is none to count.
+        BatchError: Tensors differ in the size of dim 0, or none has a dim.
     """
     if isinstance(batch, EmptyBatch):
         return 0
@@ -108,7 +108,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def _is_flat(batch: Any) -> bool:
-    """Whether it is a list or a tuple of tensors, as most are: pytree takes much longer."""
+    """Whether a batch is a list or tuple of tensors: most are, and pytree takes much longer."""
     return type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}
 
 
@@ -121,15 +121,15 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _has_fields(leaf: Any) -> bool:
-    """Whether a leaf of a batch holds more of it: pytree doesn't look into these."""
+    """Whether a leaf is a dataclass or `UserDict`, into which pytree doesn't look."""
     holds = isinstance(leaf, UserDict) or (is_dataclass(leaf) and not isinstance(leaf, type))
     return holds and hasattr(leaf, "__dict__")
 
 
 def sizes_of(microbatch: Any) -> tuple[int, int]:
-    """Return the samples of a micro-batch, 0 if they can't be counted, and its tokens.
+    """Return (samples, tokens) of a micro-batch; 0 samples if they can't be counted.
 
-    Samples count as tokens where it knows of none.
+    Without `num_tokens`, each sample counts as one token.
     """
     try:
         samples = count_samples(microbatch)
@@ -139,13 +139,15 @@ def sizes_of(microbatch: Any) -> tuple[int, int]:
 
 
 def epoch_weight(microbatch: Any, num_samples: int) -> int:
-    """Return how much a micro-batch counts in an epoch's mean: tokens if it knows them."""
+    """Return a micro-batch's weight in an epoch's mean: `num_target_tokens`, else its samples."""
     own = getattr(microbatch, "num_target_tokens", None)
     return num_samples if own is None or not isinstance(own, int) else int(own)
 
 
 def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Return at most `num_microbatches` parts whose numbers of samples differ by one at most.
+    """Return at most `num_microbatches` parts; none if there are no samples.
+
+    Their numbers of samples differ by one at most, unless the batch cuts itself.
 
     Raises:
         BatchError: The batch can't be cut.
@@ -162,10 +164,10 @@ def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
-    """Cut all that has samples at these places, the first 0 and the last their number."""
+    """Return the parts between cuts: indices of samples, from 0 to the number of samples."""
 
     def is_column(value: Any) -> bool:
-        # A list of one entry a sample, such as texts; not the list that holds a batch's tensors.
+        # A list with one entry per sample, such as texts; not a list that contains tensors.
         return (
             isinstance(value, list)
             and len(value) == cuts[-1]
@@ -175,7 +177,7 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
     def parts_of(value: Any) -> list[Any]:
         if (isinstance(value, Tensor) and value.ndim) or is_column(value):
             parts = [value[start:stop] for start, stop in pairwise(cuts)]
-            # A step may change its own in place: views would count that as a change of all others.
+            # A step may change its part in place; to autograd, views would all have changed.
             is_apart = isinstance(value, Tensor) and not value.requires_grad
             return [part.data for part in parts] if is_apart else parts
         if not _has_fields(value):
@@ -193,10 +195,10 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
 
 
 def fingerprint_of(parts: Sequence[Any]) -> int:
-    """Return a checksum of what a rank works on, a batch or several micro-batches.
+    """Return a checksum of a rank's batch or micro-batches, to compare between ranks.
 
-    It takes their number, the shapes of the first and the last one and, of tensors that aren't on
-    an accelerator yet, the first values.
+    It covers the number of parts, the shapes of all tensors of the first and last part and, of
+    tensors on the CPU, the first 64 values.
     """
     digest = len(parts)
     for part in (*parts[:1], *parts[1:][-1:]):
@@ -210,7 +212,7 @@ def fingerprint_of(parts: Sequence[Any]) -> int:
 
 
 def sample_lengths(batch: Any) -> list[int]:
-    """Return the tokens of each sample of a batch, padding included; none if it holds none."""
+    """Return the tokens of each sample, padding included; an empty list if no tokens are found."""
     if isinstance(batch, AssignedBatch):
         return [length for item in batch.microbatches for length in sample_lengths(item)]
     lengths = getattr(batch, "lengths", None)
@@ -222,7 +224,7 @@ def sample_lengths(batch: Any) -> list[int]:
 
 
 def sample_tokens(sample: Any) -> int | None:
-    """Return the tokens, or frames, of a dataset's sample as far as its tensors say."""
+    """Return the tokens (or frames) of a dataset's sample by its tensors' shapes; None if none."""
     tensors = [leaf for leaf in tree_flatten(sample)[0] if isinstance(leaf, Tensor)]
     tokens = [item.shape[-1] for item in tensors if item.ndim and not item.is_floating_point()]
     frames = [len(item) for item in tensors if item.ndim == 2 and item.is_floating_point()]
@@ -230,10 +232,10 @@ def sample_tokens(sample: Any) -> int | None:
 
 
 def work_of(batch: Any) -> float:
-    """Return a batch's work in tokens, whatever it holds, without waiting for a device.
+    """Return an estimate of a batch's work, in tokens; never waits for a device.
 
-    Packed samples count the square of their lengths, too; of other batches the largest tensor
-    counts, whose size is proportional to the tokens.
+    For packed samples with `cu_seqlens` on the CPU it includes attention's quadratic cost; for
+    other batches it is the size of the largest tensor, which is proportional to the tokens.
     """
     if isinstance(batch, EmptyBatch):
         return 0.0

@@ -1,9 +1,9 @@
-"""Decide the shape of the reference model: a LLaMA-like decoder that eats packed samples.
+"""The reference model: a LLaMA-like decoder over packed samples.
 
 RMSNorm, rotary positions that restart with each sample, grouped-query attention and SwiGLU. It
-carries no parallelism: a stage is this model with fewer layers, made by the runtime. So layers take
-the hidden state first and return it alone, and whatever else they need comes from the batch, not
-from parameters that may live on another rank.
+contains no parallel code: a stage is this model with fewer layers, made by the runtime. So a layer
+takes the hidden state first and returns only that; its other inputs come from the batch, not from
+parameters that may be on another rank.
 
 Shape suffixes: T packed tokens, E hidden size, H heads, D head dim, V vocabulary.
 """
@@ -77,7 +77,7 @@ class LMConfig:
 
     @property
     def spec(self) -> ModelSpec:
-        """The same sizes as planner and cost models know them."""
+        """The sizes in the form that planner and cost models take."""
         return ModelSpec(
             name=HeteroLM.__name__,
             num_layers=self.num_layers,
@@ -118,7 +118,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention with rotary positions; takes any share of the heads."""
+    """Grouped-query attention with rotary positions; works with any part of the heads."""
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _SwiGLU(nn.Module):
 
 
 class LMLayer(nn.Module):
-    """One decoder layer; the hidden state goes in first and comes out alone."""
+    """One decoder layer; takes the hidden state first and returns only the next one."""
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class LMLayer(nn.Module):
 class HeteroLM(nn.Module):
     """LLaMA-shaped language model over packed samples.
 
-    Built under `torch.device("meta")` it costs no memory; after `to_empty`, call `tie_weights` and
+    Built under `torch.device("meta")` it takes no memory; after `to_empty`, call `tie_weights` and
     each submodule's `reset_parameters`.
     """
 
@@ -225,7 +225,7 @@ class HeteroLM(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """How tensor parallelism cuts each parameter: name pattern to kind, the rest replicated.
+        """How tensor parallelism cuts parameters, by name pattern; all others are replicated.
 
         "colwise" cuts the output features (dim 0), "rowwise" the input features (dim 1), "vocab"
         the token ids (dim 0).
@@ -249,7 +249,7 @@ class HeteroLM(nn.Module):
 
         Args:
             input_ids: Token ids of all samples end to end, (T,).
-            cu_seqlens: Where samples start and the last one ends, int32, (samples + 1,).
+            cu_seqlens: Starts of the samples, and the end of the last one, int32, (samples + 1,).
             position_ids: Each token's place in its own sample, (T,).
             max_seqlen: Tokens of the longest sample.
         """

@@ -1,7 +1,7 @@
-"""Decide how packed logits become a loss: the mean over target tokens, summed in fp32.
+"""The loss of packed samples: mean cross entropy over target tokens, summed in fp32.
 
-The runtime weighs micro-batches by their target tokens, so a mean over them is what makes any plan
-give one big device's gradient.
+The runtime weights micro-batches by their target tokens. With a mean over these tokens, every plan
+therefore gives the gradient that a single device would compute.
 """
 
 import torch
@@ -12,19 +12,19 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["IGNORED_LABEL", "packed_cross_entropy"]
 
 IGNORED_LABEL = -100
-"""Label of tokens that are no target."""
+"""Label of positions without a target, which don't count in the loss."""
 _CHUNK_TOKENS = 1024
 
 
 def packed_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Return the mean cross entropy over labels that aren't ignored, in fp32; 0 if there are none.
 
-    16-bit logits are raised to fp32 a chunk of tokens at a time, and again in backward, so that no
-    fp32 copy of all logits ever exists.
+    16-bit logits are converted to fp32 a chunk of tokens at a time, and again in backward, so there
+    is never an fp32 copy of all logits.
 
     Args:
         logits_TV: Scores, (T, vocabulary).
-        labels_T: Targets already shifted, (T,), `IGNORED_LABEL` where there is none.
+        labels_T: Targets, shifted already, (T,); `IGNORED_LABEL` for tokens without one.
     """
     if logits_TV.dtype in (torch.float16, torch.bfloat16):
         pieces = (torch.split(tensor, _CHUNK_TOKENS) for tensor in (logits_TV, labels_T))

@@ -1,11 +1,11 @@
-"""Decide how samples become a packed batch, and how a batch is cut into micro-batches.
+"""Pack samples into a batch, and cut a packed batch into micro-batches.
 
-Samples lie end to end; `cu_seqlens` says where each starts (a micro-batch of Hydraulis, §6.1).
-Cutting here is the plain one for ordinary DataLoaders: even cost by longest-processing-time first.
-The two-stage assignment that knows pipelines and devices lives in `assign` and `data`.
+Samples lie end to end; `cu_seqlens` holds their boundaries (a micro-batch of Hydraulis, §6.1).
+`PackedBatch.split` is for ordinary DataLoaders: it evens out costs, longest samples first (LPT).
+The two-stage assignment to pipelines and devices is in `assign` and `data`.
 
-A model can't see where samples end if a user leaves that out (`model(input_ids=...)`): one row of
-tokens looks like any other. But a view shares its tensor's memory, so the memory tells.
+A model that gets only token ids (`model(input_ids=...)`) can't tell packed samples from a single
+one. So packed ids are remembered by the address of their memory, which is also that of their views.
 """
 
 import heapq
@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 QUADRATIC_WEIGHT = 1 / 12_288
-"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products.
+"""Cost of a token's attention to one other token, relative to its matrix products.
 
-Here hidden_size is 1,024, which is assumed where nothing says how wide the model is.
+It is 1 / (12 · hidden_size), with the hidden_size of 1,024 that is assumed for unknown models.
 """
 
 
@@ -63,22 +63,22 @@ class PackedBatch:
 
         loss = model(**batch).loss       # after use_packed_attention(model)
         logits = model(**batch).logits   # (1, T, vocabulary)
-        batch["labels"]                  # (1, T): they lie where their logits do, shifted already
+        batch["labels"]                  # (1, T): shifted already, at the place of their logits
     """
 
     input_ids: Tensor
     """Token ids, int64, (T,)."""
     labels: Tensor
-    """The next token of the same sample, -100 where there is none; int64, (T,)."""
+    """The next token of the same sample, -100 if there is none; int64, (T,)."""
     position_ids: Tensor
     """Each token's place in its own sample, int64, (T,)."""
     cu_seqlens: Tensor
-    """Where samples start and the last one ends, int32, (samples + 1,)."""
+    """Starts of the samples, and the end of the last one, int32, (samples + 1,)."""
     max_seqlen: int
     """Tokens of the longest sample."""
 
     def __post_init__(self) -> None:
-        # So that a model that gets the ids alone can be told from one that gets one sample.
+        # So that a model that gets only these ids can be refused: they hold several samples.
         remember_packed(self.input_ids, self.cu_seqlens)
 
     @property
@@ -93,38 +93,38 @@ class PackedBatch:
 
     @property
     def target_tokens(self) -> Tensor:
-        """Number of labels that count in the loss, on their device, which needn't be waited for."""
+        """Number of labels that count in the loss: a scalar on their device, without a sync."""
         return (self.labels != IGNORED_LABEL).sum()
 
     @cached_property
     def num_target_tokens(self) -> int:
-        """The same as a number, counted once; `to` takes it along."""
+        """Number of labels that count in the loss, counted once; `to` keeps it."""
         return int(self.target_tokens)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample; reads the device if the batch is on one."""
+        """Tokens of each sample; waits for the device if the batch is on one."""
         lengths: list[int] = self.cu_seqlens.diff().tolist()
         return lengths
 
     def keys(self) -> tuple[str, ...]:
-        """Return the names of what a Hugging Face model takes."""
+        """Return the names of a Hugging Face model's arguments."""
         return _MODEL_INPUTS
 
     def __contains__(self, name: object) -> bool:
-        """Whether a Hugging Face model gets something of that name."""
+        """Whether the batch has an argument of that name for a Hugging Face model."""
         return name in _MODEL_INPUTS
 
     def __getitem__(self, name: str) -> Any:
-        """Return what a Hugging Face model takes by that name; token ids and the like are (1, T).
+        """Return an argument of a Hugging Face model; tensors with a value per token are (1, T).
 
         Raises:
-            BatchError: There is nothing of that name.
+            BatchError: There is no argument of that name.
         """
         if name in ("input_ids", "position_ids"):
             return getattr(self, name)[None]
         if name in ("labels", "shift_labels"):
-            # Causal models would shift `labels` but not `shift_labels`; masked ones know the first.
+            # Causal models shift `labels` but not `shift_labels`; masked models take only `labels`.
             return self.labels[None]
         if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
             return self.cu_seqlens
@@ -136,26 +136,26 @@ class PackedBatch:
         raise BatchError(f"A packed batch has no {name!r} but {', '.join(self.keys())}.{mask}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what a Hugging Face model takes by that name, or the default."""
+        """Return an argument of a Hugging Face model, or the default."""
         return self[name] if name in _MODEL_INPUTS else default
 
     def items(self) -> list[tuple[str, Any]]:
-        """Return names and values of what a Hugging Face model takes."""
+        """Return names and values of a Hugging Face model's arguments."""
         return [(name, self[name]) for name in _MODEL_INPUTS]
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Return the batch on `device`; keywords go to `Tensor.to`, such as `non_blocking`."""
         moved = self._with_each(lambda tensor: tensor.to(device, **kwargs))
-        # Counted here, before the labels leave the host: there it would wait for the device.
+        # Counted before the labels leave the host: on the device it would need a sync.
         vars(moved)["num_target_tokens"] = self.num_target_tokens
         return moved
 
     def pin_memory(self) -> Self:
-        """Return the batch in pinned memory, as DataLoader asks with `pin_memory=True`."""
+        """Return the batch in pinned memory; called by a DataLoader with `pin_memory=True`."""
         return self._with_each(Tensor.pin_memory)
 
     def _with_each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the batch with all of its tensors changed."""
+        """Return a copy of the batch, with `change` applied to each of its tensors."""
         names = ("input_ids", "labels", "position_ids", "cu_seqlens")
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
         return replace(self, **changed)
@@ -165,9 +165,9 @@ class PackedBatch:
     ) -> list[Self]:
         """Return at most `num_microbatches` batches of whole samples, about equal in cost.
 
-        Longest first, each sample to the cheapest micro-batch so far; then samples keep their order
-        inside a micro-batch and micro-batches are ordered by their first sample. The same batch
-        always gives the same cut. With fewer samples there are fewer micro-batches.
+        Samples are dealt longest first, each to the micro-batch of least cost so far. Inside a
+        micro-batch they keep their order; micro-batches are ordered by their first sample. The cut
+        is deterministic. With fewer samples than wanted parts there are fewer parts.
 
         Args:
             num_microbatches: Wanted number, at least 1.
@@ -210,7 +210,7 @@ class PackedCollate:
         self.max_length = max_length
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
-        """Pack what `pack_samples` takes."""
+        """Return the samples as one batch; takes and raises what `pack_samples` does."""
         return pack_samples(samples, max_length=self.max_length)
 
 
@@ -219,10 +219,10 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
 
     Args:
         samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
-            that holds one of these as "input_ids". Its "labels", if it has any, are at the token
-            that they are for (as Hugging Face has them, -100 where a token is no target) and are
-            shifted here.
-        max_length: Tokens to keep of a longer sample.
+            that holds one of these as "input_ids". Its "labels", if it has any, must be one for
+            each token (the token itself, or -100 if it is no target, as for Hugging Face); they
+            are shifted here.
+        max_length: Most tokens of a sample; the rest is dropped. None keeps all.
 
     Raises:
         BatchError: There are no samples, or one is empty or not one-dimensional integers.
@@ -248,10 +248,10 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
 
 
 def token_ids(sample: Any, name: str = "A sample") -> Any:
-    """Return a sample's row of token ids: it is one, or a mapping that holds one.
+    """Return a sample's token ids: its "input_ids" if it is a mapping, else the sample itself.
 
     Raises:
-        BatchError: There is none; the message calls the sample by its name.
+        BatchError: A mapping has no "input_ids"; the message calls the sample by `name`.
     """
     if not isinstance(sample, Mapping):
         return sample
@@ -267,7 +267,7 @@ def row_of(values: Any, name: str) -> Tensor:
     """Return token ids as one row, int64, (tokens,).
 
     Raises:
-        BatchError: They are no row of integers, or none; the message calls them by the name.
+        BatchError: They aren't one row of integers, or are empty; the message calls them `name`.
     """
     if isinstance(values, Tensor):
         row = values
@@ -285,7 +285,7 @@ def row_of(values: Any, name: str) -> Tensor:
 
 
 def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:
-    """Return what a sample's tokens are as targets: its labels, else the tokens."""
+    """Return a sample's labels, not shifted yet: its own, else its tokens."""
     if not isinstance(sample, Mapping) or "labels" not in sample:
         return row
     labels = row_of(sample["labels"], f"Sample {index}")
@@ -315,15 +315,15 @@ def _even_groups(costs: Sequence[float], num_groups: int) -> list[list[int]]:
 _ids_at: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """Token ids of packed batches that are still alive, by the address of their memory."""
 _borders_of = WeakTensorKeyDictionary()
-"""Where their samples start and the last one ends."""
+"""The `cu_seqlens` of these token ids."""
 
 
 def remember_packed(input_ids: Tensor, cu_seqlens: Tensor) -> None:
-    """Know these token ids again while they are alive.
+    """Remember token ids as packed, for `num_samples_seen`, while the tensor is alive.
 
     Args:
         input_ids: Samples end to end, (T,).
-        cu_seqlens: Where samples start and the last one ends, (samples + 1,).
+        cu_seqlens: Starts of the samples, and the end of the last one, (samples + 1,).
     """
     if type(input_ids) is Tensor and not input_ids.is_meta:
         _ids_at[input_ids.untyped_storage().data_ptr()] = input_ids
@@ -331,9 +331,9 @@ def remember_packed(input_ids: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def num_samples_seen(ids: object) -> int:
-    """Return in how many packed samples token ids lie, or a view of some; 1 if nobody packed them.
+    """Return how many packed samples token ids, or a view of them, span; 1 if they aren't packed.
 
-    Waits for the device where they were packed and are on one.
+    Waits for the device if they are packed and on one.
     """
     if type(ids) is not Tensor or ids.is_meta:
         return 1

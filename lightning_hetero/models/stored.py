@@ -1,8 +1,8 @@
-"""Read any box of a tensor out of safetensors files, and not a byte more.
+"""Read boxes (a range along each dim) of tensors from safetensors files, and no other bytes.
 
-A rank owns slices, so of a pretrained model it reads only what they need. Parameters that are kept
-in other pieces than they are used in (experts one by one, query, key and value apart) are described
-by a tree over the stored tensors: a box of the tree is read as boxes of its leaves.
+A rank owns slices, and reads only these of a pretrained model. If files store a parameter in other
+pieces than the model has it (experts one by one; query, key and value apart), it is described by a
+tree whose leaves are stored tensors: a box of the parameter is read as boxes of the leaves.
 """
 
 import json
@@ -47,36 +47,36 @@ SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""How safetensors spells each dtype."""
+"""Dtypes by their names in safetensors."""
 _LENGTH_BYTES = 8
 """A file begins with its header's length, little-endian; offsets count from the header's end."""
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class StoredTensor(Protocol):
-    """A tensor that is read in part."""
+    """A tensor of which boxes can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Shape of the whole tensor."""
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of it, on CPU; the box isn't empty."""
+        """Return a box of the tensor, on the CPU; the box must not be empty."""
 
 
 @dataclass
 class SafetensorsFile:
-    """One file; it is opened for each read, so that it can be copied and sent to processes.
+    """One safetensors file; opened for each read, so that the object can be copied and pickled.
 
     Raises:
-        CheckpointError: It is no safetensors file, or shorter than it says.
+        CheckpointError: The file can't be read, or isn't safetensors.
     """
 
     path: Path
     num_bytes_read: int = 0
-    """Bytes of tensors; the header isn't counted."""
+    """Bytes of tensors read so far; the header isn't counted."""
     tensors: Mapping[str, StoredTensor] = field(init=False, repr=False)
-    """By their names in the file."""
+    """The tensors by their names in the file."""
 
     def __post_init__(self) -> None:
         try:
@@ -105,7 +105,11 @@ class SafetensorsFile:
                 )
 
     def read_runs(self, starts: Sequence[int], into: memoryview) -> None:
-        """Fill `into` with runs of bytes of one length that begin at `starts`."""
+        """Fill `into` with byte ranges of equal length that begin at `starts`, in that order.
+
+        Raises:
+            CheckpointError: The file ends too early.
+        """
         length = len(into) // len(starts)
         with self.path.open("rb", buffering=0) as file:
             for index, start in enumerate(starts):
@@ -132,7 +136,7 @@ class _FileTensor:
     def read(self, box: Box) -> Tensor:
         sizes = [stop - start for start, stop in box]
         rows = torch.empty(sizes, dtype=self.dtype)
-        # Dims after the last one that is cut are whole, so a run spans them.
+        # Dims after the last cut one are read whole, so that one byte range spans them.
         cut = max((d for d, size in enumerate(sizes) if size != self.shape[d]), default=0)
         strides = [prod(self.shape[d + 1 :]) * self.dtype.itemsize for d in range(len(sizes))]
         first = self.first_byte + (box[cut][0] * strides[cut] if box else 0)
@@ -146,19 +150,19 @@ class _FileTensor:
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """Tensors of one shape along a new dim."""
+    """Tensors of one shape, stacked along a new dim."""
 
     parts: tuple[StoredTensor, ...]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Shape of the stack."""
         inner = self.parts[0].shape
         return (*inner[: self.dim], len(self.parts), *inner[self.dim :])
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of it, on CPU."""
+        """Return a box of the stack, on the CPU."""
         inner = (*box[: self.dim], *box[self.dim + 1 :])
         return torch.stack(
             [part.read(inner) for part in self.parts[slice(*box[self.dim])]], self.dim
@@ -167,20 +171,20 @@ class StackedTensor:
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """Tensors end to end along one dim."""
+    """Tensors concatenated along one dim."""
 
     parts: tuple[StoredTensor, ...]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Shape of the concatenated tensor."""
         first = self.parts[0].shape
         length = sum(part.shape[self.dim] for part in self.parts)
         return (*first[: self.dim], length, *first[self.dim + 1 :])
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of it, on CPU."""
+        """Return a box of the concatenated tensor, on the CPU."""
         start, stop = box[self.dim]
         ends = accumulate(part.shape[self.dim] for part in self.parts)
         pieces = []
@@ -237,10 +241,10 @@ class TransposedTensor:
 
 
 def open_folder(folder: Path) -> list[SafetensorsFile]:
-    """Return the files of a `save_pretrained` folder, of which only the headers are read.
+    """Return the files of a `save_pretrained` folder; only their headers are read.
 
     Raises:
-        CheckpointError: There is none, or one that the index names is missing or broken.
+        CheckpointError: The folder has no such files, or one of them is missing or broken.
     """
     if (folder / _WEIGHTS).is_file():
         return [SafetensorsFile(folder / _WEIGHTS)]

@@ -1,10 +1,10 @@
-"""Which devices a plan may use: all, or fewer where the others would only slow it down.
+"""List parts of the cluster to plan for, since more devices may make an iteration slower.
 
-More devices mean more bubbles, more gradient traffic and, where every one has to be used, weak ones
-that hold everybody up. So the search also looks at parts of the cluster: some types of devices
-alone, of those the fastest nodes, and few devices of each node. Whatever parts a cluster has, the
-cluster with a type more has them, too, so that it can't be planned worse. Where there are few, all
-choices of whole nodes are parts: then a cluster with any node more has the parts of the one before.
+More devices mean more bubbles, more gradient traffic and, if all must be used, slow stages that the
+others wait for. So the search also plans for parts of the cluster: some device types alone, their
+fastest nodes, and few devices of each node. A cluster with one more device type has all parts of
+the cluster without it, so its plan can't be worse. If there are few choices of whole nodes, all of
+them are parts: then the same holds for a cluster with one more node of any kind.
 """
 
 import itertools
@@ -21,17 +21,17 @@ from lightning_hetero.planner.workload import Objective
 __all__ = ["Scores", "smaller_allowances"]
 
 _MOST_TYPES = 5
-"""Types of which all choices are made; of more only the best ones, and all but one."""
+"""Most types of which every subset is tried; of more types, the best n, and all but one."""
 _MOST_CHOICES = 400
-"""Choices of whole nodes, equal ones told apart by number, up to which all are made."""
+"""Most subsets of whole nodes, up to swapping equal nodes, for which all of them are tried."""
 
 
 class Scores:
-    """The objective of a search, seconds or their price, and how well devices could do at best.
+    """The objective of a search, in seconds or money, and the least score that devices could reach.
 
     Args:
         times: Seconds of stages on the cluster.
-        objective: What is minimised.
+        objective: The quantity to minimise.
     """
 
     def __init__(self, times: StageTimes, objective: Objective) -> None:
@@ -41,13 +41,13 @@ class Scores:
         self._speeds: dict[tuple[int, ...], list[float]] = {}
 
     def weigh(self, time_s: float, nodes: Sequence[int]) -> float:
-        """Return the score of an iteration's seconds on some nodes."""
+        """Return the score of an iteration of `time_s` seconds on some nodes: seconds, or price."""
         if self._is_price:
             return time_s / 3600 * (self._times.cost.cluster.price_of(nodes) or 0.0)
         return time_s
 
     def least(self, part: Sequence[int], tp_degrees: Sequence[int]) -> float:
-        """Return about the least score of plans on a part of the cluster, by its work alone."""
+        """Return about the least score of plans on a part of the cluster: of work alone."""
         degrees = tuple(tp_degrees)
         if degrees not in self._speeds:
             seconds = self._times.seconds_per_device
@@ -59,22 +59,22 @@ class Scores:
         return self.weigh(num_microbatches / power, np.flatnonzero(part).tolist())
 
     def burden(self, node: int, tp_degrees: Sequence[int]) -> float:
-        """Return what a device's work costs on a node: seconds, or money if that counts."""
+        """Return the device-seconds of a micro-batch on a node, or for COST their price."""
         seconds = self._times.seconds_per_device(node, tp_degrees)
         entry = self._nodes[node]
         return seconds * (entry.price_per_hour or 0.0) / entry.count if self._is_price else seconds
 
 
 def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return parts of the cluster as devices of each node, each once, the smallest first.
+    """Return parts of the cluster, without duplicates, as devices of each node; smallest first.
 
     Args:
         cluster: The cluster.
-        burden: For every node what a device's work costs there, in seconds or money; nodes with
-            the most are left out first.
+        burden: For every node the cost of a micro-batch there (`Scores.burden`); nodes with the
+            highest are left out first.
     """
     counts = tuple(node.count for node in cluster.nodes)
-    # Of equal devices those in small nodes go first, since they fit with nothing.
+    # Among equal devices, those in small nodes are left out first: they combine worst with others.
     order = sorted(range(len(counts)), key=lambda node: (burden[node], -counts[node], node))
     caps = [2**power for power in range(max(counts).bit_length())]
     parts: dict[tuple[int, ...], None] = {}
@@ -92,7 +92,7 @@ def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[
 
 
 def _choices(names: Sequence[str]) -> Iterator[set[str]]:
-    """Yield sets of types; `names` are the best first."""
+    """Yield subsets of device types: all of them, or a few of many. `names` has the best first."""
     if len(names) <= _MOST_TYPES:
         for size in range(1, len(names) + 1):
             yield from map(set, itertools.combinations(names, size))
@@ -102,7 +102,7 @@ def _choices(names: Sequence[str]) -> Iterator[set[str]]:
 
 
 def _every_choice(cluster: Cluster, order: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all choices of whole nodes, of equal ones the first; none if there are too many."""
+    """Yield all subsets of whole nodes, up to swapping equal nodes; none if there are too many."""
     counts = [node.count for node in cluster.nodes]
     classes = classify_nodes(cluster)
     alike: dict[tuple[int, int, float | None], list[int]] = {}
@@ -125,7 +125,7 @@ def _fastest(order: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _without_some(cluster: Cluster, order: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the nodes with fewer of one type."""
+    """Yield the nodes without some of one type, the slowest ones."""
     for name in dict.fromkeys(cluster.nodes[node].device for node in order):
         of_type = [node for node in order if cluster.nodes[node].device == name]
         for kept in reversed(_spread(len(of_type))):
@@ -134,7 +134,7 @@ def _without_some(cluster: Cluster, order: Sequence[int]) -> Iterator[list[int]]
 
 
 def _spread(most: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, ... below a number, and the last one below it."""
+    """Return 1, 2, 3, 4, 6, 8, 12, ... below `most`, and `most - 1`."""
     sizes = {most - 1}
     size = 1
     while size < most:

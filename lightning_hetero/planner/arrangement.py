@@ -1,13 +1,13 @@
-"""Where pipelines stand in the cluster, before layers and micro-batches are settled.
+"""Place pipelines on the nodes of a cluster, before layers and micro-batches are chosen.
 
-Devices of a node are interchangeable, so a stage is known by its node; ranks are dealt last.
+Devices of a node are interchangeable, so a stage is described by its node; ranks are assigned last.
 
 `map_groups` decides which node each stage of each group runs on (AutoHet §III-C, Algorithm 1 line
-10). Tensor parallelism stays inside a node. What bandwidth a node has left goes to data parallelism
-first: the same stage of all pipelines is placed together (stage by stage), so gradients stay inside
-nodes and activations cross them. The other order (pipeline by pipeline) keeps activations inside
-and lets gradients cross. Slower devices take earlier stages: they hold more micro-batches at once,
-and slower devices have memory to spare. Both are starting points that the simulator judges.
+10). Tensor parallelism stays inside a node. One order favours data parallelism: it places the same
+stage of all pipelines together (stage by stage), so gradients stay inside nodes and activations
+cross them. The other order (pipeline by pipeline) keeps activations inside and lets gradients
+cross. Slower devices take earlier stages: these hold more micro-batches at once, and slower devices
+have memory to spare. Both orders are starting points that the simulator judges.
 """
 
 import itertools
@@ -54,18 +54,18 @@ class PipelineNodes(NamedTuple):
 
 
 Arrangement = tuple[PipelineNodes, ...]
-"""All pipelines; the devices that none names are idle."""
+"""All pipelines; devices that are in none of them are idle."""
 
 
 def used_nodes(arrangement: Arrangement) -> list[int]:
-    """Return the nodes that it has stages on, ascending."""
+    """Return the nodes that an arrangement has stages on, ascending."""
     return sorted({node for pipeline in arrangement for node in pipeline.nodes})
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
     """Return a class for each node; nodes of one class have equal devices and equal links.
 
-    A node that a link to another node names is alone in its class.
+    A node with a link of its own to another node is alone in its class.
     """
     linked = {index for link in cluster.links for index in link.nodes if len(set(link.nodes)) > 1}
     inside = {link.nodes[0]: link for link in cluster.links if len(set(link.nodes)) == 1}
@@ -88,7 +88,7 @@ def to_plan(
     num_microbatches: Sequence[int | None],
     cluster: Cluster,
 ) -> ParallelPlan:
-    """Deal ranks and return the plan.
+    """Assign ranks to the stages and return the plan.
 
     Args:
         arrangement: The pipelines' stages by node.
@@ -107,7 +107,7 @@ def to_plan(
         for stage, (node, tp_degree) in enumerate(pipeline.stages)
     ]
     ranks: dict[tuple[int, int], tuple[int, ...]] = {}
-    # Wide groups first: they then start at multiples of their width, as node topologies like it.
+    # Wide groups first: they then start at multiples of their width, which suits node topologies.
     for negative_degree, index, stage, node_index in sorted(slots):
         stop = free[node_index] - negative_degree
         ranks[index, stage] = tuple(range(free[node_index], stop))
@@ -124,16 +124,16 @@ def to_plan(
 
 
 class MappingOrder(StrEnum):
-    """The traffic that is kept inside nodes."""
+    """The order in which stages are placed, by what it keeps together on a node."""
 
     STAGES_TOGETHER = "stages-together"
-    """The same stage of all pipelines: gradients."""
+    """The same stage of all pipelines: gradients stay inside nodes."""
     PIPELINES_TOGETHER = "pipelines-together"
-    """All stages of a pipeline: activations."""
+    """All stages of a pipeline: activations stay inside nodes."""
 
 
 class Group(NamedTuple):
-    """A device group by types."""
+    """The devices of one pipeline, by type; their nodes are still open."""
 
     tp_degrees: tuple[int, ...]
     """Devices of every stage, first stage first."""
@@ -179,8 +179,8 @@ def _fill_nodes(
     units: Sequence[int],
     order: MappingOrder,
 ) -> Sequence[Sequence[int]] | None:
-    """Return the node of every stage if all stages take a unit: one node after the other."""
-    # Equal groups that follow each other are filled at once: [run][stage] nodes of each.
+    """Return [group][stage] nodes for stages of one degree, node by node; None if too few."""
+    # Consecutive equal groups are filled at once: columns[run][stage] has a node for each of them.
     runs = [(group.devices, len(list(members))) for group, members in itertools.groupby(groups)]
     free = {
         device: itertools.chain.from_iterable([n] * units[n] for n in nodes_of.get(device, ()))
@@ -209,7 +209,10 @@ def _fill_nodes(
 def _fill_widest_first(
     groups: Sequence[Group], nodes_of: Mapping[str, list[int]], free: list[int], order: MappingOrder
 ) -> Sequence[Sequence[int]] | None:
-    """Return the node of every stage of any degree: that of the stage before, or the first one."""
+    """Return [group][stage] nodes for stages of any degrees, the widest first; None if too few.
+
+    A stage takes the first node with room, or for PIPELINES_TOGETHER that of the stage before.
+    """
     slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
     is_near = order is MappingOrder.PIPELINES_TOGETHER
     if not is_near:

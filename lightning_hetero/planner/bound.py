@@ -1,17 +1,17 @@
-"""No plan can be faster than this: a lower bound on the iteration time of every plan.
+"""Compute a lower bound on the iteration time T of every plan.
 
-Stage i of a pipeline waits while the first micro-batch passes the stages before it and while the
-last one's gradient passes them back, so with K micro-batches K·t_i + t_1 + ... + t_{i-1} ≤ T. If
-unit i finishes at most s_i layers a second, the n_i layers it holds cost t_i ≥ n_i/s_i, and all L
-layers are placed only if
+Stage i of a pipeline, which takes t_i for a micro-batch, waits while the first one passes the
+stages before it and while the last one's gradient passes back through them, so with K micro-batches
+K·t_i + t_1 + ... + t_{i-1} ≤ T. If stage i finishes at most s_i layers a second, its n_i layers
+take t_i ≥ n_i/s_i, and all L layers are placed only if
 
     K·L ≤ T·Σ_i s_i·(1 - 1/K)^(i-1),    s_1 ≥ s_2 ≥ ...
 
-The best stage holds the most because the feasible t may be sorted that way. Whole layers and memory
-give K ≤ T/bottleneck as well. Stages may differ in TP degree, so a composition counts units of each
-device type and degree. A composition finishes at most K(T) micro-batches by T, and if no
-fractional mix of compositions within the cluster finishes all of them, no plan does: the least T
-that passes is the bound. Exchange, links and optimizer are left out, which only lowers it.
+Feasible t_i stay feasible when sorted, so the fastest stage may be given the most. Whole layers and
+memory limit the bottleneck, which gives K ≤ T/bottleneck. Stages may differ in TP degree, so a
+composition counts a pipeline's units of each device type and degree. It finishes at most K(T)
+micro-batches by T. The bound is the least T by which a fractional mix of compositions within the
+cluster finishes them all. Exchange, links and optimizer are left out, which only lowers it.
 """
 
 from collections.abc import Sequence
@@ -37,24 +37,24 @@ __all__ = [
 
 
 class UnitKind(NamedTuple):
-    """Tensor-parallel groups that are as good as each other."""
+    """A kind of tensor-parallel group; groups of one kind are equally fast."""
 
     node: int
     """A node of their device type."""
     device_type: int
     """Index of that type."""
     tp_degree: int
-    """Devices of each."""
+    """Devices of each group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpeeds:
-    """The best speeds of units."""
+    """The best speeds of units over all numbers of layers."""
 
     layers_per_s: FloatArray
     """Layers that a unit of each kind finishes a second, forward and backward."""
     extra_layers: float
-    """Work of embedding and head in layers, on the kind where it is least."""
+    """Work of embedding and head, counted in layers, on the kind where it is least."""
 
 
 def measure_speeds(estimator: Estimator, kinds: Sequence[UnitKind]) -> UnitSpeeds:
@@ -101,15 +101,15 @@ def bound_iteration_time_s(
     compositions: IntArray,
     upper_s: float,
 ) -> float:
-    """Return seconds that every plan takes at least.
+    """Return a lower bound in seconds on the iteration of every plan; 0 if nothing fits.
 
     Args:
         estimator: Costs, workload and cluster.
-        kinds: The units that a stage may be.
+        kinds: The kinds of units that a stage may be.
         totals: Devices of each type.
-        compositions: Units of each kind that a pipeline may have, one row a pipeline: all of them,
-            or the bound says nothing about the others.
-        upper_s: Seconds of a plan that exists.
+        compositions: [compositions, kinds] units of a pipeline. Must be complete: the bound
+            doesn't hold for plans with other pipelines.
+        upper_s: Iteration time of a known plan.
     """
     total = estimator.workload.num_microbatches
     sizes: IntArray = np.zeros((len(kinds), len(totals)), dtype=np.int64)
@@ -139,11 +139,11 @@ def bound_iteration_time_s(
 
 
 def bound_work_s(estimator: Estimator, kinds: Sequence[UnitKind], totals: IntArray) -> float:
-    """Return seconds that all layers take with all devices at their best, without bubbles.
+    """Return the seconds of all layers on all devices at their best degree, without bubbles.
 
     Args:
         estimator: Costs, workload and cluster.
-        kinds: The units that a stage may be.
+        kinds: The kinds of units that a stage may be.
         totals: Devices of each type.
     """
     per_device = np.zeros(len(totals))
@@ -160,14 +160,14 @@ def _bottlenecks_s(estimator: Estimator, kinds: Sequence[UnitKind], rows: IntArr
     pairs = [estimator.stage_times_s(k.node, k.tp_degree, first=False, last=False) for k in kinds]
     # Least times of n or more layers: a profile's noise must not raise the bound.
     times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
-    # Others may own everything, and all may be recomputed: for nothing, as far as a bound goes.
+    # For a bound, stages may own nothing and recompute everything at no cost.
     uses = [MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0)]
     most = [estimator.most_layers(k.node, k.tp_degree, uses, recompute=True) for k in kinds]
     return bottleneck_times_s(rows, times, np.concatenate(most))
 
 
 def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:
-    """Return the least price of an iteration under any plan, or None if a node has no price.
+    """Return a lower bound on the price of an iteration, or None if a node has no price.
 
     A device is paid for at least as long as it works, so no layer and no head costs less than on
     the device and at the TP degree where it is cheapest.

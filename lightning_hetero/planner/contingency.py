@@ -1,7 +1,7 @@
-"""Searches that can be done elsewhere: by a process, before anybody has to wait for the answer.
+"""Run searches in another process, before their results are needed.
 
-What a search depends on is data, and the same data give the same plans. So what will have to be
-planned if a rank is lost can be solved while all train, by a process that gives way to them.
+All inputs of a search are data, and equal inputs give equal plans. So a process of low priority can
+search for the plans that the loss of a rank would need, while training goes on.
 """
 
 import os
@@ -31,7 +31,7 @@ _Answer_co = TypeVar("_Answer_co", covariant=True)
 
 
 class Task(Protocol[_Answer_co]):
-    """Something to be solved elsewhere: equal tasks have equal answers."""
+    """A computation for another process; equal tasks have equal answers."""
 
     def solve(self) -> _Answer_co:
         """Return the answer."""
@@ -39,14 +39,14 @@ class Task(Protocol[_Answer_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBasis:
-    """The basis of a plan's prediction, so that others can be predicted beside it."""
+    """All inputs of a plan's prediction, so that other plans can be predicted by them."""
 
     cluster: Cluster
     model: ModelSpec
     states: StateLayout
     workload: Workload
     profile: Profile | None
-    """Measured costs; None where data sheets serve."""
+    """Measured costs; None if data sheets are used."""
 
     def cost(self) -> CostModel:
         """Return the cost model by which plans are judged."""
@@ -55,13 +55,13 @@ class PlanBasis:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningTask:
-    """All that a search depends on."""
+    """All inputs of a search."""
 
     basis: PlanBasis
     options: PlanningOptions
 
     def solve(self) -> PlanningResult | PlanningError:
-        """Return the best plans, or why there are none."""
+        """Return the best plans, or the error if there are none."""
         basis, cost = self.basis, self.basis.cost()
         try:
             return plan(basis.cluster, basis.model, basis.workload, self.options, cost=cost)
@@ -71,18 +71,18 @@ class PlanningTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ProposalTask:
-    """All that plans for samples of different lengths depend on (Hydraulis §7)."""
+    """All inputs of candidate plans for samples of different lengths (Hydraulis §7)."""
 
     typical: PlanningTask
-    """The search for samples of one typical length, whose best plan is tried, too."""
+    """The search for samples of one typical length; its best plan is tried, too."""
     lengths: tuple[int, ...]
-    """Tokens of the samples, or of a fair part of them."""
+    """Tokens of each sample, or of each in a representative part of them."""
     tokens_per_step: int
     """Tokens of an iteration on all pipelines together."""
     options: CandidateOptions
 
     def solve(self) -> CandidatePlans | PlanningError:
-        """Return the candidate plans, or why there are none."""
+        """Return the candidate plans, or the error if there are none."""
         try:
             return propose_plans(
                 self.lengths,
@@ -107,7 +107,7 @@ class ProposalTask:
 
 
 def serve() -> None:
-    """Solve tasks, as an `AnsweringProcess` does."""
+    """Answer tasks at low priority: what an `AnsweringProcess` of this module runs."""
     os.nice(_NICENESS)
 
     def solve(task: Task[object]) -> object:

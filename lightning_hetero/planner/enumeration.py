@@ -1,4 +1,4 @@
-"""Every way to put few devices into pipelines: arrangements of tiny clusters, and groupings."""
+"""Enumerate all arrangements of tiny clusters, and all groupings of few devices."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ from lightning_hetero.planner.solvers.patterns import enumerate_compositions
 __all__ = ["PipelineUnits", "enumerate_arrangements", "every_grouping"]
 
 PipelineUnits = tuple[int, tuple[int, ...]]
-"""TP degree of a pipeline, and its tensor-parallel groups of each device type."""
+"""TP degree of a pipeline, and its number of tensor-parallel groups of each device type."""
 
 
 def enumerate_arrangements(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], limit: int
 ) -> list[Arrangement] | None:
-    """Return all arrangements up to swapping equal nodes, or None if they are above `limit`."""
+    """Return all arrangements up to swapping equal nodes, or None if they are more than `limit`."""
     cluster = estimator.cost.cluster
     most_stages = estimator.num_layers
     most_pipelines = estimator.workload.num_microbatches
@@ -29,8 +29,8 @@ def enumerate_arrangements(
         return None
     sizes = [(node.count, node.price_per_hour) for node in cluster.nodes]
     alike = [(estimator.classes[i], *sizes[i]) for i in range(len(sizes))]
-    # Of equal nodes the first is used first: that is so in the least arrangement of any that
-    # differ by swapping equal nodes, if pipelines come in order.
+    # Among arrangements that differ only by swapping equal nodes, the least in order uses the
+    # first of these nodes first. So others are skipped.
     earlier = [
         next((j for j in reversed(range(i)) if alike[j] == alike[i]), None)
         for i in range(len(alike))
@@ -63,7 +63,7 @@ def enumerate_arrangements(
 def _sequences(
     counts: Sequence[int], tp_degrees: Sequence[int], longest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield every sequence of (node, degree) that fits into the nodes."""
+    """Yield every sequence of stages as (node, TP degree) that fits into the nodes."""
     stack: list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = [((), tuple(counts))]
     while stack:
         stages, left = stack.pop()
@@ -78,7 +78,7 @@ def _sequences(
 
 
 def _relabel(arrangement: Arrangement, alike: Sequence[object]) -> Arrangement:
-    """Rename equal nodes by first appearance; arrangements that then agree are the same."""
+    """Rename equal nodes by first appearance: a key that is equal for equivalent arrangements."""
     order = sorted(
         arrangement, key=lambda p: (p.tp_degrees, [str(alike[node]) for node in p.nodes])
     )
@@ -103,11 +103,11 @@ def every_grouping(
     most_pipelines: int,
     most: int,
 ) -> list[tuple[PipelineUnits, ...]] | None:
-    """Return every grouping, with devices left idle or not; None if there are more than `most`.
+    """Return every grouping of some or all devices; None if there are more than `most`.
 
     Args:
         totals: Devices of each type.
-        units: Groups of each type that nodes hold, for every degree that a pipeline may have.
+        units: For every TP degree of a pipeline, the groups of each type that nodes hold.
         most_stages: Most groups of a pipeline.
         most_pipelines: Most pipelines.
         most: Most groupings.
@@ -142,8 +142,8 @@ def every_grouping(
 def _are_more(times: IntArray, most_pipelines: int, most: int) -> bool:
     """Return whether groupings are surely more than `most`.
 
-    `times` says how often devices suffice for each kind of pipeline. Of kinds of which there can be
-    n any n are a grouping.
+    `times` says how many pipelines of each kind the devices suffice for. Any n pipelines of kinds
+    that fit n times are a grouping.
     """
     for number in range(1, most_pipelines + 1):
         num_kinds = int(np.count_nonzero(times >= number))

@@ -1,7 +1,7 @@
-"""Tell arrangements apart that differ in more than which of equal nodes they use.
+"""Identify arrangements that differ only in which of several equal nodes they use.
 
 Nodes of a class have equal devices and links, so swapping them changes neither times nor memory. A
-search that moves single stages meets the same pipelines again and again under other names of nodes.
+search that moves single stages often finds the same pipelines on other nodes of the same class.
 """
 
 import itertools
@@ -14,10 +14,10 @@ __all__ = ["kind_of_arrangement"]
 
 
 def kind_of_arrangement(arrangement: Arrangement, estimator: Estimator) -> Hashable:
-    """Return what arrangements have in common that differ in the names of equal nodes at most.
+    """Return a key; arrangements with equal keys differ only in which equal nodes they use.
 
-    Not all such arrangements have it in common: which of several pipelines of a class share nodes
-    with others is told by their order. Prices of nodes count as well.
+    The reverse isn't guaranteed: the key depends on the order of pipelines of one class, if these
+    share nodes with others. Nodes with different prices aren't equal.
     """
     pairs = sorted(zip(estimator.keys(arrangement), arrangement, strict=True))
     used = dict.fromkeys(itertools.chain.from_iterable([nodes for _, (_, nodes) in pairs]))

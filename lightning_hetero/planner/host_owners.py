@@ -1,8 +1,8 @@
-"""Let hosts own where a model fits on no devices, and only for the stages that must.
+"""Keep owned states in host memory if a model doesn't fit on devices, for as few ranks as possible.
 
-The search runs once more as if all ranks kept what they own in their hosts' memory. Of its plans
-those ranks do so whose devices have no room for it; of plans for samples of different lengths,
-which share their owners, those that have none under any of them.
+The search runs once more as if all ranks kept what they own in their hosts' memory. In the plans
+that it finds, only ranks whose devices lack room do so. Plans for samples of different lengths
+share one set of such ranks: those that lack room under any of the plans.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, s
 __all__ = ["check_hosts", "cost_on_hosts", "with_host_owners"]
 
 _USABLE = 0.9
-"""Of a host's memory: the rest is its own, and the data's."""
+"""Share of a host's memory that states may take; the system and the data need the rest."""
 _GIB = 2**30
 
 
 def cost_on_hosts(cost: CostModel) -> CostModel | None:
-    """Return the costs of plans that own on hosts; None if that isn't possible, or so already."""
+    """Return the costs if all states are on hosts; None if that isn't possible, or already so."""
     if not cost.layout.is_owned_by_room:
         return None
     if any(node.host_memory_bytes is None for node in cost.cluster.nodes):
@@ -32,12 +32,12 @@ def cost_on_hosts(cost: CostModel) -> CostModel | None:
 def with_host_owners(
     plan: ParallelPlan, cost: CostModel, microbatch: MicroBatchShape
 ) -> tuple[ParallelPlan, Simulation]:
-    """Return a plan whose ranks without room own on their hosts, and its simulation.
+    """Return the plan in which ranks without room keep states on hosts, and its simulation.
 
     Args:
-        plan: Fits if no device holds what it owns; its pipelines name numbers of micro-batches.
-        cost: What it costs where devices own.
-        microbatch: What every micro-batch holds.
+        plan: A plan that fits if no states are on devices, with numbers of micro-batches.
+        cost: Costs with states on devices.
+        microbatch: Tokens of each sequence of every micro-batch.
 
     Raises:
         PlanningError: A host has too little memory.
@@ -57,7 +57,7 @@ def with_host_owners(
 
 
 def check_hosts(host_bytes: Sequence[float], cost: CostModel) -> None:
-    """Refuse what ranks would keep on their hosts, by global rank, if there is no room for it.
+    """Refuse a plan if the bytes that its ranks keep on their hosts, by global rank, don't fit.
 
     Raises:
         PlanningError: A host has too little memory.

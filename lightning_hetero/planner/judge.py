@@ -1,8 +1,8 @@
-"""Say how good a candidate is: simulate it, unless its work alone shows that it isn't good enough.
+"""Score candidates by simulation, unless a lower bound shows that they aren't good enough.
 
-Stage s of a pipeline waits while the first micro-batch passes the stages before it and while the
-last one's gradient passes them back, so with K micro-batches of w_s seconds an iteration takes at
-least max_s(K·w_s + w_1 + ... + w_{s-1}), whatever is recomputed and whoever owns.
+Stage s of a pipeline, which takes w_s for a micro-batch, waits while the first one passes the
+stages before it and while the last one's gradient passes back through them. So with K micro-batches
+an iteration takes at least max_s(K·w_s + w_1 + ... + w_{s-1}), for any recomputation and owners.
 """
 
 import itertools
@@ -26,22 +26,22 @@ __all__ = ["Candidate", "Judge"]
 
 _ESTIMATE_ERROR = 0.02
 """How much shorter an iteration may be than its estimate, as a share."""
-# Work of a stage, in about microseconds: of one that is
+# Approximate microseconds per stage to bound a candidate, recognise it, run it, estimate it:
 _BOUND_WORK = 1
 _RENAMED_WORK = 3
 _RUN_WORK = 12
 _ESTIMATE_WORK = 20
 _SETTLE_WORK = 60
-"""A stage whose memory is settled; simulated with what was settled it counts as much again."""
+"""To settle a stage's memory. The simulation that follows counts as much again."""
 _WORK_OF_A_PLAN = 10
-"""Stages that a plan counts as beside its own."""
+"""Fixed work of a plan, counted in stages."""
 _ROUNDS = 4
-"""Rounds of a stage that are run; later ones are like them."""
+"""Rounds per stage that a simulation runs; it skips later ones, which repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An arrangement with layers and micro-batches: everything but the ranks."""
+    """An arrangement with layers and micro-batches, before ranks and memory are settled."""
 
     arrangement: Arrangement
     """The pipelines' stages by node."""
@@ -50,11 +50,11 @@ class Candidate:
     num_microbatches: tuple[int, ...]
     """Micro-batches of each pipeline, at least 1."""
     estimate_s: float = field(default=0.0, compare=False)
-    """About how long an iteration takes; 0 if that was not estimated."""
+    """Estimated seconds of an iteration; 0 if they weren't estimated."""
 
     @classmethod
     def of(cls, estimate: Estimate) -> Self:
-        """Return what was estimated."""
+        """Return the candidate of an estimate."""
         return cls(
             arrangement=estimate.arrangement,
             layers=estimate.layers,
@@ -64,12 +64,12 @@ class Candidate:
 
 
 class Judge:
-    """Simulates candidates, checks their memory and remembers what it saw.
+    """Simulates candidates, checks their memory and caches the results.
 
     Args:
         estimator: Costs, workload and cluster.
-        weigh: Returns what to minimise: an iteration's seconds, or their price on the nodes of an
-            arrangement.
+        weigh: Returns the score to minimise: an iteration's seconds, or their price on the nodes of
+            an arrangement.
     """
 
     def __init__(self, estimator: Estimator, weigh: Callable[[float, Arrangement], float]) -> None:
@@ -84,7 +84,7 @@ class Judge:
         self._equal_times: dict[tuple[PipelineKey, tuple[int, ...], int], EqualTimes] = {}
         self._alone: dict[tuple[PipelineKey, tuple[StageShape, ...], int], float] = {}
         self.work_done = 0
-        """About the microseconds spent so far; what budgets count."""
+        """Approximate microseconds of work so far; budgets are in this unit."""
 
     @property
     def num_simulated(self) -> int:
@@ -92,7 +92,7 @@ class Judge:
         return len(self._scores)
 
     def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation]:
-        """Return a candidate that fits, with ranks, recomputation and ownership, and its times."""
+        """Return the plan of a candidate that fits, with settled memory, and its simulation."""
         found = self._settled.get(candidate) or self._fitting(candidate, float("inf"))
         assert found is not None, "the candidate has no finite score"
         return found
@@ -100,10 +100,10 @@ class Judge:
     def better(
         self, moved: Candidate | Arrangement, estimator: Estimator, *, below: float
     ) -> Candidate | None:
-        """Return a candidate as it is, an arrangement with what an estimator makes of it.
+        """Return a move as a candidate if its score is below `below`, else None.
 
-        None if its score is not below `below`. What was not so good once isn't tried again, even if
-        it uses other nodes of the same kind.
+        An arrangement gets layers and micro-batches from the estimator. A move that was refused is
+        not tried again unless `below` is higher, even if it uses other nodes of the same class.
         """
         known: Hashable = moved if isinstance(moved, Candidate) else (estimator, moved)
         if self._at_least.get(known, 0.0) >= below:
@@ -124,9 +124,9 @@ class Judge:
     def _fill(
         self, moved: Candidate | Arrangement, estimator: Estimator, *, below: float
     ) -> Candidate | None:
-        """Return a candidate as it is, an arrangement with what an estimator makes of it.
+        """Return a move as a candidate; an arrangement gets layers and micro-batches.
 
-        None if it doesn't fit, or its work alone shows that its score is not below `below`.
+        None if it doesn't fit, or a lower bound shows that its score is not below `below`.
         """
         if isinstance(moved, Candidate):
             return moved
@@ -144,9 +144,9 @@ class Judge:
         return self._filled[key]
 
     def score(self, candidate: Candidate, below: float = float("inf")) -> float:
-        """Return what to minimise; infinite if a stage's memory doesn't suffice.
+        """Return the score of a candidate; infinite if a stage lacks memory.
 
-        Where it is not below `below`, some other number that isn't may be returned.
+        If it is not below `below`, the result may be any other number that is not below it.
         """
         known = self._scores.get(candidate)
         if known is not None:
@@ -175,13 +175,13 @@ class Judge:
         return score
 
     def _can_be_run(self, candidate: Candidate) -> bool:
-        """Return whether `_run_s` knows its seconds: it fits, and no ring goes by the ranks."""
+        """Return whether `_run_s` applies: all fits, and no ring depends on the order of ranks."""
         cost = self.estimator.cost
         by_ranks = bool(cost.special_links) and not cost.layout.sharded
         return not by_ranks and self._fits_as_it_is(candidate)
 
     def _run_s(self, candidate: Candidate) -> float:
-        """Return what `simulate` says of a candidate that fits as it is, without its plan."""
+        """Return the seconds that `simulate` gives for a candidate that fits as it is."""
         cost, num_pipelines = self.estimator.cost, len(candidate.arrangement)
         rows = zip(candidate.arrangement, candidate.layers, candidate.num_microbatches, strict=True)
         alike = Counter(rows)
@@ -237,9 +237,9 @@ class Judge:
     def _fitting(
         self, candidate: Candidate, below: float
     ) -> tuple[ParallelPlan, Simulation] | None:
-        """Return the plan and its simulation, memory settled only where it is too little.
+        """Return the best plan of a candidate and its simulation; settle memory if it is short.
 
-        None if none fits, or none that does has a score below `below`.
+        None if no plan with settled memory fits and has a score below `below`.
         """
         estimator = self.estimator
         plan = to_plan(
@@ -259,7 +259,7 @@ class Judge:
         )
         best: tuple[ParallelPlan, Simulation] | None = None
         least_s = [self._least_plan_s(again, candidate) for again in settled]
-        # The likeliest first: others need no simulation then.
+        # In order of their lower bounds, so that the rest need no simulation.
         for index in sorted(range(len(settled)), key=least_s.__getitem__):
             again = settled[index]
             if self._weigh(least_s[index], candidate.arrangement) >= below:
@@ -287,7 +287,7 @@ class Judge:
         )
 
     def _fits_as_it_is(self, candidate: Candidate) -> bool:
-        """Return whether it fits with holders as owners and nothing recomputed."""
+        """Return whether a candidate fits with holders as owners and nothing recomputed."""
         cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
         num_pipelines = len(candidate.arrangement)
         for pipeline_key, layers, count in self._distinct(candidate):
@@ -348,7 +348,7 @@ class Judge:
         return found
 
     def _distinct(self, candidate: Candidate) -> set[tuple[PipelineKey, tuple[int, ...], int]]:
-        """Return what is different among the pipelines: kinds, layers and micro-batches."""
+        """Return the distinct pipelines, as (class, layers, micro-batches)."""
         return set(
             zip(
                 self.estimator.keys(candidate.arrangement),
@@ -369,7 +369,7 @@ class Judge:
 
 
 def _least_s(work_s: Iterable[float], num_microbatches: int) -> float:
-    """Return the least seconds of a pipeline whose stages take so long for a micro-batch."""
+    """Return a lower bound on a pipeline's seconds, given each stage's for a micro-batch."""
     before_s, least_s = 0.0, 0.0
     for seconds in work_s:
         least_s = max(least_s, num_microbatches * seconds + before_s)

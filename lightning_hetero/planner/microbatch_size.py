@@ -1,12 +1,12 @@
 """Choose how many samples a micro-batch holds: plan for 1, 2, 4, ... as long as that helps.
 
 Larger micro-batches launch fewer kernels and read weights less often; they also keep more
-activations, so that more is recomputed, and there are fewer of them to fill a pipeline. Time over
-size has one valley but for rounding, so two sizes in a row that are worse end the search. A size
-counts as worse without a search of its own if the layouts that were likeliest with the size before
-are, by their estimates, too slow to be improved as far as the best plan. On many devices its search
-looks at nothing else that is, either. From the best size pipelines of one kind may then take
-another (`unequal_sizes`).
+activations, so that more is recomputed, and there are fewer of them to fill a pipeline. Iteration
+time over size has a single minimum, but for rounding, so two worse sizes in a row end the search. A
+size counts as worse without a search if the likeliest arrangements of the size before, estimated
+with the new one, are too slow to be improved as far as the best plan. On many devices its search
+leaves out all arrangements that are so slow. Finally, pipelines of one kind may take another size
+than the best one (`unequal_sizes`).
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ __all__ = ["plan_best_size"]
 _MOST_SAMPLES = 64
 _WORSE_IN_A_ROW = 2
 _FEW_DEVICES = 32
-"""Up to here a whole search is cheap, and begins with layouts that only improving makes best."""
+"""Up to this many devices a full search is cheap, and may improve slow arrangements to the best."""
 
 
 def plan_best_size(
@@ -37,13 +37,13 @@ def plan_best_size(
     """Return the best result over sizes of micro-batches; its bounds hold for all sizes tried.
 
     Args:
-        cost: What computing costs.
-        workload: What an iteration has to do; its size of micro-batches is not looked at.
+        cost: Times and bytes on the cluster.
+        workload: The iteration to plan for; its size of micro-batches is ignored.
         options: How to search.
-        progress: Told what is being done, anew for every size.
+        progress: Told what is being done; starts from 0 for every size.
 
     Raises:
-        PlanningError: The model fits nowhere with any of them.
+        PlanningError: The model doesn't fit with any size.
     """
     best: PlanningResult | None = None
     failures: list[PlanningError] = []

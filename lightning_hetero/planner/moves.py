@@ -1,8 +1,8 @@
-"""Moves of the local search: what differs from a candidate a little.
+"""Moves of the local search: small changes of a candidate.
 
-A layer or micro-batch goes elsewhere, stages swap devices, and devices are given, taken and cut
-otherwise: idle ones become stages or pipelines, stages and pipelines idle; one of degree d becomes
-two of degree d/2, and two on the same node one.
+A layer or micro-batch goes to another stage or pipeline, or stages swap devices. Other moves change
+which devices work, and how: idle ones become stages or pipelines, or the reverse; a stage or
+pipeline of degree d becomes two of degree d/2, or two on the same node become one.
 """
 
 import itertools
@@ -22,14 +22,14 @@ from lightning_hetero.planner.judge import Candidate
 __all__ = ["MOVES", "ORDERS", "RESIZES", "Family"]
 
 Family = Callable[[Candidate, Estimator], Iterator[Candidate | Arrangement]]
-"""Moves of a candidate; where stages move, layers and micro-batches are to be found anew."""
+"""Yields changed candidates, or arrangements for which layers and micro-batches must be found."""
 
 _LONGEST_ADDED = 8
-"""Stages of pipelines that idle devices get."""
+"""Most stages of a pipeline that is made of idle devices."""
 
 
 def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
-    """Give a layer of one stage to another, in all pipelines that are alike."""
+    """Move a layer from one stage to another, in all identical pipelines."""
     for members in _alike(candidate, estimator):
         layers = candidate.layers[members[0]]
         for source, target in itertools.permutations(range(len(layers)), 2):
@@ -44,10 +44,10 @@ def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
 
 
 def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterator[Candidate]:
-    """Give a layer of one stage to another in all pipelines of equal depth.
+    """Move a layer from one stage to another, in all pipelines of equal depth.
 
-    Where cuts agree, gradients of a layer stay between the same nodes; moving one pipeline's cut
-    alone would make them cross.
+    If cuts agree, gradients of a layer stay between the same nodes; moving one pipeline's cut alone
+    would make them cross.
     """
     for length in sorted({len(layers) for layers in candidate.layers} - {1}):
         for source, target in itertools.permutations(range(length), 2):
@@ -63,7 +63,7 @@ def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterat
 
 
 def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
-    """Give a micro-batch of one pipeline to another."""
+    """Move a micro-batch from one pipeline to another."""
     if estimator.equal_microbatches:
         return
     firsts = [members[0] for members in _alike(candidate, estimator)]
@@ -77,7 +77,7 @@ def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[C
 
 
 def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Let two stages swap their devices, then balance and share anew."""
+    """Swap the devices of two stages."""
     places = [
         (p, s)
         for p, pipeline in enumerate(candidate.arrangement)
@@ -102,9 +102,9 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrange
 
 
 def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Give a device group of one pipeline to another that has such degrees, then balance anew.
+    """Move a stage's devices to another pipeline that has stages of this TP degree.
 
-    It takes a place beside one of its kind, or any end where there is none.
+    They become the stage after the last one of their class and degree, or at an end without one.
     """
     classes = estimator.classes
     firsts = {
@@ -126,9 +126,9 @@ def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangem
 
 
 def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Let two stages swap devices in all pipelines that are alike, then balance and share anew.
+    """Swap the devices of two stages in all pipelines of a class.
 
-    In one of them alone the gradients of layers would cross nodes.
+    A swap in one pipeline alone would make gradients cross nodes.
     """
     classes = estimator.classes
     for members in _members(candidate, estimator):
@@ -146,7 +146,7 @@ def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterato
 
 
 def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Leave the devices of a pipeline idle, or of all that are alike."""
+    """Leave the devices of a pipeline idle, or of all pipelines of its class."""
     keys = estimator.keys(candidate.arrangement)
     rows = [pipeline.stages for pipeline in candidate.arrangement]
     for key in dict.fromkeys(keys):
@@ -158,7 +158,7 @@ def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arra
 
 
 def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Give idle devices of a kind pipelines of their own."""
+    """Make new pipelines of idle devices of one class."""
     rows = [pipeline.stages for pipeline in candidate.arrangement]
     idle = _idle(candidate, estimator)
     classes = dict.fromkeys(estimator.classes)
@@ -170,7 +170,7 @@ def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arran
 
 
 def _add_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Give idle devices of a kind to the pipelines that are alike, or one: a stage at an end."""
+    """Add a stage of idle devices at an end of all pipelines of a class, or of one of them."""
     idle = _idle(candidate, estimator)
     for members in _members(candidate, estimator):
         for kind, degree in itertools.product(
@@ -186,7 +186,7 @@ def _add_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangem
 
 
 def _drop_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Leave the devices of a stage idle in all pipelines that are alike, or one."""
+    """Leave the devices of a stage idle in all pipelines of a class, or in one of them."""
     for members in _members(candidate, estimator):
         first = candidate.arrangement[members[0]]
         stages = [(estimator.classes[node], degree) for node, degree in first.stages]
@@ -201,7 +201,7 @@ def _drop_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrange
 
 
 def _split_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Make two stages of the devices of one, in all pipelines that are alike, or one."""
+    """Split a stage into two of half its degree, in all pipelines of a class or in one of them."""
     for members in _members(candidate, estimator):
         for s, degree in enumerate(candidate.arrangement[members[0]].tp_degrees):
             if not _can_halve(degree, estimator):
@@ -214,10 +214,10 @@ def _split_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrang
 
 
 def _merge_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Make one stage of two neighbours on a node, in all pipelines that are alike, or one.
+    """Merge two neighbouring stages on a node, in all pipelines of a class or in one of them.
 
-    It stays where they were, or goes to an end: a wide stage may be best as the last one, though
-    neither of the two is.
+    The merged stage stays in place or goes to an end: a wide stage may be best as the last one,
+    though neither of the two was.
     """
     for members in _members(candidate, estimator):
         stages = {member: candidate.arrangement[member].stages for member in members}
@@ -238,7 +238,7 @@ def _merge_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrang
 
 
 def _split_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Make two pipelines of half the degrees of one, or of all that are alike."""
+    """Split a pipeline into two of half its degrees, or all pipelines of its class."""
     for members in _members(candidate, estimator):
         first = candidate.arrangement[members[0]]
         if not all(_can_halve(degree, estimator) for degree in first.tp_degrees):
@@ -251,7 +251,7 @@ def _split_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arr
 
 
 def _merge_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Make one pipeline of twice the degrees of two on the same nodes, or of all such pairs."""
+    """Merge two pipelines on the same nodes into one of twice the degrees, or all such pairs."""
     for members in _members(candidate, estimator):
         first = candidate.arrangement[members[0]]
         if any(2 * degree not in estimator.tp_degrees for degree in first.tp_degrees):
@@ -272,7 +272,7 @@ def _can_halve(degree: int, estimator: Estimator) -> bool:
 
 
 def _map_anew(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
-    """Deal the stages to nodes so that either gradients or activations stay in them."""
+    """Place all stages again, so that either gradients or activations stay inside nodes."""
     cluster = estimator.cost.cluster
     nodes, counts = cluster.nodes, [node.count for node in cluster.nodes]
     groups = [
@@ -296,7 +296,7 @@ def _idle(candidate: Candidate, estimator: Estimator) -> list[int]:
 def _units(
     idle: Sequence[int], kind: int, degree: int, estimator: Estimator
 ) -> list[tuple[int, int]]:
-    """Return the (node, devices) that idle devices of a kind make."""
+    """Return the TP groups that idle devices of one class form, as (node, devices)."""
     return [
         (node, degree)
         for node, count in enumerate(idle)
@@ -306,7 +306,7 @@ def _units(
 
 
 def _members(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
-    """Return indices of pipelines of one class, grouped."""
+    """Return the indices of pipelines, grouped by class."""
     return _grouped(estimator.keys(candidate.arrangement))
 
 
@@ -315,12 +315,12 @@ _Stages = list[tuple[int, int]]
 
 
 def _rows(candidate: Candidate, members: Iterable[int]) -> dict[int, _Stages]:
-    """Return the stages of some pipelines, to be changed."""
+    """Return copies of some pipelines' stages, to be changed."""
     return {member: list(candidate.arrangement[member].stages) for member in members}
 
 
 def _changed(candidate: Candidate, rows: Mapping[int, _Stages]) -> Arrangement:
-    """Return an arrangement in which some pipelines have other stages."""
+    """Return the arrangement of a candidate with other stages in some pipelines."""
     pipelines = list(candidate.arrangement)
     for member, stages in rows.items():
         pipelines[member] = PipelineNodes.of_stages(stages)
@@ -328,12 +328,12 @@ def _changed(candidate: Candidate, rows: Mapping[int, _Stages]) -> Arrangement:
 
 
 def _arranged(rows: Sequence[Sequence[tuple[int, int]]]) -> Arrangement:
-    """Return an arrangement of (node, devices) of every stage."""
+    """Return the arrangement of pipelines given by (node, devices) of every stage."""
     return tuple(map(PipelineNodes.of_stages, rows))
 
 
 def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
-    """Return indices of pipelines of one class, layers and micro-batches, grouped."""
+    """Return the indices of pipelines, grouped by class, layers and micro-batches."""
     keys = estimator.keys(candidate.arrangement)
     return _grouped(zip(keys, candidate.layers, candidate.num_microbatches, strict=True))
 
@@ -356,7 +356,7 @@ RESIZES: tuple[Family, ...] = (
     _split_pipelines,
     _merge_pipelines,
 )
-"""Moves that give and take devices, or cut them otherwise."""
+"""Moves that add or remove devices, or change TP degrees."""
 MOVES: tuple[Family, ...] = (
     _move_layers,
     _move_layers_together,
@@ -367,6 +367,6 @@ MOVES: tuple[Family, ...] = (
     _move_stages,
 )
 """Moves that keep the number of pipelines and all degrees."""
-# The other way: layers are balanced anew where stages have swapped.
+# The second order swaps stages before it moves layers, so that they are balanced for the new order.
 ORDERS = (MOVES, (_swap_stages_together, *MOVES))
-"""Orders of moves that are tried from every beginning."""
+"""Orders of moves that are tried from every starting point."""

@@ -15,7 +15,7 @@ ProgressCallback = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCandidate:
-    """One plan and what it is predicted to take."""
+    """One plan and its prediction."""
 
     plan: ParallelPlan
     """The plan, with micro-batches for every pipeline."""
@@ -46,9 +46,9 @@ class PlanningResult:
     objective: Objective
     """The quantity that was minimised."""
     num_estimated: int
-    """Arrangements looked at."""
+    """Number of arrangements considered."""
     num_simulated: int
-    """Plans simulated."""
+    """Number of plans simulated."""
 
     @property
     def best(self) -> PlannedCandidate:

@@ -1,9 +1,9 @@
-"""Which groupings are worth looking at on clusters too large to enumerate: the solvers' favourites.
+"""Propose groupings of devices for clusters that are too large to enumerate.
 
-For every TP degree units dealt evenly over different numbers of groups, and the pipelines that
-finish the most micro-batches (`rates`, in place of AutoHet's Eq. 3); besides, units dealt evenly
-whose degree depends on their device type. Stages run from the slowest device to the
-fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
+For every TP degree: units dealt evenly over different numbers of groups, and the pipelines that
+finish the most micro-batches (`rates`, in place of AutoHet's Eq. 3). Also, units dealt evenly whose
+degree depends on their device type. Stages run from the slowest device to the fastest, as in
+Algorithm 1. All are starting points, which estimates and then the simulator judge.
 """
 
 import heapq
@@ -38,18 +38,18 @@ __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_d
 _MAX_COMPOSITIONS = 6000
 _MAX_EVERY_GROUPING = 1000
 _LIKELIEST = 4
-"""Degrees and lengths of each type that are combined with those of the others."""
+"""Best options of each device type that are combined with those of the other types."""
 _COMBINED = 12
-"""Combinations that are tried."""
+"""Most combinations that are tried."""
 _NEWTON_STEPS = 4
 _FEW_DEVICES = 64
-"""Up to here local search finds what is left over."""
+"""Up to this many devices, local search finds which units to leave idle."""
 _FEW_NUMBERS = 8
-"""Numbers of groups that are tried where a few have to do."""
+"""Numbers of groups that are tried for mixed degrees and at a glance."""
 _MAX_BOUNDED = 600_000
 """Most compositions for which the bound counts bubbles: about a second of work."""
 _MAX_BOUNDED_OF_DEGREES = 20_000
-"""The same where stages may differ in degree, and compositions count units of each."""
+"""The same if stages may differ in degree, so that compositions count units of each degree."""
 
 
 def propose_arrangements(
@@ -60,8 +60,8 @@ def propose_arrangements(
     Args:
         estimator: Costs, workload and cluster.
         counts: Devices of each node that may be used.
-        tp_degrees: Tensor-parallel degrees that pipelines may have side by side.
-        alone: Those among them that all pipelines may have.
+        tp_degrees: Tensor-parallel degrees that pipelines of one plan may have.
+        alone: Those of them that are tried for all pipelines alike.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
@@ -78,9 +78,9 @@ def propose_arrangements(
 def propose_mixed_degrees(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
 ) -> list[Arrangement]:
-    """Return arrangements whose stages have a degree by device type: A100 TP 1 before V100 TP 4.
+    """Return arrangements with a degree for each device type, such as A100 TP 1 and V100 TP 4.
 
-    Stages of a pipeline may have any of `tp_degrees` side by side.
+    The degrees are from `tp_degrees`; stages of one pipeline may differ.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
@@ -92,9 +92,9 @@ def propose_mixed_degrees(
 def glance_at(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
 ) -> list[Arrangement]:
-    """Return a few arrangements that show about what some devices could do: all dealt evenly.
+    """Return a few evenly dealt arrangements, whose estimates show roughly what devices can do.
 
-    All may have any of `tp_degrees`.
+    They have one of `tp_degrees` for all stages, or one for each device type.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     choices = [(tp_degree,) * len(types.names) for tp_degree in tp_degrees]
@@ -109,7 +109,7 @@ def glance_at(
 def _mapped(
     groupings: Sequence[Sequence[Group]], types: DeviceTypes, orders: Sequence[MappingOrder]
 ) -> list[Arrangement]:
-    """Return the groupings on actual nodes, in some orders."""
+    """Return the arrangements of groupings on nodes, placed in each of some orders."""
     cluster = types.estimator.cost.cluster
     arrangements = []
     for groups in dict.fromkeys(map(tuple, groupings)):
@@ -123,7 +123,7 @@ def _mapped(
 def bound_time_s(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], upper_s: float
 ) -> float:
-    """Return seconds that every plan takes at least; `upper_s` are those of a plan that exists."""
+    """Return a lower bound in seconds on every plan; `upper_s` is the time of a known plan."""
     types = DeviceTypes(estimator, counts, tp_degrees)
     kinds = {
         UnitKind(node, index, tp_degree): count
@@ -145,7 +145,7 @@ def _dealt(
 ) -> Iterator[list[Group]]:
     """Deal units evenly over every number of groups, or over a spread of numbers.
 
-    `tp_degrees` is one for each type.
+    `tp_degrees` has one degree for each type.
     """
     units = types.units_of(tp_degrees)
     most = min(sum(units), types.estimator.workload.num_microbatches)
@@ -160,9 +160,9 @@ def _dealt(
 
 
 def _alike(types: DeviceTypes, tp_degree: int) -> Iterator[list[Group]]:
-    """Deal units so that all pipelines have as many stages and micro-batches.
+    """Deal units so that all pipelines have equally many stages, and equally many micro-batches.
 
-    The slowest units are left over. Stages are as many as there are units for, or one fewer.
+    The slowest units stay idle. Pipelines are as long as the units allow, or one stage shorter.
     """
     units, estimator = types.units(tp_degree), types.estimator
     total, num_microbatches = sum(units), estimator.workload.num_microbatches
@@ -190,7 +190,7 @@ def _max_stages(units: Sequence[int], num_layers: int) -> int:
 
 
 def _num_compositions(units: Sequence[int], longest: int) -> int:
-    """Return about how many compositions there are of the units of each type."""
+    """Return an upper bound on the number of compositions of `longest` units at most."""
     within = math.prod((longest + i) / i for i in range(1, len(units) + 1))
     return int(min(within, math.prod(count + 1 for count in units)))
 
@@ -198,7 +198,7 @@ def _num_compositions(units: Sequence[int], longest: int) -> int:
 def _by_rate(
     types: DeviceTypes, tp_degrees: Sequence[int], alone: Sequence[int]
 ) -> Iterator[list[Group]]:
-    """Choose what finishes the most: in the memory there is, and if recomputing cost nothing."""
+    """Yield groupings that finish the most: without recomputation, and as if it cost nothing."""
     degrees = [tp for tp in tp_degrees if sum(types.units(tp))]
     # Per TP degree and over all of them.
     choices = dict.fromkeys([*((tp,) for tp in degrees if tp in alone), tuple(degrees)])
@@ -217,7 +217,7 @@ def _chosen_by_rate(
     choices: Iterable[Sequence[int]],
     rates: Mapping[int, tuple[IntArray, PipelineRates]],
 ) -> Iterator[list[Group]]:
-    """Choose pipelines of each choice of degrees."""
+    """Yield for each choice of degrees the pipelines that finish the most micro-batches."""
     for chosen in choices:
         merged = PipelineRates(
             devices=np.concatenate([rates[tp][1].devices for tp in chosen]),
@@ -246,12 +246,12 @@ def _each_type_alone(
     choices: Iterable[Sequence[int]],
     rates: Mapping[int, tuple[IntArray, PipelineRates]],
 ) -> Iterator[list[Group]]:
-    """Let no pipeline mix types: the best degrees and lengths of each type, combined.
+    """Yield groupings without mixed pipelines: the best degrees and lengths of each type, combined.
 
-    By a time T, n pipelines of t seconds a micro-batch and f seconds besides finish n·(T - f)/t.
-    Types add up, so the best of each is the best of all together. T, when all is finished, is found
-    by Newton steps. What is a little behind may leave more memory and exchange less, so more are
-    tried than the best, of each choice of degrees.
+    By a time T, n pipelines that take t for a micro-batch and f to fill finish n·(T - f)/t. Types
+    add up, so the best options of all types are the best combination. Newton steps find the T by
+    which all is finished. Slightly slower options may leave more memory and exchange less, so
+    several combinations are tried for each choice of degrees.
     """
     kinds = range(len(types.names))
     every = {tp: [list(_alone(types, tp, kind, rates[tp])) for kind in kinds] for tp in rates}
@@ -266,7 +266,7 @@ def _each_type_alone(
 def _best_choices(
     options: Sequence[Sequence["_Alone"]], num_microbatches: int
 ) -> list[tuple["_Alone", ...]]:
-    """Return the choices of one option of each type that finish the most, the best first."""
+    """Return the combinations of one option for each type that finish the most, best first."""
     time_s = math.inf
     for _ in range(_NEWTON_STEPS):
         best = [max(found, key=lambda option: option.finished(time_s)) for found in options]
@@ -293,13 +293,13 @@ class _Alone(NamedTuple):
     fill_s: float
 
     def finished(self, time_s: float) -> float:
-        """Return about the micro-batches that they finish by a time; a second if it is endless."""
+        """Return about the micro-batches finished by a time; those per second if it is infinite."""
         if time_s == math.inf:
             return self.num_groups / self.slope_s
         return self.num_groups * (time_s - self.fill_s) / self.slope_s
 
     def groups(self, types: DeviceTypes) -> list[Group]:
-        """Return their groups."""
+        """Return the groups of these pipelines."""
         units = [0] * len(types.names)
         units[self.kind] = types.units(self.tp_degree)[self.kind]
         rows = [row for row, repeats in deal_evenly(units, self.num_groups) for _ in range(repeats)]
@@ -309,9 +309,9 @@ class _Alone(NamedTuple):
 def _alone(
     types: DeviceTypes, tp_degree: int, kind: int, found: tuple[IntArray, PipelineRates]
 ) -> Iterator[_Alone]:
-    """Yield one type's pipelines of a degree, of every number of them.
+    """Yield the options of one type at one degree: its units dealt over numbers of pipelines.
 
-    With P units, g pipelines are as fast as those of about P/g stages.
+    With P units, g pipelines are taken to be as fast as pipelines of about P/g stages.
     """
     compositions, rates = found
     lengths, num_units = compositions[:, kind], types.units(tp_degree)[kind]
@@ -326,7 +326,7 @@ def _alone(
 
 
 def _every_one(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
-    """Return every grouping where there are few."""
+    """Yield every grouping if there are few, else nothing."""
     found = every_grouping(
         types.totals.tolist(),
         {tp: types.units(tp) for tp in tp_degrees},
@@ -341,7 +341,7 @@ def _every_one(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[G
 def _rates(
     types: DeviceTypes, tp_degree: int, *, recompute: bool
 ) -> tuple[IntArray, PipelineRates]:
-    """Return compositions of a TP degree and how fast each is, at best if it may recompute."""
+    """Return a TP degree's compositions and their rates, with `recompute` as if it cost nothing."""
     estimator = types.estimator
     units = types.units(tp_degree)
     longest = _max_stages(units, estimator.num_layers)

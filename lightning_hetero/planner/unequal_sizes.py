@@ -1,10 +1,9 @@
-"""Let pipelines take micro-batches of unequal sizes where that shortens an iteration.
+"""Give pipelines micro-batches of unequal sizes if that shortens an iteration.
 
-A fast device with much memory likes larger micro-batches than a small one: it reads weights and
-launches kernels less often for a sample, while the small one would have to recompute. From a plan
-of one size, pipelines of a kind take twice or half as many samples in half or twice as many
-micro-batches. Samples are dealt out anew, memory is settled and the plan simulated; the best step
-is taken, as long as one gains.
+A fast device with much memory gains by larger micro-batches than a small one: it reads weights and
+launches kernels less often per sample, while the small one would have to recompute. Starting from a
+plan of one size, a step doubles or halves the size for all pipelines of a kind, deals the samples
+out again, settles memory and simulates the plan. The best step is taken, as long as one gains.
 """
 
 import itertools
@@ -20,7 +19,7 @@ from lightning_hetero.simulator import CostModel, Simulation, StageShape, simula
 __all__ = ["sizes_of", "with_unequal_sizes"]
 
 _WORTH = 0.995
-"""Of an iteration's seconds: a step that leaves more isn't taken."""
+"""A step is taken if it shortens the iteration to this share of its seconds or less."""
 _MOST_PIPELINES = 16
 _MOST_STEPS = 12
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -29,15 +28,15 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 def with_unequal_sizes(
     result: PlanningResult, cost: CostModel, options: PlanningOptions
 ) -> PlanningResult:
-    """Return a result whose best plan has sizes by pipeline, if that is faster; else the result.
+    """Return the result with sizes by pipeline in its best plan, if that is faster; else unchanged.
 
-    Its bounds hold for plans of such sizes, too, then. That of seconds is of work alone: a pipeline
-    may have the bubbles of one size beside another one with the speed of another.
+    Its bounds then hold for unequal sizes, too. The bound on seconds counts work alone: one
+    pipeline may have the bubbles of one size, and another one the speed of another size.
 
     Args:
         result: Plans whose micro-batches all have one size.
         cost: Times and bytes.
-        options: How they were searched for.
+        options: The options of their search.
     """
     if options.equal_microbatches:
         return result
@@ -81,10 +80,10 @@ def _improved(candidate: PlannedCandidate, cost: CostModel, workload: Workload) 
 
 
 def _most_gained_by_size(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> float:
-    """Return a share of a plan's seconds that no sizes of micro-batches can save more than.
+    """Return an upper bound on the share of a plan's seconds that other sizes can save.
 
-    It is the least ratio, over device types, degrees and ends of the model, of the seconds of a
-    sample with the best size to those with the workload's.
+    It is 1 minus the least ratio, over device types, degrees and ends of the model, of a sample's
+    seconds with the best size to those with the workload's.
     """
     names = {node.device for node in cost.cluster.nodes}
     ratios = [1.0]
@@ -119,14 +118,14 @@ def _work_bound_s(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]
 
 
 class _Sizes:
-    """Steps from plan to plan, and what they take."""
+    """Steps from plan to plan, each fitted to memory and simulated."""
 
     def __init__(self, cost: CostModel, workload: Workload) -> None:
         self._cost = cost
         self._workload = workload
 
     def bare(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return a plan with the workload's size, without recomputation and shares."""
+        """Return a plan with the workload's size, without recomputation and owner shares."""
         size = self._workload.sequences_per_microbatch
         pipelines = [
             replace(
@@ -142,7 +141,7 @@ class _Sizes:
         return ParallelPlan(pipelines=tuple(pipelines))
 
     def fit(self, bare: ParallelPlan) -> tuple[ParallelPlan, Simulation] | None:
-        """Return the plan with the memory settled by which it is fastest; None if none fits."""
+        """Return the fastest plan with settled memory, and its simulation; None if none fits."""
         cost, microbatch = self._cost, self._workload.microbatch
         found = []
         for plan in settle_memory(bare, cost, microbatch):
@@ -156,7 +155,7 @@ class _Sizes:
         return min(found, key=lambda pair: pair[1].iteration_time_s, default=None)
 
     def steps(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """Yield plans with another size for all pipelines of a kind, samples dealt out anew."""
+        """Yield plans with another size for all pipelines of a kind and samples dealt out again."""
         shapes = [
             tuple(self._cost.shape_of(stage) for stage in pipeline.stages)
             for pipeline in plan.pipelines
@@ -174,7 +173,7 @@ class _Sizes:
     def _dealt(
         self, plan: ParallelPlan, shapes: Sequence[Sequence[StageShape]], sizes: Sequence[int]
     ) -> ParallelPlan:
-        """Give each next micro-batch to the pipeline that then ends first, as far as they go in."""
+        """Deal micro-batches to the pipeline that ends first; return `plan` if samples remain."""
         length = self._workload.microbatch[:1]
         times_s = [
             [sum(self._cost.compute_s(shape, length * size)) for shape in row]
@@ -185,7 +184,7 @@ class _Sizes:
         while left:
             fitting = [index for index, size in enumerate(sizes) if size <= left]
             if not fitting:
-                return plan  # What is left is no whole micro-batch of any.
+                return plan  # The samples left are too few for a micro-batch.
             chosen = min(fitting, key=ends_s.__getitem__)
             ends_s[chosen] += max(times_s[chosen])
             counts[chosen] += 1

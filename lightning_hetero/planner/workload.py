@@ -1,4 +1,4 @@
-"""The task of planning: an iteration's work, what counts as better, and possible TP degrees."""
+"""The planning problem: an iteration's work, the objective, options and valid TP degrees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,11 +87,11 @@ class PlanningOptions:
 def valid_tp_degrees(
     cost: CostModel, workload: Workload, options: PlanningOptions
 ) -> tuple[int, ...]:
-    """Return the TP degrees that nodes can hold, heads divide and the cost model knows.
+    """Return the TP degrees that fit into a node, divide the heads and are known to the cost model.
 
     Raises:
-        PlanningError: A degree that was asked for can't be had.
-        ProfileError: The profile knows none of those that can.
+        PlanningError: A requested degree doesn't fit into a node or doesn't divide the heads.
+        ProfileError: The profile has times for none of the possible degrees.
     """
     if options.tp_degrees is not None:
         for degree in options.tp_degrees:
@@ -141,7 +141,7 @@ def _heads_divide(model: ModelSpec, degree: int) -> bool:
 
 
 def _missing_times(cost: CostModel, workload: Workload, degree: int) -> ProfileError | None:
-    """Return why a degree can't be timed on a device type that could form such a group."""
+    """Return the error of a device type that can form such a group but has no times, or None."""
     try:
         for entry in cost.cluster.nodes:
             if entry.count >= degree:

@@ -1,6 +1,6 @@
-"""Recomputation of stages with a budget of activations in a simulated iteration, as in a real one.
+"""Simulate the recomputation of stages with a budget of activations, as in a real iteration.
 
-Both take `core.recomputation.fewest_recomputed` for the answer, from the same tokens and schedule.
+Both call `core.recomputation.fewest_recomputed`, with the same tokens and schedule.
 """
 
 import operator
@@ -28,8 +28,8 @@ class StageBudgets:
 
     Args:
         pipeline: The pipeline.
-        cost: What a layer keeps, and how long it takes.
-        microbatches: What the pipeline runs.
+        cost: Times and bytes.
+        microbatches: The pipeline's micro-batches.
 
     Raises:
         PlanError: A budget doesn't even hold one recomputed layer.
@@ -43,15 +43,15 @@ class StageBudgets:
         self._microbatches = microbatches
         self._tokens = [sum(batch) for batch in microbatches]
         self.recompute_s: dict[int, tuple[float, ...]] = {}
-        """By stage with a budget, the seconds that each micro-batch's backward takes longer."""
+        """For each stage with a budget, seconds of recomputation in each micro-batch's backward."""
         self.peak_bytes: dict[int, float] = {}
-        """By stage with a budget, the most bytes of its layers' activations."""
+        """For each stage with a budget, the most bytes of its layers' activations."""
         for index, stage in enumerate(pipeline.stages):
             if stage.activation_budget_bytes is not None and microbatches:
                 self._choose(pipeline, index, stage.activation_budget_bytes)
 
     def lengthen(self, times: PipelineTimes) -> PipelineTimes:
-        """Return the times with what backwards compute again."""
+        """Return the times with recomputation added to the backwards."""
         rows = [
             tuple(map(operator.add, row, self.recompute_s[index]))
             if index in self.recompute_s
@@ -61,7 +61,7 @@ class StageBudgets:
         return replace(times, backward_s=tuple(rows))
 
     def total_recompute_s(self) -> tuple[float, ...]:
-        """Return for each stage the seconds in which it computes activations again."""
+        """Return the seconds in which each stage recomputes activations."""
         counts = Counter(self._microbatches)
         shapes = [self._cost.shape_of(stage) for stage in self._pipeline.stages]
         return tuple(
@@ -72,7 +72,7 @@ class StageBudgets:
         )
 
     def bound(self, index: int, terms: MemoryTerms) -> MemoryTerms:
-        """Return a stage's terms, of kept layers, with the activations that its budget leaves."""
+        """Return the terms of a stage that keeps all layers, with activations cut to its budget."""
         if index not in self.peak_bytes:
             return terms
         shape = self._cost.shape_of(self._pipeline.stages[index])

@@ -1,8 +1,8 @@
 """Seconds of a push straight to the owners, and of one that is summed on each node first.
 
-Of S bytes each of n holders sends S·(n - 1)/n straight away. By node, with g of them on one, it
-sends S·(g - 1)/g inside and then a sum to (n - g)/g others, S/n each if as wide as what was summed:
-see `runtime.exchange.by_node`.
+Straight, each of n holders of S bytes sends S·(n - 1)/n. By node, with g holders on each, it sends
+S·(g - 1)/g inside its node and then a sum to each of (n - g)/g others, S/n each if sums are as wide
+as gradients: see `runtime.exchange.by_node`.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ __all__ = ["push_by_node_s", "push_straight_s"]
 
 
 def push_straight_s(links: ClusterLinks, ranks: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds in which holders send each other their pieces of as many bytes."""
+    """Return the seconds in which holders send each other their pieces of `num_bytes` each."""
     nodes = Counter(links.node_of_rank[rank] for rank in ranks)
     piece = num_bytes / len(ranks)
     return max(
@@ -29,13 +29,13 @@ def push_straight_s(links: ClusterLinks, ranks: Sequence[int], num_bytes: float)
 def push_by_node_s(
     links: ClusterLinks, ranks: Sequence[int], num_bytes: float, *, width: float
 ) -> float:
-    """Return the seconds of the same by node.
+    """Return the seconds of the same push if it is summed on each node first.
 
     Args:
-        links: Of the cluster.
+        links: The cluster's links.
         ranks: The holders.
-        num_bytes: Held by each of them.
-        width: Bytes of a sum's value over those of a gradient's on its way.
+        num_bytes: Bytes of gradients that each of them holds.
+        width: Bytes of a value in a sum, over those of a value in a gradient on its way.
     """
     nodes = Counter(links.node_of_rank[rank] for rank in ranks)
     inside_s = max(
@@ -54,7 +54,7 @@ def push_by_node_s(
 
 
 def _sends_s(links: ClusterLinks, node: int, counts: Mapping[int, int], num_bytes: float) -> float:
-    """Return the seconds in which a rank of a node sends so many messages to those of others."""
+    """Return the seconds in which a rank of `node` sends `counts` messages to each node's ranks."""
     first = links.first_rank_of_node
     return pairwise_s(
         (

@@ -1,9 +1,9 @@
 """Seconds of messages over a cluster's links, and of collectives: in a ring or pairwise.
 
-With a `MessageCurve` small messages reach less of a link's rate, as NCCL's do. Counted for n ranks
-and S bytes in all: ring and pairwise move S·(n-1)/n out of each rank and as much in. A ring pays
-n-1 latencies, one after another, and goes over every link of the ring; pairwise pays one, as its
-messages are under way together. NCCL's trees serve all-reduces only, which an exchange has none of.
+With a `MessageCurve` small messages reach less of a link's rate, as NCCL's do. For n ranks and S
+bytes in total, ring and pairwise move S·(n-1)/n out of each rank and as much in. A ring pays n-1
+latencies, one after another, and goes over every link of the ring; pairwise pays one, as its
+messages are under way together. NCCL's trees serve all-reduces only, which an exchange doesn't use.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +18,13 @@ class ClusterLinks:
     """The links between the ranks of a cluster.
 
     Args:
-        cluster: Its nodes' devices are the ranks, in their order.
+        cluster: The cluster; its nodes' devices are the ranks, in their order.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.message_curve = cluster.inter_node_curve
-        """Rate of a message between nodes by its size, over a link of the cluster's usual rate;
+        """Seconds of a message between nodes by its size, over a link of the cluster's usual rate;
         None if messages of all sizes reach their link's rate."""
         self.node_of_rank = [
             index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
@@ -64,7 +64,7 @@ class ClusterLinks:
         """Return the seconds of a ring's all-gather or reduce-scatter, over its slowest link."""
         if len(ranks) < 2:
             return 0.0
-        # Links between the same nodes take as long.
+        # Links between the same two nodes are equally fast.
         links = {
             (self.node_of_rank[a], self.node_of_rank[b]): (a, b)
             for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)
@@ -77,7 +77,7 @@ class ClusterLinks:
 
 
 def ring_s(num_ranks: int, num_bytes: float, message_s: Callable[[float], float]) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of these bytes in all.
+    """Return the seconds of an all-gather or a reduce-scatter of these bytes in total.
 
     An all-reduce is one of each.
     """
@@ -88,7 +88,7 @@ def pairwise_s(messages: Iterable[tuple[int, float, float]]) -> float:
     """Return the seconds in which a rank sends each other rank its piece.
 
     Args:
-        messages: (messages of a kind, seconds of each, of which latency).
+        messages: For each kind: (number of messages, seconds of each, latency of each).
     """
     found = [item for item in messages if item[0]]
     latency_s = max((latency_s for _, _, latency_s in found), default=0.0)

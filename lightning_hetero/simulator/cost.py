@@ -1,11 +1,10 @@
-"""Seconds and bytes of a stage, wherever they come from: the base of roofline and profile.
+"""Seconds and bytes of a stage and of its messages: the base of the roofline and profile models.
 
-A micro-batch is the tuple of its sequences' lengths. Memory follows the design's ownership: a
-layer's holders keep 16-bit weights and gradients, and its fp32 masters, optimizer states and summed
-gradients are spread over those holders; activations, kept or sent on, count once per
-micro-batch in flight under 1F1B, messages of gradients as long as they may be on their way. The
-baseline systems, which keep everything on every replica and all-reduce gradients, are the other
-`StateLayout`.
+A micro-batch is the tuple of its sequences' lengths. Memory follows the `StateLayout`. By default a
+layer's holders keep weights and the gradients that they sum, and its masters, optimizer states and
+owners' sums are spread over those holders. Activations, kept or sent on, count once per micro-batch
+in flight under 1F1B, messages of gradients as long as they may be under way. The baseline systems
+keep everything on every replica and all-reduce gradients (`StateLayout.replicated`).
 """
 
 import copy
@@ -34,22 +33,22 @@ from lightning_hetero.simulator.state_layout import StateLayout
 __all__ = ["CostModel"]
 
 _SUM_BYTES = 4
-"""Of an fp32 gradient that goes to the host."""
+"""Bytes of an fp32 gradient sum that goes to the host."""
 _HOST_STEP_BYTES = 42
-"""Of host memory for each parameter: Adam reads 4 and writes 3 fp32 values, the sum is scaled, and
-the weight is narrowed for its way back."""
+"""Bytes of host memory touched per parameter: Adam reads 4 and writes 3 fp32 values, the sum is
+scaled, and the weight is narrowed for its way back."""
 _SELECTIVE_SHARE = 0.1
-"""Of a layer's forward, what is computed again beside products and attention: a thirtieth of the
-layer's time. Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
+"""Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
+Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
 _TRAFFIC_AGAIN = 0.5
-"""Of a layer's TP traffic: the sum after attention, not the one that ends the layer."""
+"""Share of a layer's TP traffic that it repeats: the sum after attention, not the layer's last."""
 
 
 class CostModel(ClusterLinks, ABC):
     """Times and bytes of stages and transfers on one cluster for one model.
 
     Subclasses say what computing costs; everything else follows from cluster, model and layout.
-    Answers are cached, so one object should judge many plans.
+    Results are cached, so use one object for many plans.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class CostModel(ClusterLinks, ABC):
         self._peaks: dict[tuple[StageShape, int, int, int, float | None], MemoryTerms] = {}
 
     def with_layout(self, layout: StateLayout) -> Self:
-        """Return the same costs of a run that keeps its states another way."""
+        """Return the same costs with another layout of states."""
         other = copy.copy(self)
         other.layout = layout
         other._compute, other._updates, other._peaks = {}, {}, {}
@@ -89,20 +88,20 @@ class CostModel(ClusterLinks, ABC):
         """
 
     def products_bytes(self, shape: StageShape) -> float:
-        """Return the bytes per token of what one layer's matrix products and attention return.
+        """Return the bytes per token of one layer's outputs of matrix products and attention.
 
-        As far as it is needed to compute the layer's other activations again; infinite where that
-        isn't known, so that no plan has selective layers.
+        Only of those from which its other activations are recomputed. Infinite if that isn't known,
+        so that no plan has selective layers.
         """
         return math.inf
 
     def layer_traffic_s(self, shape: StageShape, num_tokens: int) -> float:
-        """Return the seconds of TP traffic in a layer's forward, as far as they are known apart."""
+        """Return the seconds of TP traffic in a layer's forward; 0 if not known separately."""
         return 0.0
 
     @abstractmethod
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return the bytes that live only while one micro-batch runs: logits and their like."""
+        """Return the bytes that live only while one micro-batch runs: logits and the like."""
 
     @abstractmethod
     def step_s(self, shape: StageShape, num_owned: float) -> float:
@@ -122,7 +121,7 @@ class CostModel(ClusterLinks, ABC):
         return shape
 
     def shape_in(self, plan: ParallelPlan, stage: StagePlan) -> StageShape:
-        """Return the shape of a stage, which owns on its hosts if the plan says so of all ranks."""
+        """Return the shape of a plan's stage; `owns_on_host` if all its ranks are host owners."""
         shape = self.shape_of(stage)
         if not plan.host_owners or not set(stage.ranks) <= set(plan.host_owners):
             return shape
@@ -139,7 +138,7 @@ class CostModel(ClusterLinks, ABC):
         return times
 
     def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
-        """Return the seconds of a backward in which a stage computes activations again."""
+        """Return the seconds of a backward in which a stage recomputes activations."""
         again = float(shape.recomputed_layers)
         if shape.selective_layers:
             again += self.selective_share(shape, microbatch) * shape.selective_layers
@@ -148,7 +147,7 @@ class CostModel(ClusterLinks, ABC):
         return again / shape.num_layers * self.compute_s(shape.inner, microbatch)[0]
 
     def selective_share(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
-        """Return how much of a layer's forward is computed again if it is kept selectively."""
+        """Return the share of a layer's forward that selective recomputation repeats."""
         traffic_s = self.layer_traffic_s(shape, sum(microbatch))
         traffic = traffic_s / self.compute_s(shape.layer, microbatch)[0] if traffic_s else 0.0
         return _SELECTIVE_SHARE * (1 - traffic) + _TRAFFIC_AGAIN * traffic
@@ -159,7 +158,7 @@ class CostModel(ClusterLinks, ABC):
         return factor * kept, factor * min(kept, self._hidden_bytes(1))
 
     def selective_bytes(self, shape: StageShape) -> float:
-        """Return what one of a stage's layers keeps if only products and attention are kept."""
+        """Return the bytes per token of a stage's layer that is recomputed selectively."""
         kept, of_input = self.layer_bytes(shape)
         if not self.layout.selective:
             return kept
@@ -167,7 +166,7 @@ class CostModel(ClusterLinks, ABC):
         return min(kept, of_input + products)
 
     def saves_selectively(self, shape: StageShape) -> bool:
-        """Whether one of a stage's layers keeps less if only products and attention are kept."""
+        """Return whether selective recomputation saves bytes of a stage's layer."""
         return self.selective_bytes(shape) < self.layer_bytes(shape)[0]
 
     def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
@@ -201,14 +200,14 @@ class CostModel(ClusterLinks, ABC):
     def owned_params(
         self, plan: ParallelPlan, stage: StagePlan, shape: StageShape | None = None
     ) -> float:
-        """Return the parameters whose optimizer states one rank of a stage keeps, at most."""
+        """Return the most parameters that any rank of a stage owns."""
         if plan.owner_shares is None or not self.layout.sharded:
             return self.num_owned_params(shape or self.shape_of(stage), plan.num_pipelines)
         shares = plan.owner_shares
         return max(shares[rank] for rank in stage.ranks) * self._params_a_share(shares)
 
     def idle_bytes(self, plan: ParallelPlan, rank: int) -> float:
-        """Return the bytes of what a rank without layers owns under a plan that says so."""
+        """Return the bytes that a rank without layers needs under a plan with owner shares."""
         assert plan.owner_shares is not None
         owned = plan.owner_shares[rank] * self._params_a_share(plan.owner_shares)
         layout, is_here = self.layout, rank not in plan.host_owners
@@ -216,13 +215,13 @@ class CostModel(ClusterLinks, ABC):
         return owned * layout.device_kept_bytes * is_here + buffers
 
     def _params_a_share(self, shares: tuple[float, ...]) -> float:
-        """Return the parameters that a share of 1 stands for; of the last plan it is known."""
+        """Return the parameters that an owner share of 1 stands for; cached for the last plan."""
         if self._last_shares[0] is not shares:
             self._last_shares = shares, self.model.num_params / sum(shares)
         return self._last_shares[1]
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
-        """Return the parameters that one rank of a stage owns where holders share alike."""
+        """Return the parameters that one rank of a stage owns if holders own equal parts."""
         held = self.num_stage_params(shape)
         return held / num_pipelines if self.layout.sharded else held
 
@@ -240,7 +239,7 @@ class CostModel(ClusterLinks, ABC):
         Args:
             shape: Its stage.
             num_pipelines: Pipelines of the plan.
-            microbatches: What its pipeline runs.
+            microbatches: The micro-batches of its pipeline.
             num_in_flight: Micro-batches that it holds at once.
             owned_params: Parameters that it owns; None if a layer's holders share them alike.
         """
@@ -294,7 +293,7 @@ class CostModel(ClusterLinks, ABC):
         selective = self.selective_bytes(shape) if shape.selective_layers else of_input
         saved = shape.recomputed_layers * (kept - of_input)
         saved += shape.selective_layers * (kept - selective)
-        # The first layers are recomputed: when backward comes to them, the others' have gone.
+        # The first layers are recomputed: when backward reaches them, kept layers have been freed.
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
@@ -319,9 +318,9 @@ class CostModel(ClusterLinks, ABC):
         return found
 
     def host_step_s(self, shape: StageShape, num_owned: float) -> float:
-        """Return the seconds of a step on the host: sums that come, weights that go, and Adam.
+        """Return the seconds of a step on the host: sums to it, weights from it, and Adam.
 
-        All devices of a node step at once, over the memory that they share.
+        The steps of all devices of a node run at once and share the host's memory bandwidth.
         """
         nodes = [node for node in self.cluster.nodes if node.device == shape.device]
         rate = min(node.host_memory_bytes_per_s / node.count for node in nodes)
@@ -334,7 +333,7 @@ class CostModel(ClusterLinks, ABC):
         return usable_bytes(self.device(device).memory_bytes)
 
     def _hidden_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a hidden state, whose values are as wide as the weights'."""
+        """Return the bytes of a hidden state, whose values are as wide as weights."""
         return self.model.hidden_bytes(num_tokens, self.layout.weight_bytes)
 
     def _find_shape(self, stage: StagePlan) -> StageShape:

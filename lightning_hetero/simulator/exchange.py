@@ -1,11 +1,11 @@
-"""How long weights are pulled and gradients pushed: the part of an iteration between pipelines.
+"""Time pulls of weights and pushes of gradients: the exchange between pipelines.
 
 Cutting the layers wherever any pipeline cuts them gives segments: all layers of a segment have the
 same holders. With D pipelines that share ownership, a holder of a layer keeps 1/D of its own shard
 and sends (D-1)/D of it, straight to the owners, and receives as much. Layers go one after another
 in one fixed order, gradients from the last layer to the first, each as soon as its backward ended
-on all holders. Within a segment arrivals and sends are evenly spaced, so the end of the queue is
-the larger of two linear cases and no layer is walked through.
+on all holders. Within a segment arrivals and sends are evenly spaced, so the queue ends at the
+larger of two linear cases, without a loop over layers.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from lightning_hetero.simulator.cost import CostModel
 __all__ = ["SUM_BYTES", "ExchangeTable", "Holders", "Segment", "cut_segments"]
 
 SUM_BYTES = 4
-"""Of a gradient's value in a sum."""
+"""Bytes of a gradient's value in a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class Segment:
     is_layers: bool
     """Whether the units are layers."""
     num_units: int
-    """Number of layers."""
+    """Number of units."""
     params_per_unit: int
-    """Parameters of one of them."""
+    """Parameters of one unit."""
     stages: tuple[int, ...]
     """For each pipeline the stage that holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """Pipelines with the same cuts, whose nodes are alike."""
+    """Pipelines with the same layers and degrees, on equivalent nodes."""
 
     layers: tuple[int, ...]
     """Layers of each stage."""
@@ -73,7 +73,7 @@ def cut_segments(layers: Sequence[Sequence[int]], model: ModelSpec) -> list[Segm
 
     Args:
         layers: Layers of each stage, as [pipeline][stage].
-        model: Says how many parameters layers, embedding and head have.
+        model: The model, for the parameters of layers, embedding and head.
     """
     edges = [[0, *itertools.accumulate(row)] for row in layers]
     stops = sorted({stop for row in edges for stop in row}, reverse=True)
@@ -183,7 +183,7 @@ class ExchangeTable:
         ]
 
     def _fill_sharded(self) -> None:
-        """Every holder sends to all others and receives as much from them."""
+        """Fill the table for shared ownership: every holder sends to all others, and receives."""
         layout, every = self._cost.layout, self._holders
         stages = np.array([segment.stages for segment in self.segments]).T
         ranks = [np.array(entry.ranks)[:, row] for entry, row in zip(every, stages, strict=True)]
@@ -213,7 +213,7 @@ class ExchangeTable:
             self.push_s = [self._pairwise_s(item, layout.pushed_bytes) for item in self.segments]
 
     def _pairwise_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
-        """Return the seconds in which each holder sends to all others: as rates, by sizes."""
+        """Return the seconds in which each holder sends to all others, by the sizes of messages."""
         cost, seconds = self._cost, []
         held = list(zip(self._holders, segment.stages, strict=True))
         ranks = [[row[stage] for row in entry.ranks] for entry, stage in held]
@@ -260,8 +260,8 @@ class ExchangeTable:
     def _stage_gather_s(self, segment: Segment) -> list[float]:
         """Return the seconds in which stages gather what all of their ranks hold, such as norms.
 
-        Of one degree, ranks with the same part of a stage exchange it, and each has a part of that.
-        Ranks of a stage are taken to be on one node.
+        If all stages have one degree, ranks with the same part of a stage exchange it, so each gets
+        only a part of the norms. Ranks of a stage are assumed to be on one node.
         """
         cost, model = self._cost, self._cost.model
         held = list(zip(self._holders, segment.stages, strict=True))
@@ -277,7 +277,7 @@ class ExchangeTable:
         ]
 
     def _fill_replicated(self) -> None:
-        """Ranks of one tp_rank form a ring; unequal degrees share the finer cut's rings."""
+        """Fill the table for ring all-reduces, one for each part of a stage by the finest cut."""
         for segment in self.segments:
             held = list(zip(self._holders, segment.stages, strict=True))
             shard = segment.params_per_unit / min(e.tp_degrees[stage] for e, stage in held)
@@ -307,7 +307,7 @@ class _ReadyTimes:
         self._overlap = overlap
 
     def next_units(self, pipelines: Sequence[int], segment: Segment) -> list[tuple[float, float]]:
-        """Return when the first and the last unit of pipelines' next segment are ready."""
+        """Return for each pipeline when the first and last unit of its next segment are ready."""
         found = []
         for pipeline in pipelines:
             stage = segment.stages[pipeline]
@@ -331,11 +331,11 @@ class _ReadyTimes:
 def _peer_rates(cost: CostModel, nodes: IntArray) -> tuple[FloatArray, FloatArray]:
     """Return for each holder the sum over its peers of 1 / bandwidth, and its largest latency.
 
-    Of all pipelines and groups of holders at once, and linear in holders and links: peers on other
-    nodes count at the cluster's rate, and the few links that differ correct that.
+    For all pieces at once, and linear in holders and links: peers on other nodes count at the
+    cluster's rate, and the few links that differ correct that.
 
     Args:
-        cost: Says what links carry.
+        cost: The cluster's links.
         nodes: [D, G] nodes of the D holders of each of G pieces, which exchange among themselves.
 
     Returns:

@@ -2,8 +2,8 @@
 
 Planner, simulator, data module and the summary at the start of a run all count by these terms; a
 `CostModel` says how large each is (`stage_memory`). Pull and push wait until there are no
-activations, so their buffers count only where they are larger than what lives while a micro-batch
-is computed. Running out of memory teaches a correction, so that no plan does it again.
+activations, so their buffers count only as far as they exceed what lives while a micro-batch is
+computed. A run that goes out of memory leaves a correction, so that no later plan does.
 """
 
 import math
@@ -44,7 +44,7 @@ class MemoryTerms(NamedTuple):
     weights: float = 0.0
     """Weights that it computes with."""
     gradients: float = 0.0
-    """Gradients that it sums over micro-batches, in fp32 unless told otherwise."""
+    """Gradients that it sums over micro-batches, in fp32 by default."""
     owned: float = 0.0
     """Masters, optimizer states and summed gradients of the slices it owns or stands by for."""
     activations: float = 0.0
@@ -56,7 +56,7 @@ class MemoryTerms(NamedTuple):
     messages: float = 0.0
     """Activations and their gradients between stages: kept to be sent, sent or received."""
     exchange: float = 0.0
-    """Buffers of pull and push, as far as activations, head and messages leave no room for them."""
+    """Buffers of pull and push beyond the bytes of activations, head and messages."""
 
     @property
     def total(self) -> float:
@@ -65,13 +65,13 @@ class MemoryTerms(NamedTuple):
 
     @property
     def states(self) -> float:
-        """The bytes that no micro-batch adds to."""
+        """The bytes that don't depend on micro-batches."""
         return self.weights + self.gradients + self.owned
 
     def with_states(
         self, *, weights: float, gradients: float, owned: float, buffers: float
     ) -> "MemoryTerms":
-        """Return these terms of micro-batches with those of states, and all exchange buffers."""
+        """Return these terms of micro-batches with states, and exchange from all its `buffers`."""
         beyond = max(0.0, buffers - self.total)
         return self._replace(weights=weights, gradients=gradients, owned=owned, exchange=beyond)
 
@@ -92,14 +92,14 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
 def push_buffer_bytes(
     held: _Number, owned: _Number, num_pipelines: _Number, bytes_per_param: float
 ) -> _Number:
-    """Return the bytes of a push until its last gradient has arrived.
+    """Return the bytes of a push's buffers on a rank, kept until its last gradient has arrived.
 
-    Those are what a rank sends to owners, and what the other holders of its own slices send. By
-    proxies (`core.proxies`) a device has less at a time: buffers are let go unit by unit.
+    They hold what it sends to owners, and what other holders of its own slices send. By proxies
+    (`core.proxies`) a device needs less: buffers are freed unit by unit.
 
     Args:
         held: Parameters that it holds.
-        owned: Parameters that it owns, of those it holds as far as its share of them goes.
+        owned: Parameters that it owns: of those it holds up to an equal share, else of others.
         num_pipelines: Pipelines of the plan.
         bytes_per_param: Bytes of a gradient on its way.
     """
@@ -124,7 +124,7 @@ def usable_bytes(memory_bytes: float) -> float:
 
 
 def whole_bytes(usable: int) -> int:
-    """Return the memory of a device with so many usable bytes: the inverse of `usable_bytes`."""
+    """Return the memory of a device with this many usable bytes: the inverse of `usable_bytes`."""
     return int(min((usable + 2**30) / 0.96, usable / 0.9))
 
 
@@ -133,9 +133,9 @@ class MemoryCorrection:
     """Corrections that planners add to their predictions; the default changes nothing."""
 
     activation_factor: float = 1.0
-    """Bytes of activations, logits and messages over what is predicted of them, 1 or more."""
+    """Factor on the predicted bytes of activations, logits and messages, 1 or more."""
     usable_bytes: int | None = None
-    """The most that fits on the device, where that is less than it was taken for."""
+    """The most bytes that fit on the device; None if as many as expected."""
 
     def __post_init__(self) -> None:
         usable = self.usable_bytes
@@ -154,7 +154,7 @@ class MemoryCorrection:
         )
 
     def corrected_bytes(self, memory_bytes: int) -> int:
-        """Return the memory of a device of which a plan may fill no more than fits on it."""
+        """Return the memory to plan a device with, so that a plan fills no more than fits."""
         if self.usable_bytes is None:
             return memory_bytes
         return max(1, min(memory_bytes, whole_bytes(self.usable_bytes)))
@@ -164,30 +164,30 @@ class MemoryCorrection:
 class OutOfMemory:
     """A rank's memory when an allocation failed.
 
-    With P_s and P_m the predicted bytes of states and of micro-batches, k of K of which were in
-    flight, the factor of the latter is what was live beside states over P_m as of k. The corrected
-    peak P_s + factor · P_m exceeds what may be used of the device as it is corrected, so the plan
-    that has failed is never taken again.
+    Let P_s and P_m be the predicted bytes of states and of micro-batches, and P_m(k) those of the k
+    micro-batches that were in flight. The factor is what was needed beside states over P_m(k). The
+    corrected peak P_s + factor · P_m exceeds the corrected usable memory of the device, so the
+    failed plan is never chosen again.
     """
 
     predicted: MemoryTerms
-    """The peak of its stage by the plan; states alone if nothing more was predicted."""
+    """The predicted peak of its stage; states alone if nothing more was predicted."""
     live_bytes: int
     """Bytes that were in use."""
     requested_bytes: int
-    """Bytes that were asked for and didn't fit beside them; 0 if that isn't known."""
+    """Bytes that were asked for and didn't fit beside them; 0 if unknown."""
     state_bytes: int
-    """Weights, gradients and owned states of those in use."""
+    """Bytes in use that were weights, gradients and owned states."""
     usable_bytes: float
     """Bytes of the device that the plan expected to be free to use."""
     in_flight: float = 1.0
-    """Share of the plan's micro-batches in flight that was, above 0 to 1."""
+    """Micro-batches in flight at the failure, as a share of the plan's most, above 0 to 1."""
 
     def correct(self, known: MemoryCorrection) -> MemoryCorrection:
-        """Return what planners must know from now on.
+        """Return the correction that planners must apply from now on.
 
         Args:
-            known: What the prediction counted with already.
+            known: The correction that the prediction included already.
         """
         predicted, needed = self.predicted, self.live_bytes + self.requested_bytes
         passing = predicted.recomputed + predicted.head + predicted.messages
@@ -200,7 +200,7 @@ class OutOfMemory:
         )
         usable = None
         if min(needed, peak) <= self.usable_bytes:
-            # The device holds less than it was taken for; what was there did fit.
+            # The device holds less than expected; what was live did fit.
             usable = max(0, min(self.live_bytes, math.ceil(peak) - 1))
         found = MemoryCorrection(
             activation_factor=factor * known.activation_factor, usable_bytes=usable

@@ -1,13 +1,13 @@
-"""How long units are pulled and pushed where ranks own by their room, not by what they hold.
+"""Time pulls and pushes of units if ranks own by their room, not by what they hold.
 
 With f_q the share of a unit that rank q owns (`spread_ownership`), a holder of a shard S pushes
 S - own to the owners and each owner receives its f_q of the unit from every pipeline but its own;
-pulls go the same ways back. A unit takes as long as the slower of its holder and its owners. What a
-rank owns of units that it doesn't hold it receives on top of its own stage's.
+pulls go the same way back. A unit takes as long as the slower of its holder and its owners. What a
+rank owns of units that it doesn't hold, it receives in addition to its own stage's.
 
-By proxies (`core.proxies`), with D pipelines, a unit takes as long as if its holders owned it all
-alike, and then as long as a proxy needs to send S / D of sums to owners, or an owner to receive its
-f_q once. Of both, as much stays where it is as if each proxy had some rows of every owner.
+By proxies (`core.proxies`), with D pipelines, a unit takes as long as if its holders owned equal
+parts, and then as long as a proxy needs to send S / D of sums to owners, or an owner to receive its
+f_q once. Both leave out what stays on a rank, as if each proxy had rows of every owner.
 """
 
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ __all__ = ["exchange_of", "host_bytes", "moved_params"]
 def exchange_of(
     plan: ParallelPlan, kinds: Sequence[Sequence[int]], cost: CostModel
 ) -> ExchangeTable:
-    """Return the table of a plan's pulls and pushes, whoever owns.
+    """Return the table of a plan's pulls and pushes, with or without owner shares.
 
     Args:
         plan: The plan.
-        kinds: Pipelines that run alike; each by itself where the plan says who owns how much.
-        cost: What sending costs.
+        kinds: Groups of pipelines that run alike; of one each if the plan has owner shares.
+        cost: Times and bytes.
     """
     if plan.owner_shares is None or not cost.layout.sharded:
         every = [[plan.pipelines[index] for index in members] for members in kinds]
@@ -49,7 +49,7 @@ def exchange_of(
 
 
 def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
-    """Return the bytes of masters, states and summed gradients on its host, by global rank."""
+    """Return each global rank's bytes of masters, states and summed gradients on its host."""
     found = [0.0] * len(cost.node_of_rank)
     layout = cost.layout
     for _, _, stage in plan.iter_stages():
@@ -88,7 +88,7 @@ def _units(plan: ParallelPlan, segments: Sequence[Segment]) -> list[OwnedUnit]:
 
 
 def _own_part(owned: dict[int, float], ranks: Sequence[int]) -> float:
-    """Return which share of a pipeline's copy its own holders own."""
+    """Return the share of a unit that its holders in one pipeline own."""
     return sum(owned.get(rank, 0.0) for rank in ranks)
 
 
@@ -117,7 +117,7 @@ class _OwnedExchange(ExchangeTable):
         for index, segment in enumerate(self.segments):
             unit, on_nodes = self._units[index], self._on_nodes[index]
             params = float(segment.params_per_unit)
-            # Ranks of the same nodes that own as much are alike.
+            # Holders on the same nodes that own equally much take equally long.
             kinds = [on_nodes.kind(ranks) for ranks in unit.holders]
             firsts = dict(zip(kinds, unit.holders, strict=True))
             if self._by_proxies[index]:
@@ -133,10 +133,10 @@ class _OwnedExchange(ExchangeTable):
             self.pull_s.append(_after(pull_before, pairs, layout.weight_bytes))
 
     def _are_by_proxies(self, unit: OwnedUnit, owned: dict[int, float]) -> bool:
-        """Whether a unit goes by proxies, as far as shares tell.
+        """Whether a unit goes by proxies, judged by shares.
 
-        Its holders don't own it about alike, they are circles, and no owner meets most proxies: one
-        of a share f meets those of f·D pieces, and of a part of one more.
+        It does if its holders don't own about equal parts, all stages have one degree, and no owner
+        meets most proxies: an owner of a share f meets those of f·D pieces and one more.
         """
         num_pipelines, most = self._plan.num_pipelines, max(owned.values())
         holders = {rank for ranks in unit.holders for rank in ranks}
@@ -171,7 +171,7 @@ class _OwnedExchange(ExchangeTable):
     ) -> list[list[float]]:
         """Return when each stage has sent and received all gradients, as [pipeline][stage].
 
-        What ranks without a place receive, all wait for.
+        All stages wait until ranks without layers have received what they own.
         """
         ends = super().push_end_s(end_s, last_backward_s, has_work)
         foreign, idle = self._foreign_s()
@@ -182,14 +182,14 @@ class _OwnedExchange(ExchangeTable):
         ]
 
     def _foreign_s(self) -> tuple[list[list[float]], float]:
-        """Return the seconds in which stages, and idle ranks, receive what they don't hold."""
+        """Return seconds in which stages, and idle ranks, receive what they own but don't hold."""
         found = [[0.0] * pipeline.num_stages for pipeline in self._plan.pipelines]
         seconds: dict[int, float] = {}
         layout, num_pipelines = self._cost.layout, self._plan.num_pipelines
         for unit, on_nodes, by_proxies in zip(
             self._units, self._on_nodes, self._by_proxies, strict=True
         ):
-            # Proxies of one pipeline's worth of pieces send it once, in sums.
+            # Proxies send every row once, as a sum, instead of once for each pipeline.
             size_bytes = (
                 SUM_BYTES * layout.num_keepers / num_pipelines
                 if by_proxies
@@ -260,13 +260,13 @@ class _OwnedExchange(ExchangeTable):
 def _after(
     before_s: Sequence[float], pairs: Sequence[tuple[float, float]], num_bytes: int
 ) -> list[float]:
-    """Return when values of some bytes have come, by (latency, seconds for each byte)."""
+    """Return start + latency + `num_bytes` × seconds, by (latency, seconds for each byte)."""
     items = zip(before_s, pairs, strict=True)
     return [start + late + num_bytes * rate for start, (late, rate) in items]
 
 
 class _OnNodes:
-    """Who owns and who holds a unit, by node: links between the same nodes are alike."""
+    """Owners and holders of a unit, counted by node: links between the same nodes are equal."""
 
     def __init__(self, unit: OwnedUnit, owned: dict[int, float], cost: CostModel) -> None:
         node_of, num_nodes = cost.node_of_rank, len(cost.cluster.nodes)
@@ -276,11 +276,11 @@ class _OnNodes:
         self.shares = np.bincount(owner_nodes, list(owned.values()), num_nodes)
         """Share of the unit that each node's ranks own."""
         self.owners = np.bincount(owner_nodes, minlength=num_nodes)
-        """Ranks that own."""
+        """Number of each node's ranks that own a part."""
         self.holders = np.bincount(
             [node_of[ranks[0]] for ranks in unit.holders], minlength=num_nodes
         )
-        """Pipelines whose first holder is there."""
+        """Number of pipelines whose first holder is on each node."""
 
     def kind(self, ranks: Sequence[int]) -> tuple[tuple[int, float | None], ...]:
         """Return the node of each rank and what it owns."""

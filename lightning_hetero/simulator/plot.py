@@ -1,9 +1,9 @@
 """Draw the timeline of a simulation: one lane per stage, forwards and backwards numbered.
 
-Beside it stands what fills each stage's devices: a bar per stage, stacked by term.
+Beside it, a bar per stage shows what fills its devices, stacked by term.
 
-Pipelines that only their ranks tell apart are drawn once. matplotlib is optional; without it a plot
-is refused with the command that installs it.
+Pipelines that differ only in ranks are drawn once. matplotlib is optional; without it a plot is
+refused with the command that installs it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,12 +56,12 @@ def plot_timeline(
     Args:
         path: The file to write.
         plan: The plan that was simulated.
-        cost: What it was simulated with.
+        cost: The cost model of the simulation.
         simulation: Its simulation, with events recorded.
 
     Raises:
-        ConfigurationError: matplotlib is missing, no events were recorded, or the suffix names no
-            format that matplotlib writes.
+        ConfigurationError: matplotlib is missing, no events were recorded, the suffix names no
+            format that matplotlib writes, or the file can't be written.
     """
     if not simulation.events:
         raise ConfigurationError(
@@ -131,7 +131,7 @@ def _stage_label(plan: ParallelPlan, cost: CostModel, pipeline: int, stage: int)
 
 
 def _head(axes: Any, top: float, members: Sequence[int], num_microbatches: int) -> None:
-    """Write above its first lane which pipelines a group is."""
+    """Write the pipelines of a group above its first lane."""
     name = "pipeline" if len(members) == 1 else "pipelines"
     axes.annotate(
         f"{name} {list_indices(members)}, {num_microbatches} micro-batches"
@@ -170,7 +170,7 @@ def _draw_bars(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simul
 
 
 def _edge_width(events: Sequence[Event], end_s: float) -> float:
-    """Return the points of the white edge between bars, less where many bars stand close."""
+    """Return the width of the white edge between bars in points, less if bars are short."""
     share = sum(e.end_s - e.start_s for e in events) / len(events) / end_s
     return min(0.4, share * _WIDTH_INCHES * 72 / 10)
 
@@ -226,7 +226,7 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
     )
 
 
-# Colour-blind safe (Paul Tol's muted); states in blues and greens, what passes in warm colours.
+# Colour-blind safe (Paul Tol's muted); states in blues and greens, micro-batches in warm colours.
 _TERM_COLOURS = {
     "weights": "#332288",
     "gradients": "#88CCEE",
@@ -245,12 +245,12 @@ def draw_memory(
     lanes: Mapping[tuple[int, int], float],
     facts: Sequence[Sequence[StageFacts]],
 ) -> None:
-    """Draw a bar beside each lane of the timeline, and a black edge where its device ends.
+    """Draw a bar of memory terms beside each lane, and a black edge at its device's memory.
 
     Args:
         axes: Where to draw; its lanes are the timeline's.
         lanes: Upper edge of the lane of each (pipeline, stage) that is drawn.
-        facts: [pipeline][stage] what is known of it.
+        facts: [pipeline][stage] facts.
     """
     unit, unit_bytes = memory_unit(facts)
     known = {place: facts[place[0]][place[1]] for place in lanes}

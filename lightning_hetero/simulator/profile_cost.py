@@ -1,7 +1,7 @@
 """Times from a measured profile (AutoHet §III-D): blocks by binary decomposition, fits between.
 
-What a profile doesn't say is taken from the roofline: memory that wasn't measured, the optimizer's
-step, and links between which no messages were measured.
+What a profile lacks is taken from the roofline and the cluster: memory that wasn't measured, the
+optimizer's step, and links over which no messages were measured.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class ProfileCost(RooflineCost):
     def measure_stage_s(
         self, shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
-        """Return the measured times of just this micro-batch, else what the fit says."""
+        """Return the measured times of exactly this micro-batch, or else fitted ones."""
         device = self.profile.device(shape.device)
         forward, backward = self._measured_s(device.at(shape.tp_degree), shape, microbatch)
         if device.includes_tp_traffic:
@@ -76,7 +76,7 @@ class ProfileCost(RooflineCost):
         return fits[0](microbatch), fits[1](microbatch)
 
     def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return the measured bytes, the estimate of the roofline where none were measured."""
+        """Return the measured bytes, or the roofline's estimate if none were measured."""
         memory = self._memory(shape)
         if memory is None:
             return super().activation_bytes(shape, num_tokens)
@@ -86,7 +86,7 @@ class ProfileCost(RooflineCost):
         return per_token * num_tokens
 
     def products_bytes(self, shape: StageShape) -> float:
-        """Return the measured bytes, the estimate of the roofline where no memory was measured."""
+        """Return the measured bytes, else infinity; the roofline's if no memory was measured."""
         memory = self._memory(shape)
         if memory is None:
             return super().products_bytes(shape)

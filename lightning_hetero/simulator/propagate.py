@@ -1,9 +1,9 @@
-"""Run one pipeline's own action lists against the clock.
+"""Simulate one pipeline by the runtime's own action lists.
 
 A stage runs its actions in order, each as soon as the stage is free and the activation (or its
 gradient) has arrived; a link carries one message at a time in the order sent, while both ends
-compute. The order in which 1F1B's actions become known doesn't depend on times, so it is found
-once per (stages, micro-batches) from the runtime's lists and then replayed.
+compute. An order in which 1F1B's actions can be timed doesn't depend on times, so it is found once
+per (stages, micro-batches) from the runtime's lists and then replayed.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Run one pipeline of equal micro-batches against the clock, without walking through all of them.
+"""Simulate one pipeline of equal micro-batches, without running all of them.
 
 1F1B goes in rounds: in round r stage s runs the forward of micro-batch `r - s` and then, once the
-first micro-batch is through, the backward of `r - (num_stages - 1)`. A round depends on the one
-before it alone, and with equal micro-batches it soon looks like an earlier one, everything as much
-later: such rounds repeat until the cool-down and are skipped. What is left, for S stages about
-4·S rounds of 2·S actions, doesn't grow with the number of micro-batches.
+first micro-batch is through, the backward of `r - (num_stages - 1)`. A round depends only on the
+one before it. With equal micro-batches it soon equals an earlier one, all times later by the same
+amount: such rounds repeat until the cool-down and are skipped. The rounds that are run, for S
+stages about 4·S of 2·S actions, don't grow in number with the micro-batches.
 """
 
 import math
@@ -20,7 +20,7 @@ from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propag
 __all__ = ["EqualTimes", "circle_s", "propagate_all", "propagate_equal", "steady_round_s"]
 
 _SAME = 1e-9
-"""Share of a micro-batch's seconds by which rounds may differ that count as the same."""
+"""Rounds that differ by at most this share of a micro-batch's seconds count as equal."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EqualTimes:
 def propagate_equal(
     times: EqualTimes, start_s: Sequence[float], *, blocking: bool = False
 ) -> Timeline:
-    """Return what `propagate` does, but for rounding, without events.
+    """Return the same as `propagate`, up to rounding and without events.
 
     Args:
         times: Seconds of every action and message.
@@ -68,7 +68,7 @@ def propagate_equal(
         rounds.run(index)
         index += 1
         if num_stages <= index < count and math.isfinite(rounds.free_s[0]):
-            # A round goes on like an earlier one only if it and the one before are as long.
+            # A round can equal an earlier one only if both are equally long, and those before, too.
             paces = pace, round((rounds.free_s[0] - last_s) / unit)
             (_, pace), last_s = paces, rounds.free_s[0]
             state = rounds.state()
@@ -88,7 +88,7 @@ def propagate_equal(
 def _are_later(
     state: Sequence[float], earlier: Sequence[float], later_s: float, unit: float
 ) -> bool:
-    """Return whether all times are so much later, but for `unit`: a loop that mostly ends soon."""
+    """Return whether all times are `later_s` later, up to `unit`: a loop that mostly ends soon."""
     for now, then in zip(state, earlier, strict=True):
         if not -unit <= now - then - later_s <= unit:
             return False
@@ -102,13 +102,13 @@ def propagate_all(
     blocking: bool,
     record: bool = False,
 ) -> list[Timeline]:
-    """Run every pipeline, equal ones only once.
+    """Return the timeline of every pipeline; equal ones are run only once.
 
     Args:
         compute: Seconds of every action and message of each.
         starts: When each of its stages may start its first forward.
         blocking: Whether a message keeps both its ends from computing.
-        record: Whether to keep the events of those whose micro-batches are told apart.
+        record: Whether to keep events; pipelines given by `EqualTimes` have none.
     """
     timelines: list[Timeline] = []
     known: dict[tuple[object, ...], Timeline] = {}
@@ -125,7 +125,7 @@ def propagate_all(
 
 
 def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
-    """Return by how much the pipeline's end grows with each of many micro-batches.
+    """Return by how many seconds each further one of many micro-batches delays the pipeline's end.
 
     In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
     u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
@@ -164,7 +164,7 @@ def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
 
 
 class _Rounds:
-    """Where all stages and links stand after a round."""
+    """The times of all stages and links after a round."""
 
     def __init__(self, times: EqualTimes, start_s: Sequence[float], *, blocking: bool) -> None:
         self.num_stages, self.num_microbatches = len(start_s), times.num_microbatches
@@ -183,7 +183,7 @@ class _Rounds:
         )
         self.free_s = list(start_s)
         self.arrived_s = [0.0] * (self.num_stages + 1)
-        """When each stage has its next hidden state; the last entry is nobody's."""
+        """When each stage has its next hidden state; the last entry is unused."""
         self.forward_link_s, self.backward_link_s = ([0.0] * self.num_stages for _ in range(2))
 
     def run(self, index: int) -> None:
@@ -218,11 +218,11 @@ class _Rounds:
             free_s[stage] = free
 
     def state(self) -> list[float]:
-        """Return all times: rounds in which they differ by one number go on alike."""
+        """Return all times; two rounds whose times differ by one constant continue alike."""
         links_s = (*self.forward_link_s, *self.backward_link_s)
         return [*self.free_s, *self.arrived_s[1:-1], *links_s]
 
     def delay(self, seconds: float) -> None:
-        """Let everything happen `seconds` later."""
+        """Add `seconds` to all times."""
         for row in (self.free_s, self.arrived_s, self.forward_link_s, self.backward_link_s):
             row[:] = [value + seconds for value in row]

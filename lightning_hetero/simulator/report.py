@@ -1,7 +1,7 @@
-"""Say what a plan is and what it is predicted to take: one table and one set of words.
+"""Describe a plan and its prediction as text: a table and lines.
 
-The command line prints them, and so does `HeteroStrategy` when it starts. Pipelines that the same
-words describe share their lines.
+The command line prints them, and so does `HeteroStrategy` when it starts. Pipelines that differ
+only in ranks share their lines.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ TERM_NAMES = {
     "exchange": "pull and push",
     "reserved": "context and slack",
 }
-"""Terms of a device's memory and what tables and pictures call them."""
+"""Terms of a device's memory and their names in tables and pictures."""
 
 
 class StageFacts(NamedTuple):
@@ -82,11 +82,11 @@ class StageFacts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTable:
-    """Cells of the table of a plan; columns of which nothing is known are left out."""
+    """Cells of the table of a plan; empty columns are left out."""
 
     header: tuple[str, ...]
     sections: tuple[tuple[tuple[str, ...], ...], ...]
-    """Rows of each group of like pipelines."""
+    """Rows of each group of identical pipelines."""
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -101,7 +101,7 @@ def plan_table(
 
     Args:
         plan: The plan.
-        facts: [pipeline][stage] what is known of it.
+        facts: [pipeline][stage] facts.
         counts: Micro-batches of each pipeline.
     """
     unit, unit_bytes = memory_unit(facts)
@@ -139,7 +139,7 @@ def plan_table(
 
 
 def _recomputed(stage: StagePlan) -> str:
-    """Return what a stage computes again, in words; "" if that is nothing, or unsaid."""
+    """Return the recomputation of a stage in words; "" if there is none, or none is named."""
     return describe_recomputation(
         stage.recomputed_layers or None, stage.selective_layers, stage.activation_budget_bytes
     )
@@ -154,7 +154,7 @@ def _work(count: int | None, pipeline: PipelinePlan) -> str:
 def memory_tables(
     plan: ParallelPlan, facts: Sequence[Sequence[StageFacts]], counts: Sequence[int | None]
 ) -> list[PlanTable]:
-    """Return what fills each stage's devices: a line for each term, a few stages side by side.
+    """Return tables of what fills each stage's devices: a row for each term, a few stages each.
 
     Arguments are those of `plan_table`.
     """
@@ -183,7 +183,7 @@ def memory_tables(
 
 
 def memory_terms(known: StageFacts) -> dict[str, float]:
-    """Return the bytes of each term of a stage's memory, and what its device keeps free."""
+    """Return the bytes of each term of a stage's memory, and those that no plan may fill."""
     terms = known.memory or MemoryTerms()
     return {**terms._asdict(), "reserved": known.reserved_bytes or 0.0}
 
@@ -197,7 +197,7 @@ def memory_unit(facts: Sequence[Sequence[StageFacts]]) -> tuple[str, int]:
 def simulated_facts(
     plan: ParallelPlan, cost: CostModel, simulation: Simulation
 ) -> list[list[StageFacts]]:
-    """Return what a simulation says of every stage."""
+    """Return the facts of every stage of a simulated plan, as [pipeline][stage]."""
     return [
         [
             StageFacts(
@@ -225,12 +225,12 @@ def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
 
 
 def fitting_lines(plan: ParallelPlan, simulation: Simulation) -> list[str]:
-    """Return what it takes to make a plan fit: recomputation, states on hosts; [] if nothing."""
+    """Return lines on what makes a plan fit: recomputation, states on hosts; [] if nothing."""
     return [*_recomputation_lines(plan, simulation), *host_lines(simulation.host_bytes)]
 
 
 def host_lines(host_bytes: Sequence[float]) -> list[str]:
-    """Return who keeps how much on its host, by the bytes of each rank; [] if nobody does."""
+    """Return a line on the ranks that keep bytes on hosts, given those of each; [] if none does."""
     ranks = [rank for rank, num_bytes in enumerate(host_bytes) if num_bytes]
     if not ranks:
         return []
@@ -262,12 +262,12 @@ def _recomputation_lines(plan: ParallelPlan, simulation: Simulation) -> list[str
 
 
 def bound_line(least: str, gap: float, *, plans: str = "plan") -> str:
-    """Return how near the plan is to the best there could be.
+    """Return a line on how near a plan is to a bound.
 
     Args:
-        least: What no plan can be: "faster than 3 s".
+        least: What no plan can be, such as "faster than 3 s".
         gap: How much worse the plan is, as a share.
-        plans: What the bound is about.
+        plans: The word for the plans that the bound holds for.
     """
     return f"bound           no {plans} can be {least}: this one is within {gap:.1%}"
 
@@ -280,10 +280,10 @@ def devices_line(cluster: Cluster) -> str:
 def alike_pipelines(
     plan: ParallelPlan, facts: Sequence[Sequence[StageFacts]], counts: Sequence[int | None]
 ) -> list[list[int]]:
-    """Return indices of pipelines, those together that only their ranks tell apart."""
+    """Return the indices of pipelines in groups that differ only in ranks."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, pipeline in enumerate(plan.pipelines):
-        # Slices of equal pipelines may differ by a few bytes, which nobody wants to read.
+        # Slices of equal pipelines may differ by a few bytes, which doesn't matter to a reader.
         stages = tuple(
             (
                 (stage.tp_degree, stage.layers, _recomputed(stage)),
@@ -310,7 +310,7 @@ def list_indices(indices: Sequence[int]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return `0-3,7` for [0, 1, 2, 3, 7], the first three runs of them."""
+    """Return `0-3,7` for [0, 1, 2, 3, 7]; only the first three runs are named."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

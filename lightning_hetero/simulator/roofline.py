@@ -1,7 +1,7 @@
 """Times from data sheets: work over reachable peak, or bytes over bandwidth, whichever is longer.
 
-The model is deliberately coarse, for planning before anything was measured. What its constants rest
-on is said beside them; a measured profile is always better.
+The model is deliberately coarse, for planning before anything was measured. The reasons for its
+constants are beside them; a measured profile is always better.
 """
 
 from lightning_hetero.simulator.cost import CostModel
@@ -65,7 +65,7 @@ class RooflineCost(CostModel):
         return times[0], times[1]
 
     def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return what fused attention and plain autograd keep.
+        """Return the bytes that fused attention and plain autograd keep.
 
         Around the TP region: input and output of both norms; inside it: query, key, value before
         and after rotation, attention's output, and the MLP's pre- and post-activations.
@@ -81,14 +81,14 @@ class RooflineCost(CostModel):
         return kept * num_tokens
 
     def products_bytes(self, shape: StageShape) -> float:
-        """Return query, key, value, attention and its projection, and the MLP's pre-activations."""
+        """Return the bytes of query, key, value, attention, projection and MLP pre-activations."""
         model = self.model
         mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
         inside = 2 * model.query_size + 2 * model.key_size + mlp
         return float(self._width * (model.hidden_size + inside / shape.tp_degree))
 
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return the logits in the compute dtype, their softmax and its gradient in 32 bits."""
+        """Return the bytes of logits in the compute dtype, and of softmax and gradient in fp32."""
         if not shape.has_head:
             return 0.0
         return (8.0 + self._width) * self.model.vocab_size / shape.tp_degree * num_tokens

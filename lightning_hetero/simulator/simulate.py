@@ -1,8 +1,8 @@
 """Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
 
 An iteration is pull → 1F1B of every pipeline → push → optimizer step, as the runtime does it and
-from the runtime's own action lists. Pulls hide in the warm-up bubble, pushes after the last
-backward.
+from the runtime's own action lists. Pulls overlap with the warm-up bubble, pushes with the last
+backward and the cool-down bubble.
 """
 
 import itertools
@@ -24,7 +24,7 @@ __all__ = ["Event", "Simulation", "simulate", "split_batch"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that took time on one stage."""
+    """A computation, a message or an exchange of one stage."""
 
     pipeline_index: int
     stage_index: int
@@ -32,7 +32,7 @@ class Event:
     """Compute is "F", "B" or "step"; a message to the next stage "SF", to the previous "SB"; the
     exposed exchange "pull" or "push"."""
     microbatch_index: int
-    """The micro-batch; -1 where none is meant."""
+    """The micro-batch; -1 for exchange and step, which belong to none."""
     start_s: float
     end_s: float
 
@@ -48,11 +48,11 @@ class Simulation:
     stage_memory: tuple[tuple[MemoryTerms, ...], ...]
     """[pipeline][stage] peak of each of the stage's ranks, by terms."""
     memory_bytes: tuple[float, ...]
-    """Peak bytes per global rank; of idle ranks what they own, 0 unless the plan says so."""
+    """Peak bytes per global rank; for idle ranks, what they own by the plan's owner shares."""
     host_bytes: tuple[float, ...]
     """Bytes of owned states on the host per global rank."""
     stage_recompute_s: tuple[tuple[float, ...], ...]
-    """[pipeline][stage] seconds that compute activations again, part of what it computes."""
+    """[pipeline][stage] seconds of recomputation, part of its computation."""
     exchange_s: float
     """Exposed seconds of pull, push and optimizer step: all that no backward or forward hides."""
     step_s: float
@@ -65,7 +65,7 @@ class Simulation:
 
     @property
     def recompute_s(self) -> float:
-        """The most that any stage computes again, in seconds of the iteration."""
+        """The most seconds in which any stage recomputes activations."""
         return max(map(max, self.stage_recompute_s))
 
     @property
@@ -81,7 +81,7 @@ class Simulation:
 def split_batch(
     plan: ParallelPlan, *, global_batch_size: int, sequence_length: int, microbatch_size: int = 1
 ) -> list[list[MicroBatchShape]]:
-    """Return equal micro-batches per pipeline: the plan's own numbers, or shares one apart.
+    """Return each pipeline's micro-batches: as many as the plan says, or shares one apart at most.
 
     Raises:
         PlanError: The plan's numbers of micro-batches don't add up to the global batch, or the
@@ -121,16 +121,16 @@ def simulate(
     *,
     record_events: bool = False,
 ) -> Simulation:
-    """Run one iteration against the clock.
+    """Simulate one iteration.
 
     Args:
-        plan: The plan; its own `num_microbatches` are not looked at.
-        cost: What computing and sending cost; it caches, so pass the same one for every plan.
+        plan: The plan; its own `num_microbatches` are ignored.
+        cost: Times and bytes; it caches, so pass the same one for every plan.
         microbatches: For each pipeline its micro-batches; a pipeline may have none.
         record_events: Keep every event, for traces and pictures; slower.
 
     Raises:
-        PlanError: Plan, model, cluster and micro-batches don't belong together.
+        PlanError: Plan, model, cluster and micro-batches don't match.
     """
     _check(plan, cost, microbatches)
     kinds, kind_of = _alike(plan, cost, microbatches)
@@ -198,9 +198,9 @@ def simulate(
 def _alike(
     plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
 ) -> tuple[list[list[int]], list[int]]:
-    """Return pipelines that run alike, on the same nodes, and for each pipeline which those are."""
-    # Rings go round in the plan's order, which matters where links differ; ranks may own each
-    # another share.
+    """Return groups of pipelines that run alike on the same nodes, and each pipeline's group."""
+    # Rings follow the plan's order of ranks, which matters if links differ. With owner shares,
+    # each rank may own another share.
     is_ordered = bool(cost.special_links) and not cost.layout.sharded
     is_ordered |= plan.owner_shares is not None
     kinds: dict[object, list[int]] = {}
@@ -219,7 +219,7 @@ def _alike(
 
 
 def _summary(microbatches: Sequence[MicroBatchShape]) -> tuple[object, ...]:
-    """Return what says all of some micro-batches, short where they are equal."""
+    """Return a key of some micro-batches, short if they are equal."""
     if len(set(microbatches)) == 1:
         return len(microbatches), microbatches[0]
     return tuple(microbatches)
@@ -235,7 +235,7 @@ class _Ends:
     stepped: Sequence[Sequence[float]]
 
     def of(self, rows: Sequence[int]) -> "_Ends":
-        """Return the same of these rows."""
+        """Return the ends of these rows."""
         every = (self.pulled, self.computed, self.pushed, self.stepped)
         pulled, computed, pushed, stepped = ([times[row] for row in rows] for times in every)
         return _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)

@@ -1,4 +1,4 @@
-"""All of a stage that its seconds and bytes depend on."""
+"""The properties of a stage that its seconds and bytes depend on."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ __all__ = ["StageShape"]
 
 
 class StageShape(NamedTuple):
-    """All that a stage's cost depends on; stages of one shape cost the same."""
+    """The properties that a stage's cost depends on; stages of one shape cost the same."""
 
     device: str
     """Device type that bounds the stage: the slowest of its ranks'."""
@@ -19,7 +19,7 @@ class StageShape(NamedTuple):
     has_head: bool = False
     """Whether final norm and head come after its last layer."""
     link: tuple[float, float] | None = None
-    """(bytes/s, latency in seconds) inside the TP group; None is the device's own."""
+    """(bytes/s, latency in seconds) inside the TP group; None means the device's own."""
     recomputed_layers: int = 0
     """How many of its layers compute their activations again in backward."""
     selective_layers: int = 0

@@ -1,4 +1,4 @@
-"""Bytes per parameter of weights, gradients and states, and who keeps which."""
+"""Bytes per parameter of weights, gradients and states, and which ranks keep them."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -13,7 +13,7 @@ PRECISIONS = {"bf16-mixed": (2, 4, 16), "bf16-true": (2, 4, 8), "32-true": (4, 4
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Bytes per parameter, and who keeps which: by default this package's slices and owners."""
+    """Bytes per parameter, and which ranks keep them: by default owners of slices."""
 
     weight_bytes: int = 2
     """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
@@ -24,7 +24,7 @@ class StateLayout:
     owned_bytes: int = 16
     """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
     activation_factor: float = 1.0
-    """Bytes of micro-batches over what is counted of them; above 1 if a run has shown it."""
+    """Factor on the predicted bytes of micro-batches; above 1 if a run has needed more."""
     selective: bool = True
     """Whether layers may keep matrix products and attention alone; compiled ones can't."""
     host_owned: bool = False
@@ -33,9 +33,9 @@ class StateLayout:
     """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
     are all-reduced around a ring and no weights are pulled."""
     exchange: ExchangeKind = ExchangeKind.AUTO
-    """How holders that share ownership exchange. Pulls are a ring's all-gather unless they are
-    messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise, by
-    node what is to be summed there."""
+    """How holders that share ownership exchange. Pulls are pairwise for AUTO and MESSAGES, else a
+    ring's all-gather. Pushes are a ring for REDUCE_SCATTER, summed by node for BY_NODE, else
+    pairwise."""
     redundancy: int = 0
     """Standbys of each slice, 0 or 1: they keep and push what owners do, and pull nothing."""
     overlap: bool = True
@@ -46,7 +46,7 @@ class StateLayout:
 
     @property
     def is_owned_by_room(self) -> bool:
-        """Whether room on devices may decide who owns what."""
+        """Whether the room on devices may decide which rank owns what."""
         return self.sharded and not self.host_owned
 
     @property
@@ -66,7 +66,7 @@ class StateLayout:
 
     @property
     def device_kept_bytes(self) -> int:
-        """The part of it that is on devices."""
+        """The part of `kept_bytes` that is on devices, bytes per parameter."""
         return 0 if self.host_owned else self.kept_bytes
 
     @classmethod

@@ -1,7 +1,7 @@
 """Write a simulation as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-One process per pipeline and, per stage, one row that computes and one for each kind of traffic,
-since these go on at the same time.
+One process per pipeline and, per stage, one row for computation and one for each kind of traffic,
+since these overlap.
 """
 
 import json
@@ -50,7 +50,7 @@ def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, A
 
 
 def save_trace(path: str | Path, plan: ParallelPlan, simulation: Simulation) -> None:
-    """Write the trace as JSON; ConfigurationError if nothing was recorded or the path is wrong."""
+    """Write the trace as JSON; ConfigurationError without events, or if it can't be written."""
     data = {"traceEvents": trace_events(plan, simulation), "displayTimeUnit": "ms"}
     try:
         Path(path).write_text(json.dumps(data), encoding="utf-8")

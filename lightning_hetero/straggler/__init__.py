@@ -1,7 +1,7 @@
 """Find stragglers and decide what to do about them (Greyhound).
 
-`record()` watches any job, and `lightning-hetero stragglers` reads what it wrote. It imports torch,
-which the rest does without, so it loads when it is first used.
+`record()` watches any job, and `lightning-hetero stragglers` reads its recordings. `record` is
+imported at first use, because it needs torch and the other names don't.
 """
 
 import warnings

@@ -6,10 +6,10 @@ paper thresholds the change probability; under a constant hazard P(run length = 
 the probability here is that of a *short* run.
 
 The verification asks that the medians before and after differ by 10 %, and by more than noise
-explains, told by one statistic: the difference of the medians in standard errors (`significance`).
-A run in which values of the old side all but make up for those of the new, or whose first values
-differ as spikes do, is a burst, no level. A change that isn't accepted is tried again with each
-further value while its run is short.
+explains: the statistic is the difference of the medians in standard errors (`significance`). A run
+is a burst and no level if it has almost as many values on the old side as on the new one, or if its
+first values differ as spikes do. A change that isn't accepted is tried again with each further
+value while its run is short.
 
 Every threshold, its value and why. "Tuned" means on other seeds than figures are reported on:
 
@@ -21,7 +21,7 @@ Every threshold, its value and why. "Tuned" means on other seeds than figures ar
 `min_run`               4      Up to 3 slow iterations (a checkpoint, a validation) are no level
 `longest_short_run`     40     In the worst noise, a change of 10 % takes up to 40 values
 `min_history`, `warmup` 8, 30  First iterations are slow: no change before 8, no fall before 30
-`history`               200    Iterations of the old level that are remembered
+`history`               200    Iterations of the old level that are compared
 least `significance`    6.5    Tuned: at 6 noise is reported, at 7 faults are missed
 `_RECENT`               50     Small steps and drift add up over 200 values, hardly over 50
 `_AGREEING`             8      Standard deviations within which the first values of a level agree
@@ -50,7 +50,7 @@ _AGREEING = 8.0
 _DEFAULT_SCALE = 0.03
 _LEAST_SCALE = 0.002
 _SCALE_EVERY = 32
-"""Values between two looks at how noisy they are."""
+"""Number of values between two estimates of the noise."""
 
 
 class ChangeKind(StrEnum):
@@ -140,8 +140,8 @@ class BocdDetector:
 
     def __init__(self, config: BocdConfig | None = None) -> None:
         self.config = config or BocdConfig()
-        # Twice as many hypotheses as count as short: a change that is no longer short must have
-        # left the short ones before it reaches the last, which stands for all older ones.
+        # More hypotheses than those that count as short: a change that is no longer short must have
+        # left these before it reaches the last one, which stands for all older runs.
         self._posterior = RunLengthPosterior(
             hazard=self.config.hazard,
             max_run=self.config.longest_short_run + 24,
@@ -152,7 +152,7 @@ class BocdDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all levels, as after a change of the model or of the data: the count goes on."""
+        """Forget all levels, as after a change of the model or data; steps are counted on."""
         self._logs: list[float] = []
         self._steps: list[int] = []
         self._num_values = 0
@@ -202,10 +202,10 @@ class BocdDetector:
                 self._posterior.set_prior(level=median(recent), scale=self._scale)
 
     def _level_logs(self, *, num_newer: int = 0) -> Sequence[float]:
-        """Return what is kept of the present level but for its newest values, oldest first.
+        """Return the kept values of the present level without its newest, oldest first.
 
-        While the first level is short, slow first iterations would pass for its noise: they aren't
-        part of it.
+        While the first level is short, slow first iterations are left out: they would count as its
+        noise.
         """
         config = self.config
         end = len(self._logs) - num_newer
@@ -242,7 +242,7 @@ class BocdDetector:
         return num_before < 2 * self.config.min_history and (shift > 0.0) == self._last_rose
 
     def _before(self, run: int) -> list[float]:
-        """Return the values of the level before the run; a healthy level's memory is long."""
+        """Return up to `history` values of the level before the run, if need be with older ones."""
         recent = self._level_logs(num_newer=run)
         missing = self.config.history - len(recent)
         return [*self._old_logs[-missing:], *recent] if missing > 0 else list(recent)
@@ -265,16 +265,16 @@ class BocdDetector:
         noise = self._noise[-missing:] if missing > 0 else []
         scale = self._scale
         if self._in_first_regime and len(before) < self.config.min_history:
-            # The scale was learnt with slow first iterations.
+            # The scale was estimated with slow first iterations.
             scale = max(_DEFAULT_SCALE, robust_scale(before))
         found = significance(before, after, scale=scale, noise=noise)
         return found >= _LEAST_SIGNIFICANCE
 
     def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
-        """Tell whether a run may be outliers and the values between them.
+        """Tell whether a run may be just outliers and the values between them.
 
-        Each value back on the old side makes up for one on the new side, and while a run is short,
-        enough of its values must agree: spikes differ in height.
+        Each value on the old side cancels one on the new side, and while a run is short, enough of
+        its values must agree: spikes differ in height.
         """
         least = self.config.min_run
         num_beyond = sum((value > middle) == rises for value in after)

@@ -26,7 +26,7 @@ _UP = 1.05
 _PATIENCE = 8
 """Steps within which a slower rank must begin to matter, or is ignored."""
 _RECENT = 4
-"""Newest iterations that tell whether times are up; onsets nearer than that are of one change."""
+"""Newest iterations that show if times have risen; onsets nearer than that are of one change."""
 
 
 class RankNote(NamedTuple):
@@ -120,7 +120,7 @@ class LevelWatch:
         return statistics.median(item.seconds for item in iterations) if iterations else math.nan
 
     def skip(self, step: int, notes: FloatArray) -> float:
-        """Ignore the time of an iteration, which says nothing, but not changes of ranks' paces.
+        """Ignore an iteration's time, as while plans change, but not changes of ranks' paces.
 
         Returns:
             The seconds that it would have taken with the usual work.
@@ -142,7 +142,8 @@ class LevelWatch:
             step: The iteration.
             notes: All ranks' notes, see `RankNote`.
             last: The previous change.
-            is_known: Whether a fault is known; else a rank's change matters only if times are up.
+            is_known: Whether a fault is known; else a rank's change matters only if iterations have
+                become longer.
         """
         found = _Iteration.of(step, notes)
         self._kept.append(found)

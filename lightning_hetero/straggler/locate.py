@@ -149,7 +149,7 @@ def diagnose_links(
 
 
 def _links_and_ports(slow: Mapping[Pair, float], probed: Mapping[Pair, float]) -> list[Finding]:
-    """Blame a rank's port where every one of its links (two or more) is slow; else the links."""
+    """Blame a rank's port if every one of its links (two or more) is slow; else the links."""
     findings = []
     explained: set[Pair] = set()
     for rank in sorted({rank for pair in slow for rank in pair}):

@@ -4,7 +4,7 @@ Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 tim
 links whose messages are waited for longer than before. Waiting for a slow rank looks the same, so a
 link is blamed only if its probe is slow enough to explain the waiting. A slow rank whose probe is
 as fast as ever is slow for another reason than its device. If the run doesn't show its ranks' paces
-(strategies that don't tell computing from waiting), all ranks and links are suspects.
+(strategies that don't separate computing from waiting), all ranks and links are suspects.
 """
 
 import math
@@ -61,7 +61,7 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Suspicion:
-    """Who might be the cause."""
+    """The ranks and links that may be the cause."""
 
     ranks: tuple[Suspect[int], ...] = ()
     """Ranks whose pace has fallen behind."""

@@ -134,10 +134,10 @@ def restart_mitigation(
 ) -> PossibleMitigation | None:
     """Return S4, a restart without the slow ranks' machines: the others take over their work.
 
-    For a slow link its second rank is left out. None if nobody would be left.
+    For a slow link its second rank is left out. None if no rank would be left.
 
     Args:
-        findings: What is slow.
+        findings: The slow devices and links.
         healthy_s: Iteration time without a fault, seconds.
         world_size: Number of ranks.
         num_left: Returns how many ranks a restart without some ranks would have.

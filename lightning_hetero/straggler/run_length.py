@@ -11,7 +11,7 @@ from how well each hypothesis predicted the value. Values are normal with unknow
   is capped, so it follows a gradual drift.
 
 Cost: one pass over `max_run` hypotheses, about 30 NumPy calls on arrays of 64 doubles, 0.5 to 1 µs
-each whatever the arithmetic.
+each for any operation.
 """
 
 import math
@@ -65,7 +65,7 @@ class RunLengthPosterior:
         density = self._density(deviation)
         likelihood = density + _OUTLIER_DENSITY
         weight = density / likelihood
-        # The first value of a run is what the run is about: it can't be an outlier to it.
+        # A run's first value defines its level, so it can't be an outlier of that run.
         weight[0] = 1.0
         # Mass: likelihood × old mass, a share `hazard` of it begins anew.
         joint = self.mass * likelihood

@@ -42,7 +42,7 @@ def balance_microbatches(
     Args:
         times_s: Seconds per micro-batch of each pipeline (of its slowest stage).
         num_microbatches: Micro-batches of the whole iteration, one a pipeline at least.
-        fixed_s: Seconds each pipeline spends whatever its count, such as filling it.
+        fixed_s: Seconds of each pipeline that don't depend on its count, such as for filling it.
 
     Raises:
         PlanningError: The numbers can't be met.
@@ -290,7 +290,7 @@ class RunModel:
 
     def _exchange(self, plan: ParallelPlan, *, healthy: bool) -> float:
         """Return the seconds of pull and push: the slowest rank's, its messages one by one."""
-        # Who moves what doesn't depend on the numbers of micro-batches.
+        # Transfers don't depend on the numbers of micro-batches.
         key = self.with_counts(plan, [1] * plan.num_pipelines), healthy
         found = self._exchange_s.get(key)
         if found is None:

@@ -5,9 +5,9 @@
     z = |m₁ - m₀| / (1.2533 σ √(1/n₀ + 1/n₁) √((1+ρ)/(1-ρ)) (1 + (16/n₀)²))
 
 for medians m₀, m₁ of n₀ values before and n₁ after a change. Greyhound's verification compares
-means; iteration times have outliers and correlated noise. So medians stand for means (1.2533 is
-√(π/2), the price of it for normal values), σ is what the median absolute deviation says of the
-values before, and medians of values with lag-1 correlation ρ stray farther by the next factor.
+means; iteration times have outliers and correlated noise. So medians replace means (which makes the
+error of normal values 1.2533 = √(π/2) times larger), σ is estimated from the median absolute
+deviation of the values before, and lag-1 correlation ρ makes the error larger by the next factor.
 
 From few values σ and ρ can't be estimated well, as in Student's t: hence the last factor. It is
 left out for changes by half or more: noise that looks like one is rarer than such a fault.
@@ -87,7 +87,7 @@ def _stray(values: Sequence[float]) -> float:
 
 
 def without_warmup(values: Sequence[float]) -> Sequence[float]:
-    """Return the values without the first ones that lie above what the later half explains."""
+    """Return the values without the first ones that are too high for the noise of later ones."""
     settled = values[len(values) // 2 :]
     scale = max(_LEAST_WARMUP_SCALE, robust_scale(settled))
     highest = median(settled) + _WARMUP_DEVIATIONS * scale

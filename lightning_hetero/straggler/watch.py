@@ -1,8 +1,8 @@
-"""Decide for all ranks, on one of them: is the run slow, does a look for the cause pay, what to do.
+"""Decide on one rank for all: is the run slow, does a look for the cause pay, what is to be done.
 
 One rank, the *leader*, gets all ranks' notes of every iteration and gives one order. Ranks don't
-decide for themselves, because numbers that differ in the last bit would part them. The order is to
-go on, to *look* for the cause (all ranks report and probe together), or to act.
+decide for themselves, because numbers that differ in the last bit could make them decide otherwise.
+The order is to go on, to *look* for the cause (all ranks report and probe together), or to act.
 
 A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
 they find is mitigated by ski rental (`policy`); a look that no longer finds anything ends it, and

@@ -1,1 +1,1 @@
-"""Facts of a process, files it keeps, and processes that answer it."""
+"""A process's identity, its cached files, and helper processes that answer questions."""

@@ -1,8 +1,8 @@
-"""Processes that answer questions, so that solving takes nothing from who asks.
+"""Helper processes that answer questions, so that solving doesn't slow down the trainer.
 
-A thread that solves would take Python's lock from the one that launches the training's kernels. A
+A solving thread would hold Python's global lock, which the thread that launches kernels needs. A
 process doesn't, and it may die without harm. It imports neither torch nor Lightning, so it starts
-quickly and is small.
+quickly and takes little memory.
 """
 
 import os
@@ -22,8 +22,8 @@ class AnsweringProcess:
     """A process that runs `serve()` of a module, which calls `answer_questions`.
 
     Args:
-        module: The module's whole name.
-        is_silent: Whether what it prints is lost; else it is written to standard error.
+        module: The module's full name.
+        is_silent: Whether its output is discarded; else it goes to standard error.
     """
 
     def __init__(self, module: str, *, is_silent: bool = False) -> None:
@@ -33,11 +33,11 @@ class AnsweringProcess:
 
     @property
     def pid(self) -> int:
-        """The process that runs."""
+        """Id of the process that runs."""
         return self._process.pid
 
     def ask(self, question: Any) -> Any:
-        """Return the answer; OSError, EOFError or UnpicklingError if the process has died."""
+        """Wait for the answer; OSError, EOFError or UnpicklingError if the process has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         pickle.dump(question, self._process.stdin)
@@ -45,16 +45,16 @@ class AnsweringProcess:
         return pickle.load(self._process.stdout)
 
     def restart(self) -> None:
-        """Put a new process in its place."""
+        """End the process and start a new one."""
         self.stop()
         self._process = self._start()
 
     def kill(self) -> None:
-        """End the process; any thread may, also while another waits for an answer."""
+        """Kill the process, from any thread, even while another one waits for an answer."""
         self._process.kill()
 
     def stop(self) -> None:
-        """End the process and close its pipes."""
+        """Kill the process, wait for its end and close its pipes."""
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -62,7 +62,7 @@ class AnsweringProcess:
             try:
                 pipe.close()
             except BrokenPipeError:
-                continue  # A question that the process didn't live to read.
+                continue  # The process died before it read the last question.
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).parents[3])
@@ -72,7 +72,7 @@ class AnsweringProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if self._is_silent else None,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            # A Ctrl-C is for the trainer, who may still want to save.
+            # Ctrl-C must reach only the trainer, which may still want to save.
             start_new_session=True,
         )
 
@@ -80,7 +80,7 @@ class AnsweringProcess:
 def answer_questions(answer: Callable[[Any], Any]) -> None:
     """Answer until standard input ends, as it does when the process that asks dies."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Whatever prints must not come between the answers.
+    os.dup2(2, 1)  # Printed text goes to standard error, not between the answers.
     while True:
         try:
             question = pickle.load(questions)

@@ -1,7 +1,7 @@
-"""Where measurements that are worth keeping between runs are kept, and Hugging Face's models.
+"""Find cached files: measurements that are kept between runs, and Hugging Face's models.
 
-Its cache keeps a model `org/name` in `models--org--name`: `refs/main` names a commit, and
-`snapshots/<commit>` has its files. They are found without its libraries or a network.
+Hugging Face's cache keeps a model `org/name` in `models--org--name`: `refs/main` names a commit,
+and `snapshots/<commit>` has its files. They are found without its libraries or a network.
 """
 
 import os
@@ -22,10 +22,14 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file, which other processes see whole or not at all.
+    """Write a file atomically: other processes see it whole or not at all.
+
+    Args:
+        path: The file; its folder is made if it is missing.
+        write: Writes the contents to the path that it gets.
 
     Raises:
-        OSError: The folder, which is made if it is missing, can't be written.
+        OSError: The folder can't be made or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
@@ -37,7 +41,7 @@ _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?", flags=re.ASCII)
 
 
 def hub_cache() -> Path:
-    """Return the folder where Hugging Face's libraries keep what they have downloaded."""
+    """Return the folder of Hugging Face's downloaded models."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser()
@@ -49,9 +53,9 @@ def hub_cache() -> Path:
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the `config.json` of a model of that name, None if it isn't in the cache.
+    """Return the `config.json` of a model of that name; None if it isn't in the cache.
 
-    Of several snapshots the one that `main` names counts, else the newest.
+    Of several snapshots it is that of the one that `main` names, else of the newest.
     """
     if not _NAME.fullmatch(name):
         return None

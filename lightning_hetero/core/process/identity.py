@@ -1,4 +1,4 @@
-"""Who a process is: on which machine, a member of which run, with which versions of packages."""
+"""Identify a process: its machine, the run that it is a member of, and its packages' versions."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ _MEMBERSHIP = "LIGHTNING_HETERO_MEMBERSHIP"
 
 
 def machine_id() -> str:
-    """Return what tells this machine, as it was started last, from all others."""
+    """Return an id of this machine, on Linux another one after every boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -29,28 +29,28 @@ def machine_id() -> str:
 
 
 def machine_namespace() -> str:
-    """Return where process ids mean the same processes: a machine, or a container on it."""
+    """Return an id of the machine, or container on it, in which process ids are unique."""
     with contextlib.suppress(OSError):
         return f"{machine_id()}/{os.readlink('/proc/self/ns/pid')}"
     return machine_id()
 
 
 def name_membership(name: str) -> None:
-    """Name the run that this process, and those that it starts, are members of."""
+    """Set the name of the run that this process, and those that it starts, are members of."""
     os.environ[_MEMBERSHIP] = name
 
 
 def membership_name() -> str | None:
-    """Return what `name_membership` said; None where nobody outlives the loss of a rank."""
+    """Return the name that `name_membership` set; None if ranks don't survive others' loss."""
     return os.environ.get(_MEMBERSHIP)
 
 
 @cache
 def installed_version(package: str, *, otherwise: str = "unknown") -> str:
-    """Return a package's version, or `otherwise` where it isn't installed.
+    """Return a package's version, or `otherwise` if it isn't installed.
 
-    Looked up once a process. Only the line that says it is looked at: `importlib.metadata.version`
-    takes up to 10 ms for a package, since it parses all that its authors have written, too.
+    Cached. Only the metadata's version line is parsed: `importlib.metadata.version` parses all of
+    it, which takes up to 10 ms for a package.
     """
     try:
         found = distribution(package)

@@ -1,8 +1,8 @@
-"""Read what people and other programs write: text, then data, then dataclasses.
+"""Read files of users and other programs: text, then plain data, then dataclasses.
 
 `text` turns a file into plain data, `fields` plain data into a dataclass, `quantities` a text such
-as "80 GiB" into a number. Whatever is in a file, what comes out is a valid object or one of our own
-errors, which says where in the file which value is wrong and what to write instead.
+as "80 GiB" into a number. The result is always a valid object or one of our own errors, which names
+the place in the file, the wrong value and what to write instead.
 """
 
 from lightning_hetero.core.reading.fields import build, parse_range

@@ -1,4 +1,4 @@
-"""Words of which a user chooses one."""
+"""Options whose values are one of a few words."""
 
 import re
 from enum import StrEnum
@@ -11,7 +11,7 @@ _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class Choice(StrEnum):
-    """Base of options that are one of a few words; another word is refused with those there are.
+    """Base of options that are one of a few words; the error for another word lists these.
 
     ::
 

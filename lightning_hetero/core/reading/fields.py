@@ -1,8 +1,8 @@
 """Turn plain data into a dataclass: keys and types follow from its fields.
 
-What a field may hold is its type hint: `int`, `float`, `bool`, `str`, a date, a `range`, another
-dataclass, tuples and mappings of these, `None` where the hint says so. Numbers must be finite, and
-whole ones no longer than 64 bits. Ranges of values are checked by the dataclass itself, in
+A field holds what its type hint says: `int`, `float`, `bool`, `str`, a date, a `range`, another
+dataclass, tuples and mappings of these, or `None` if the hint allows it. Numbers must be finite,
+and whole ones must fit into 64 bits. The dataclass itself checks ranges of values, in
 `__post_init__`.
 """
 
@@ -32,17 +32,17 @@ _RANGE = re.compile(r"\s*(?:range\s*)?[\[(]?\s*(\d{1,18})\s*,\s*(\d{1,18})\s*[\]
 
 
 class _WrongError(Exception):
-    """A value is wrong: where it stands and what should be there."""
+    """A value is wrong; the message says where it is and what should be there."""
 
 
 def build(schema: type[_T], data: Any, what: str, error: type[HeteroError]) -> _T:
-    """Return a dataclass of `data`, a mapping of its fields' names.
+    """Return a dataclass built from `data`, a mapping with its fields' names.
 
     Args:
         schema: The dataclass.
-        data: What a parser returned.
-        what: What the whole is called in messages: "cluster".
-        error: What to raise. Errors of other types that nested dataclasses raise become it, too.
+        data: Plain data from a parser.
+        what: Name of the whole in messages: "cluster".
+        error: Type of the errors to raise; errors of nested dataclasses are converted to it.
     """
     try:
         built: _T = _dataclass(schema, data, "", what)
@@ -75,7 +75,7 @@ def _as_key(key: object) -> str:
 
 
 def _remedy(missing: list[str], unknown: list[object], optional: Collection[str]) -> str:
-    """Return what to do about the first wrong key."""
+    """Return the remedy for the first wrong key, for a message."""
     if not unknown:
         return f" Add {', '.join(missing)}."
     key = _as_key(unknown[0])
@@ -113,7 +113,7 @@ def _dataclass(schema: Any, data: Any, where: str, what: str = "") -> Any:
 
 
 def _value(hint: Any, value: Any, where: str, name: str) -> Any:
-    """Return a value as the hint says; `name` is the field's, which tells the unit."""
+    """Return a value of the hint's type; `name` is the field's, whose ending gives the unit."""
     origin = typing.get_origin(hint)
     if origin is types.UnionType or origin is typing.Union:
         options = typing.get_args(hint)
@@ -150,7 +150,7 @@ def _mapping(items: tuple[Any, ...], value: Any, where: str, name: str) -> dict[
     key_hint, value_hint = items
     found: dict[Any, Any] = {}
     for key, entry in value.items():
-        # JSON knows texts as keys only.
+        # JSON has only texts as keys.
         read = int(key) if key_hint is int and _is_digits(key) else key
         read = _value(key_hint, read, f"key of {where}", "")
         if read in found:
@@ -195,7 +195,7 @@ def _has_unit(value: Any) -> bool:
 def _int(value: Any, where: str, name: str) -> int:
     unit = unit_of_field(name)
     number = value
-    # YAML 1.1 reads 4e12 as a text, other texts are no numbers where no unit can follow.
+    # YAML 1.1 reads 4e12 as a text; other texts are refused in fields without a unit.
     if isinstance(value, str) and (unit is not None or re.search(r"\d[eE]", value)):
         number = _float(value, where, name)
     if isinstance(number, float) and math.isfinite(number) and number.is_integer():

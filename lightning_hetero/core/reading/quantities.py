@@ -85,7 +85,7 @@ def unit_of_field(name: str) -> MeasureUnit | None:
 
 
 def parse_quantity(text: str, unit: MeasureUnit | None) -> float:
-    """Return the number that a text says, in `unit`; ValueError says what to write instead."""
+    """Return a text's number in `unit`; the message of a ValueError says what to write instead."""
     found = _TEXT.fullmatch(text)
     wanted = "a number" if unit is None else f"a number of {unit}, such as '{_EXAMPLES[unit]}'"
     if found is None or len(text) > 100:

@@ -1,7 +1,7 @@
-"""Turn a file into plain data: JSON and YAML in which no key stands twice.
+"""Turn a file into plain data: JSON or YAML without duplicate keys.
 
-Both parsers fail in many ways on texts that nobody meant for them (deep nesting, numbers of 5,000
-digits, impossible dates); each becomes the error that the caller names.
+Both parsers raise many types of errors on malformed texts (deep nesting, numbers of 5,000 digits,
+impossible dates); each is converted to the type that the caller gives.
 """
 
 import difflib
@@ -28,7 +28,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 6
 
 
 def show(value: object) -> str:
-    """Return a value for an error message: at most 80 characters of it, however much it is."""
+    """Return a value for an error message, shortened to 80 characters at most."""
     try:
         text = _short.repr(value)
     except (ValueError, RecursionError):
@@ -38,7 +38,7 @@ def show(value: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return " Did you mean …?" with the name that is like one nobody knows; empty without."""
+    """Return " Did you mean …?" with the known name closest to `name`; "" if none is close."""
     lower = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name[:_SHOWN].lower(), lower, n=1)
     return f" Did you mean {lower[close[0]]}?" if close else ""
@@ -58,7 +58,7 @@ def read_text(path: str | Path, what: str, error: type[HeteroError]) -> str:
 def load_file(
     path: str | Path, what: str, error: type[HeteroError], parse: Callable[[str], _T]
 ) -> _T:
-    """Return what `parse` makes of a file's text; an `error` names the file."""
+    """Return the result of `parse` for a file's text; an `error` names the file."""
     text = read_text(path, what, error)
     try:
         return parse(text)
@@ -69,9 +69,9 @@ def load_file(
 def parse_json(
     text: str | bytes, what: str, error: type[HeteroError], *, is_ours: bool = True
 ) -> Any:
-    """Return a JSON text's data; an `error` if it is none, or says something twice.
+    """Return a JSON text's data; raise an `error` if it isn't valid, or has a key twice.
 
-    What other programs write (`is_ours=False`) may say things twice, and NaN.
+    Texts of other programs (`is_ours=False`) may have a key twice, and NaN.
     """
     try:
         if not is_ours:
@@ -84,7 +84,7 @@ def parse_json(
 
 
 def parse_yaml(text: str, what: str, error: type[HeteroError]) -> Any:
-    """Return a YAML text's data; an `error` if it is none, or says something twice.
+    """Return a YAML text's data; raise an `error` if it isn't valid, or has a key twice.
 
     Dates stay texts, as in JSON.
     """
@@ -116,11 +116,11 @@ def _refuse_constant(name: str) -> float:
 
 
 _DEEPEST = 100
-"""Brackets within brackets. PyYAML's time grows with the square of it, up to seconds."""
+"""Most nested brackets. PyYAML's time grows with the square of their depth, up to seconds."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses keys which stand twice, and leaves dates alone."""
+    """A SafeLoader that refuses duplicate keys, and leaves dates as texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way
         first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:timestamp"]

@@ -1,7 +1,7 @@
-"""Hugging Face models: packed batches, weights read slice by slice, folders written again.
+"""Hugging Face models: train on packed batches, read weights slice by slice, export folders.
 
-Needs the extra `hf`: `pip install 'lightning-hetero[hf]'`. Nothing else in the package imports it,
-and models that need none of this are trained without it.
+Needs the extra `hf`: `pip install 'lightning-hetero[hf]'`. The rest of the package imports it only
+if transformers has been imported already, so other models are trained without it.
 """
 
 from lightning_hetero.models.huggingface.export import export_pretrained

@@ -1,7 +1,7 @@
-"""Write what was trained as a folder that `from_pretrained` reads.
+"""Write a trained model as a folder that `from_pretrained` reads, from a checkpoint file.
 
-After `fit` the module is whole, so its model's own `save_pretrained` does it. Here it is done from
-a checkpoint file, which is memory-mapped: no more than a file's worth of weights is in memory.
+The checkpoint is memory-mapped, so at most the weights of one written file are in memory. A module
+that is whole after `fit` (`whole_after_run`) can also use its model's own `save_pretrained`.
 """
 
 from collections.abc import Mapping
@@ -25,17 +25,17 @@ def export_pretrained(
 ) -> None:
     """Write the model inside a Lightning checkpoint as `save_pretrained` does.
 
-    Layer-wise checkpoints become such files by `lightning-hetero checkpoint export`.
+    `lightning-hetero checkpoint export` makes Lightning checkpoints of layer-wise ones.
 
     Args:
         checkpoint: The checkpoint file.
         model: A model like the one that was trained; it may be on the meta device, as in
             `with torch.device("meta"): AutoModelForCausalLM.from_config(config)`.
-        folder: Where to write.
+        folder: The folder to write.
         max_shard_size: Size of a file, in bytes or with a unit ("2GB").
 
     Raises:
-        CheckpointError: The file can't be read, or holds no such model.
+        CheckpointError: The file can't be read, or holds no such model, or several.
     """
     try:
         state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
@@ -54,7 +54,7 @@ def export_pretrained(
 def _find_prefix(
     state: Mapping[str, Any], names: list[str], kind: str, checkpoint: str | Path
 ) -> str:
-    """Return under which name a LightningModule keeps a model, such as "model."."""
+    """Return the prefix of a model's names in a LightningModule's state, such as "model."."""
     prefixes = [key.removesuffix(names[0]) for key in state if key.endswith(names[0])]
     found = [prefix for prefix in prefixes if all(prefix + name in state for name in names)]
     if len(found) != 1:

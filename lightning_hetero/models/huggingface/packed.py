@@ -1,9 +1,9 @@
-"""Let packed batches of a Hugging Face model reach the varlen attention, past every mask.
+"""Let Hugging Face models attend to packed batches by varlen attention, without masks.
 
-Transformers looks attention and masks up by name in two registries. What is registered here hands
-the sequences of a packed batch to `models.attention`, so a micro-batch costs the sum of its squared
-lengths (Hydraulis §6), and no mask over all its tokens is ever made. Batches that aren't packed
-(rows with padding, decoding with a cache) get transformers' own masks and SDPA.
+Transformers looks up attention and mask functions by name in two registries. Those registered here
+pass the sequences of a packed batch to `models.attention`. So a micro-batch costs the sum of its
+squared lengths (Hydraulis §6), and no mask over all its tokens is ever made. Batches that aren't
+packed (rows with padding, decoding with a cache) get transformers' own masks and SDPA.
 """
 
 import inspect
@@ -33,12 +33,12 @@ def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
     """Let the Hugging Face models inside a module attend through the varlen backends.
 
     Args:
-        module: The model, or what holds one; it may be on the meta device.
+        module: The model, or a module that contains one; it may be on the meta device.
         backend: A name from `attention_backends`, or "auto".
 
     Raises:
-        ModelError: There is no such model, or its layers do more than attend to whole sequences or
-            to a sliding window of them: samples packed together would see each other.
+        ModelError: There is no such model, or it has other layers than attention over whole
+            sequences or sliding windows, in which samples packed together would see each other.
         ConfigurationError: No backend has that name.
     """
     check_backend(backend)
@@ -62,7 +62,7 @@ def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
 
 
 def attends_packed(model: PreTrainedModel) -> bool:
-    """Whether a model knows where the samples of a packed batch end."""
+    """Whether a model's attention keeps the samples of a packed batch apart."""
     name = str(model.config._attn_implementation)
     # Transformers' own flash attention takes `cu_seq_lens_q` as ours does.
     return name.startswith(_NAME) or "flash_attention" in name
@@ -71,13 +71,13 @@ def attends_packed(model: PreTrainedModel) -> bool:
 def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]:
     """Return the arguments with which a Hugging Face model takes a packed batch as one row.
 
-    `model(**packed_inputs(batch)).logits` has shape (1, T, vocabulary). With labels they are what
-    `**batch` gives.
+    `model(**packed_inputs(batch)).logits` has shape (1, T, vocabulary). With labels, the arguments
+    are the same as those of `model(**batch)`.
 
     Args:
-        batch: Its labels lie where their logits do: the next token for a causal model, the masked
-            token itself for a masked one. Positions count from 0, also for RoBERTa.
-        labels: Whether the model shall make the loss.
+        batch: Labels must be at the place of their logits: the next token for a causal model, the
+            masked token itself for a masked one. Positions count from 0, also for RoBERTa.
+        labels: Whether to include labels, so that the model computes the loss.
     """
     inputs = dict(batch.items())
     if not labels:
@@ -86,9 +86,9 @@ def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]
 
 
 def watch_lone_ids(model: PreTrainedModel) -> None:
-    """Let a model that attends by transformers' own flash attention refuse a packed batch's ids.
+    """Let a model with transformers' own flash attention refuse only the ids of a packed batch.
 
-    Those that attend as `use_packed_attention` says do so already. Again changes nothing.
+    Models set up by `use_packed_attention` do so already. A second call changes nothing.
     """
     is_watched = _refuse_lone_ids in model._forward_pre_hooks.values()
     if not is_watched and not model.config._attn_implementation.startswith(_NAME):
@@ -96,14 +96,14 @@ def watch_lone_ids(model: PreTrainedModel) -> None:
 
 
 class _PackedAttention:
-    """The attention and the mask that the registries hold under one name.
+    """An attention function and a mask function, registered under one name.
 
-    It enters itself before every forward, so that copies of a model, also in processes that
-    unpickled it, find it there.
+    It registers itself again before every forward, so that copies of a model find it, also in
+    processes that have unpickled one.
     """
 
     def __init__(self, backend: str) -> None:
-        # Transformers reads a meaning into names with "flash" or "sdpa" in them.
+        # Transformers treats names that contain "flash" or "sdpa" in a special way.
         self.name = f"{_NAME}{backend.encode().hex()}"
         self._backend = backend
         self._is_packed = False
@@ -155,7 +155,7 @@ class _PackedAttention:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return (B, L, H, D) and no scores, as transformers asks of every implementation."""
+        """Return the output, (B, L, H, D), and no scores: the registry's signature."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None:
             if self._is_packed:
@@ -184,9 +184,9 @@ class _PackedAttention:
 
 
 def _refuse_lone_ids(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a packed batch's token ids without word of where its samples end.
+    """Raise BatchError if a model gets a packed batch's token ids without `cu_seqlens`.
 
-    With a mask of the user's own there is nothing to refuse.
+    Nothing is refused if the user gives an attention mask.
     """
     says_ends = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "attention_mask"))
     if says_ends or len(args) > 1:
@@ -201,7 +201,7 @@ def _refuse_lone_ids(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _first_position(model: nn.Module) -> int:
-    """Return the number of a sample's first position, which RoBERTa and its like put after 0."""
+    """Return the index of a sample's first position: 0, or `padding_idx + 1` as in RoBERTa."""
     for name, item in model.named_modules():
         is_position = name.endswith("position_embeddings") and isinstance(item, nn.Embedding)
         if is_position and item.padding_idx is not None:
@@ -233,7 +233,7 @@ def _check_packed(
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Refuse a model in which samples packed together would see each other."""
+    """Raise ModelError for a model in which samples packed together would see each other."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())
     window = "sliding_attention" in layer_types

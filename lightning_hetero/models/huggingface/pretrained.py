@@ -1,8 +1,8 @@
-"""Build a pretrained Hugging Face model without its weights, which remembers where they lie.
+"""Build a pretrained Hugging Face model without its weights, which can be read slice by slice.
 
-Transformers renames what older versions saved, and converts it: a family's experts, saved one by
-one, are used as one tensor. Its own tables say how; here their operations are applied to
-descriptions of the stored tensors, so that a slice of the result can be read by itself.
+When transformers loads a folder, it renames and converts stored tensors: experts that were saved
+one by one, for example, become one tensor. Here the operations from transformers' own tables are
+applied to descriptions of the stored tensors, so that any slice of a result can be read alone.
 """
 
 import re
@@ -45,11 +45,11 @@ __all__ = ["PretrainedWeights", "load_pretrained"]
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedWeights:
-    """Where a model's weights lie; `HeteroStrategy` reads each rank's slices from it."""
+    """The stored weights of a model; `HeteroStrategy` reads each rank's slices from it."""
 
     files: Sequence[SafetensorsFile]
     tensors: Mapping[str, StoredTensor]
-    """By the model's names of parameters and buffers."""
+    """Stored tensors by the names of the model's parameters and buffers."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -62,7 +62,7 @@ class PretrainedWeights:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of one tensor, on CPU, in the dtype of the file."""
+        """Return a box of one tensor, on the CPU, in the file's dtype."""
         return self.tensors[name].read(box)
 
 
@@ -76,17 +76,17 @@ def load_pretrained(
     """Return a model on the meta device whose weights `HeteroStrategy` reads slice by slice.
 
     Each rank reads the byte ranges of the slices that it owns; together they read the folder once.
-    What the folder lacks, such as a new head, is drawn by the model's own initialisation. Unlike
-    `from_pretrained` it leaves the model in training mode.
+    Parameters that the folder lacks, such as a new head, are drawn by the model's own
+    initialisation, with a warning. Unlike with `from_pretrained` the model is in training mode.
 
     Args:
         folder: A local folder with config.json and safetensors files, also sharded ones.
-        kind: Which model to build: a class of transformers' AutoModel or a model's own.
-        dtype: Of the weights; Trainer(precision=...) says in which the model computes.
+        kind: Class of the model: one of transformers' AutoModel classes, or the model's own.
+        dtype: Dtype of the weights; Trainer(precision=...) sets the dtype of computations.
         config: Values that replace those in config.json.
 
     Raises:
-        CheckpointError: The folder holds no safetensors files, or broken ones.
+        CheckpointError: The folder has no safetensors files, or broken ones.
         ModelError: The weights are quantized, don't fit, or can't be converted slice by slice.
     """
     files = open_folder(Path(folder))
@@ -122,7 +122,7 @@ def _warn_of_difference(
             f"{folder} lacks {missing}, which {type(model).__name__} has: they are drawn anew.",
             stacklevel=3,
         )
-    # Buffers that older versions saved, and what the family itself ignores.
+    # Buffers that older versions saved, and names that the model class itself ignores.
     ignored = {r"inv_freq$", r"position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
     useless = [name for name in unexpected if not re.search("|".join(ignored), name)]
     if useless:
@@ -131,11 +131,11 @@ def _warn_of_difference(
 
 @dataclass
 class _Conversion:
-    """The conversion of one target's sources."""
+    """A conversion, and the stored tensors that it converts."""
 
     converter: WeightConverter
     sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
-    """By the pattern that matched, in natural order."""
+    """Stored tensors, in natural order of their names, by the source pattern that they match."""
 
 
 def _map_tensors(
@@ -144,11 +144,11 @@ def _map_tensors(
     """Apply transformers' renaming and conversion to the names in a folder.
 
     Returns:
-        What it holds, by the model's names, and the names that the model has no use for.
+        The tensors by the model's names, and the stored names that the model has no use for.
 
     Raises:
-        ModelError: A parameter is converted by an operation that can't be read in part, or comes
-            out in another shape than the model's.
+        ModelError: A parameter is converted by an operation whose result can't be read in part, or
+            has another shape than in the model.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
@@ -182,7 +182,7 @@ def _map_tensors(
 
 
 def _convert(name: str, item: _Conversion, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-    """Return the targets of a conversion, of which `name` is the first."""
+    """Return a conversion's results by the model's names, of which `name` is the first."""
     values: dict[str, list[StoredTensor]] = item.sources
     targets = list(item.converter.target_patterns)
     for operation in item.converter.operations:

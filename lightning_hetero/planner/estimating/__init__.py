@@ -1,1 +1,1 @@
-"""How long a layout takes, and whether it fits, without simulating it: pipelines, then plans."""
+"""Estimate how long an arrangement takes, and whether it fits, without simulating it."""

@@ -1,6 +1,6 @@
-"""How long an arrangement takes whose layers are placed: micro-batches by a common level.
+"""Estimate an arrangement whose layers are placed, and share micro-batches among its pipelines.
 
-K micro-batches of a pipeline take `fill + slope·K`, and are shared by that (`microbatch_shares`).
+K micro-batches of a pipeline take `fill + slope·K`; shares equalise that (`microbatch_shares`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,24 +26,24 @@ Parts = Mapping[PipelineKey, PipelineEstimate]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """An arrangement with layers and micro-batches, and about how long an iteration takes."""
+    """An arrangement with layers and micro-batches, and its estimated iteration time."""
 
     arrangement: Arrangement
-    """The pipelines that have work."""
+    """The pipelines; each has work."""
     layers: tuple[tuple[int, ...], ...]
     """[pipeline][stage] layers."""
     num_microbatches: tuple[int, ...]
     """Micro-batches of each pipeline."""
     time_s: float
-    """About how long an iteration takes."""
+    """Estimated seconds of an iteration."""
     is_recomputing: bool
     """Whether a stage recomputes a layer."""
     alone_s: float
-    """The same if nothing were exchanged."""
+    """The same without exchange and optimizer steps."""
     capacity_params: float
     """Parameters that all ranks together have room to own."""
     otherwise: "Estimate | None" = None
-    """The same arrangement with pipelines balanced alone and owners alike, about slower."""
+    """A simpler and slower estimate of the same arrangement; None if there is none."""
 
 
 class ArrangementEstimator(PipelineEstimator):
@@ -91,11 +91,11 @@ class ArrangementEstimator(PipelineEstimator):
         parts: Parts | None,
         owned_params: float | None,
     ) -> Estimate | None:
-        """Return an estimate; None without parts, or with too little work.
+        """Return an estimate; None without parts, or with fewer micro-batches than pipelines.
 
         Args:
             arrangement: The pipelines.
-            parts: What they are, by class.
+            parts: The pipelines' estimates, by class; None if one doesn't fit.
             owned_params: Parameters that each rank owns; None if holders share them alike.
         """
         if parts is None:
@@ -157,16 +157,15 @@ class ArrangementEstimator(PipelineEstimator):
         numbers: Sequence[int],
         rooms: Sequence[Sequence[StageRoom]],
     ) -> list[list[float]]:
-        """Return about the seconds, for each byte of a parameter, of what ranks own for others.
+        """Estimate [class][stage] seconds, per byte of a parameter, of what ranks own for others.
 
-        What a stage's ranks have no room for they send to ranks that have, in proportion to the
-        room that those have beside what they hold; every pipeline sends it there. All zeros where
-        holders own alike.
+        What a stage's ranks have no room to own, every pipeline sends to ranks that have room left,
+        in proportion to it. All zeros if holders share ownership equally.
 
         Args:
             arrangement: The pipelines.
             numbers: How many pipelines each class has.
-            rooms: What ranks of its stages may own.
+            rooms: [class][stage] what ranks may own.
         """
         every = [(n * r.num_ranks, r) for n, row in zip(numbers, rooms, strict=True) for r in row]
         given = sum(count * (room.claimed - room.owned) for count, room in every)
@@ -205,7 +204,7 @@ class ArrangementEstimator(PipelineEstimator):
 def _later(
     times_s: Sequence[Sequence[float]], more_s: Sequence[Sequence[float]], factor: float
 ) -> list[list[float]]:
-    """Return [pipeline][stage] times, each so much later."""
+    """Return `times_s` plus `factor` times `more_s`, both [pipeline][stage]."""
     return [
         [time + factor * more for time, more in zip(*rows, strict=True)]
         for rows in zip(times_s, more_s, strict=True)
@@ -213,7 +212,7 @@ def _later(
 
 
 def _wait_s(part: PipelineEstimate, start_s: Sequence[float]) -> float:
-    """Return how much later a pipeline goes on for weights than for hidden states."""
+    """Return by how many seconds late weights delay a pipeline's first micro-batch."""
     hops_s = (0.0, *part.times.forward_message_s)
     arrived_s, wait_s = 0.0, 0.0
     for start, forward, hop in zip(start_s, part.times.forward_s, hops_s, strict=True):

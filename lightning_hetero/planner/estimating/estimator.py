@@ -1,9 +1,9 @@
-"""How long an arrangement takes, about, with the layers and owners that suit it.
+"""Estimate how long an arrangement takes, with the layers and owners that suit it.
 
-The search looks at thousands of arrangements; this says in microseconds what the simulator says in
-milliseconds, from the same cost model. Pipelines of one class are balanced by Eq. 4 and timed once
-(`pipeline_estimator`). Where that is too simple more is tried: where memory is short other owners,
-where gradients take long the same cut of the layers in all pipelines of a depth.
+The search considers thousands of arrangements: an estimate takes microseconds, a simulation from
+the same cost model milliseconds. Pipelines of one class are balanced by Eq. 4 and timed once
+(`pipeline_estimator`). Where that is too simple more is tried: other owners if memory is short, and
+the same cut of the layers in all pipelines of a depth if gradients take long.
 """
 
 import copy
@@ -29,13 +29,13 @@ from lightning_hetero.planner.solvers.balancing import balance_layers
 __all__ = ["Estimator"]
 
 _LONG_EXCHANGE = 1.02
-"""An iteration that takes so much longer than without exchange may gain by common cuts."""
+"""Common cuts are tried if exchange makes an iteration longer by this factor."""
 _SLOWED = 1.03
-"""Little memory makes stages so much slower, or by this to the power of 2, 3, ..."""
+"""Stages may take longer by a power of this factor, to leave room for owned states."""
 _MOST_SLOWED = 47
-"""At most to this power."""
+"""The highest power."""
 _SHARE_STEPS = 5
-"""Shares of ownership by memory that are tried for an arrangement."""
+"""Steps of the bisection for the part of an equal share that ranks should own."""
 
 
 class Estimator(ArrangementEstimator):
@@ -49,7 +49,7 @@ class Estimator(ArrangementEstimator):
         return other
 
     def keeping(self) -> "Estimator":
-        """Return an estimator of the same times whose stages recompute nothing."""
+        """Return an estimator with the same times whose stages recompute nothing."""
         other = copy.copy(self)
         other._recompute = RecomputeTables(self.cost, self.workload, may_recompute=False)
         other._stage_tables, other._pipelines, other._least_s = {}, {}, {}
@@ -57,9 +57,9 @@ class Estimator(ArrangementEstimator):
         return other
 
     def least_s(self, arrangement: Arrangement) -> float:
-        """Return about the least seconds of an arrangement: without exchange, and links kept busy.
+        """Return about the least seconds of an arrangement: work and links alone, no exchange.
 
-        Infinite if a pipeline doesn't fit or there is too little work.
+        Infinite if a pipeline doesn't fit or there are fewer micro-batches than pipelines.
         """
         if arrangement not in self._least_s:
             self._least_s[arrangement] = self._find_least_s(arrangement)
@@ -75,16 +75,16 @@ class Estimator(ArrangementEstimator):
         return self._finish_s(arrangement, {key: p.least_s(usual) for key, p in parts.items()})
 
     def least_work_s(self, arrangement: Arrangement) -> float:
-        """Return about what `least_s` is at least: with fractions of layers, in any memory."""
+        """Return about a lower bound on `least_s`: fractions of layers, unlimited memory."""
         kinds = self.members(arrangement)
         return self._finish_s(arrangement, {key: self.pipeline_work_s(key) for key in kinds})
 
     def _finish_s(
         self, arrangement: Arrangement, pipelines_s: Mapping[PipelineKey, tuple[float, float]]
     ) -> float:
-        """Return when an arrangement is done whose pipelines take `fill + slope·K` seconds.
+        """Return the seconds of an arrangement whose pipelines take `fill + slope·K` seconds.
 
-        By T they finish Σ (T - fill)/slope micro-batches, or T is below some fill and too little.
+        By T they finish Σ (T - fill)/slope micro-batches. A T below some fill is too short.
         """
         total = self.workload.num_microbatches
         if self.equal_microbatches:
@@ -98,12 +98,12 @@ class Estimator(ArrangementEstimator):
         return work / power
 
     def estimate(self, arrangement: Arrangement, below_s: float = np.inf) -> Estimate | None:
-        """Return an estimate, or None if a pipeline doesn't fit or there is too little work.
+        """Return an estimate; None if a pipeline doesn't fit or there are too few micro-batches.
 
-        Where memory slows it down, ownership by memory is tried as well: balanced as if every rank
-        owned nothing, or the part of an equal share with which all states have room; or so that
-        ranks have the most room in some time, if that could take less than `below_s`. Where
-        exchange takes long, pipelines of a depth are cut alike if that is faster.
+        If memory slows it down, ownership by memory is tried as well: layers are balanced as if
+        every rank owned nothing, or the part of an equal share with which all states have room; or
+        to leave the most room within a time, if that could take less than `below_s`. If exchange
+        takes long, pipelines of a depth get the same cut if that is faster.
         """
         parts = self._parts(arrangement, None)
         found = self._estimate(arrangement, parts, None)
@@ -118,8 +118,8 @@ class Estimator(ArrangementEstimator):
     def _cut_alike(self, arrangement: Arrangement, parts: Parts) -> Parts | None:
         """Return pipelines of equal depth with the same layers; None if that changes nothing.
 
-        Then gradients of a layer are summed by the same ranks as those of its neighbours. Stages
-        are balanced by their share of what their pipeline takes now.
+        Then gradients of a layer are summed by the same ranks as those of neighbouring layers.
+        Stages are balanced by their time, relative to their pipeline's slope.
         """
         cut: dict[PipelineKey, PipelineEstimate] = {}
         for depth in {len(part.layers) for part in parts.values()}:
@@ -140,7 +140,7 @@ class Estimator(ArrangementEstimator):
 
         Args:
             arrangement: The pipelines.
-            found: With owners alike; None if they don't fit.
+            found: The one with holders as equal owners; None if that doesn't fit.
             below_s: Seconds that an iteration has to stay below.
         """
         used: Counter[str] = Counter()
@@ -148,7 +148,7 @@ class Estimator(ArrangementEstimator):
             for tp_degree, device in zip(key[0], self.devices_of(key), strict=True):
                 used[device] += tp_degree * len(members)
         num_params = self.cost.model.num_params - self._idle_capacity(used, len(arrangement))
-        # The least part of an equal share for which all ranks leave room, so that all have enough.
+        # Bisect for the least part of an equal share with which all states together have room.
         low, high, part = 0.0, 1.0, 0.0
         for _ in range(_SHARE_STEPS):
             owned_params = part * max(0.0, num_params) / used.total()
@@ -170,11 +170,11 @@ class Estimator(ArrangementEstimator):
     def _with_most_room(
         self, arrangement: Arrangement, found: Estimate | None, num_params: float, below_s: float
     ) -> Estimate | None:
-        """Return an estimate that is better than another one, or the other.
+        """Return the best of an estimate and of some balanced to leave the most room for states.
 
-        Stages may take only so much longer than if they owned nothing, and are balanced to leave
-        the most room: the least such factor is looked for with which all states have room, from
-        the largest one with which an iteration could take less.
+        Stages may take a factor longer than the slowest one of their pipeline if it owned nothing.
+        The least factor with which all states have room is searched for, starting at the largest
+        one with which an iteration could take less.
 
         Args:
             arrangement: The pipelines.
@@ -211,7 +211,7 @@ class Estimator(ArrangementEstimator):
     def _roomiest_parts(
         self, arrangement: Arrangement, limits_s: Mapping[PipelineKey, float]
     ) -> dict[PipelineKey, PipelineEstimate] | None:
-        """Return each class of pipelines with most room to own; None if one doesn't fit."""
+        """Return each class of pipelines balanced for the most room; None if one doesn't fit."""
         parts: dict[PipelineKey, PipelineEstimate] = {}
         for key, (pipeline, *_) in self.members(arrangement).items():
             part = self.roomiest(pipeline, len(arrangement), limits_s[key])

@@ -1,10 +1,10 @@
-"""Settle how a plan spends memory: as little recomputation as fits, and owners where there is room.
+"""Settle a plan's memory: the least recomputation that fits, and how much each rank owns.
 
-There are two ways. Either a layer's holders own it, and every stage recomputes as little as then
-fits, by levels (`recompute_tables`). Or ownership follows memory: what stages leave free beside
-weights, gradients and activations must hold all owned states together; where it doesn't, the stage
-whose load stays least goes one level higher, until it does. Whatever a rank's holdings claim it
-owns as far as it has room, the rest goes to the others in proportion to the room that they have.
+There are two ways. Either a layer's holders own it, and every stage takes the lowest level of
+recomputation that fits (`recompute_tables`). Or ownership follows memory: the room that weights,
+gradients and activations leave on all stages must hold all owned states. As long as it doesn't, the
+stage whose load stays least goes one level higher. A rank then owns its part of what it holds as
+far as it has room, and the rest goes to the others in proportion to the room that they have left.
 """
 
 import heapq
@@ -20,10 +20,10 @@ __all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory
 
 
 _FEW_RANKS = 6
-"""Up to this number of ranks it costs little to try more ways."""
+"""Up to this number of ranks, more than the least recomputation is tried, too."""
 _SHARE_DIGITS = 9
 _NEARLY = 1 - 1e-6
-"""Of the room there is: shares are rounded."""
+"""Share of a rank's room that it may own, because shares are rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class _Stage:
         return at_level(self.shape, level, is_selective=self.is_selective)
 
     def load_s(self, level: int) -> float:
-        """Return the seconds of all its micro-batches."""
+        """Return the seconds of all its micro-batches at a level."""
         return self.num_microbatches * sum(self.cost.compute_s(self.at(level), self.microbatch))
 
     def least_by_holders(self) -> int | None:
-        """Return the least level that fits if holders own; None if none does."""
+        """Return the least level that fits if holders own equal parts; None if none does."""
         return self._least(lambda level: self._room(level) >= 0)
 
     def least_without_states(self) -> int | None:
@@ -60,7 +60,7 @@ class _Stage:
         return self._least(lambda level: self.capacity(level) >= 0)
 
     def capacity(self, level: int) -> float:
-        """Return the parameters that each rank has room to own; below 0 if it is full without."""
+        """Return the parameters that each rank has room to own; below 0 if nothing fits."""
         tokens = sum(self.microbatch)
         return owned_capacity(
             self.cost, self.at(level), self.num_pipelines, tokens * self.num_in_flight, tokens
@@ -92,8 +92,8 @@ def owned_capacity(
 ) -> float:
     """Return the parameters that a rank of a stage has room to own; below 0 if it has none.
 
-    What it owns needs room for states beside activations, and beside the buffers of a push, which
-    grow with what it owns (`CostModel.buffer_bytes`).
+    Owned states must fit beside activations, and beside the buffers of a push, which grow with
+    them (`push_buffer_bytes`).
     """
     memory = cost.memory_of_tokens(shape, num_pipelines, held_tokens, longest, owned_params=0.0)
     states = memory.weights + memory.gradients
@@ -116,14 +116,14 @@ def settle_memory(
     *,
     idle_may_own: bool = True,
 ) -> list[ParallelPlan]:
-    """Return the plan with recomputation and shares of ownership that fit, none if none do.
+    """Return variants of the plan with recomputation and owner shares that fit; [] if none does.
 
-    That is with holders as owners, and with ownership by memory if the busiest stage gains by it.
+    They are one with holders as owners, and some by memory if that shortens the busiest stage.
 
     Args:
-        plan: Its pipelines name their numbers of micro-batches.
+        plan: The plan; its pipelines name their numbers of micro-batches.
         cost: Times and bytes.
-        microbatch: What every micro-batch holds, of pipelines without a size of their own.
+        microbatch: Sequence lengths of a micro-batch, for pipelines without a size of their own.
         idle_may_own: Whether ranks without layers may own, too.
     """
     idle = _idle_rooms(plan, cost) if idle_may_own else {}
@@ -133,7 +133,7 @@ def settle_memory(
     found = []
     if None not in by_holders.values():
         found.append(_with_memory(plan, stages, by_holders, None))
-    # Ranks without layers help or cost messages: without them it is as if they weren't there.
+    # Ranks without layers add room but also messages, so plans are made with and without them.
     for others in (idle, {}) if idle else (idle,):
         by_memory = _recompute_for_owners(copies, cost, sum(others.values()))
         if by_memory is not None and (
@@ -146,7 +146,7 @@ def settle_memory(
 
 
 def _stages(plan: ParallelPlan, cost: CostModel, microbatch: MicroBatchShape) -> list[list[_Stage]]:
-    """Return [pipeline][stage] what may be recomputed; pipelines that are alike share a row."""
+    """Return all stages, as [pipeline][stage]; identical pipelines share a row."""
     rows: dict[object, list[_Stage]] = {}
     found = []
     for pipeline in plan.pipelines:
@@ -173,9 +173,9 @@ def _stages(plan: ParallelPlan, cost: CostModel, microbatch: MicroBatchShape) ->
 def _recomputations(
     plan: ParallelPlan, least: Mapping[_Stage, int | None]
 ) -> list[Mapping[_Stage, int | None]]:
-    """Return what stages may recompute: as little as fits, on few ranks also more.
+    """Return choices of levels: the least that fit, and on few ranks also higher ones.
 
-    Room that recomputing makes lets ranks own what they hold: worth it on slow links.
+    Memory that recomputation frees lets ranks own what they hold, which pays on slow links.
     """
     if len(plan.ranks) > _FEW_RANKS:
         return [least]
@@ -189,12 +189,12 @@ def _recomputations(
 
 
 def _own_microbatch(pipeline: PipelinePlan, usual: MicroBatchShape) -> MicroBatchShape:
-    """Return what a micro-batch of a pipeline holds, of sequences of one length."""
+    """Return the sequence lengths of a pipeline's micro-batch, all equal."""
     return usual if pipeline.microbatch_size is None else usual[:1] * pipeline.microbatch_size
 
 
 def own_microbatches(plan: ParallelPlan, usual: MicroBatchShape) -> list[list[MicroBatchShape]]:
-    """Return every pipeline's micro-batches, of pipelines without a size the usual one."""
+    """Return every pipeline's micro-batches; pipelines without a size have the usual one."""
     return [
         [_own_microbatch(pipeline, usual)] * (pipeline.num_microbatches or 0)
         for pipeline in plan.pipelines
@@ -217,9 +217,9 @@ def _load_s(levels: Mapping[_Stage, int | None]) -> float:
 def _recompute_for_owners(
     copies: Mapping[_Stage, int], cost: CostModel, elsewhere: float
 ) -> dict[_Stage, int | None] | None:
-    """Return the levels of stages so that all together have room for all owned states.
+    """Return levels with which all stages together have room for all states; None if none do.
 
-    `elsewhere` are the parameters that others have room to own.
+    `elsewhere` are the parameters that ranks without layers have room to own.
     """
     if not cost.layout.is_owned_by_room:
         return None
@@ -256,11 +256,11 @@ def _owner_shares(
     levels: Mapping[_Stage, int | None],
     idle: Mapping[int, float],
 ) -> list[tuple[float, ...]]:
-    """Return ranks' shares, the nearest and the most even ones.
+    """Return choices of all ranks' owner shares, the nearest and the most even ones.
 
-    Nearest: what a rank holds claims it as far as it has room, then room itself, of ranks with
-    layers first; or of all alike, where messages to few ranks would take long. Most even: by room
-    alone.
+    Nearest: a rank owns its part of what it holds as far as it has room. The rest goes, by room, to
+    ranks with layers first, or to all ranks, because messages to few of them may take long. Most
+    even: everything goes by room.
     """
     cost = stages[0][0].cost
     room, claim = {}, {}
@@ -290,7 +290,7 @@ def _owner_shares(
 def _filled(
     claimed: Mapping[int, float], rooms: Sequence[Mapping[int, float]], total: float
 ) -> dict[int, float]:
-    """Return what ranks own if what nobody claims fills one group's room after the other's."""
+    """Return what ranks own if parameters that aren't claimed fill `rooms`, one after another."""
     owned = dict(claimed)
     for room in rooms:
         spare = {rank: room[rank] - owned.get(rank, 0.0) for rank in room}
@@ -307,7 +307,7 @@ def _with_memory(
     levels: Mapping[_Stage, int | None],
     shares: tuple[float, ...] | None,
 ) -> ParallelPlan:
-    """Return the plan with what its stages recompute, said nowhere if none does."""
+    """Return the plan with levels and shares; stages name no recomputation if none recomputes."""
     if any(levels.values()):
         shapes = {known: known.at(level or 0) for known, level in levels.items()}
         pipelines = tuple(

@@ -1,7 +1,7 @@
-"""How long one pipeline takes, about: layers by Eq. 4, then `fill + slope·K` for K micro-batches.
+"""Estimate one pipeline: layers by Eq. 4, then `fill + slope·K` seconds for K micro-batches.
 
-Pipelines of one class (same devices in the same order) are balanced and timed once, in plans of
-different numbers of pipelines as well if their memory asks for the same recomputation.
+Pipelines of one class (same devices in the same order) are balanced and timed once, also for plans
+with different numbers of pipelines if these need the same recomputation.
 """
 
 import itertools
@@ -30,14 +30,14 @@ from lightning_hetero.simulator.propagate_equal import (
 __all__ = ["PipelineEstimate", "PipelineEstimator", "StageRoom"]
 
 _LINKS_SET_THE_PACE = 1.02
-"""A circle of stages that takes so much longer than its slowest stage has slow links."""
+"""Links set the pace if a micro-batch takes longer than on the slowest stage by this factor."""
 _MANY_ROUNDS = 5
-"""Micro-batches per stage with which filling a pipeline matters little."""
+"""Micro-batches per stage from which filling a pipeline matters little."""
 _MOST_STAGES_MOVED = 8
-"""Longer pipelines have as many moves as stages squared, and little on each stage."""
+"""Most stages for which layers are moved: longer pipelines have many moves of little gain."""
 _WORTH_MOVING = 1e-6
 _NEVER_S = 1e12
-"""Seconds of layers that don't fit."""
+"""Stands for the seconds of layers that don't fit."""
 _STEADY_ROUNDS = 2
 """Micro-batches per stage after which a pipeline's end grows evenly."""
 
@@ -66,11 +66,11 @@ class PipelineEstimate:
         return slowest_s
 
     def least_s(self, num_microbatches: int) -> tuple[float, float]:
-        """Return seconds besides, and of each micro-batch, that its work takes at least.
+        """Return (fill, slope) so that K micro-batches take `fill + slope·K` at least.
 
-        A stage begins when the first micro-batch has passed those before it, and when its last
-        gradient leaves it passes them back: K micro-batches of w_s seconds take
-        K·w_s + w_1 + ... + w_{s-1}. Of all stages the one that says the most for this K is taken.
+        A stage begins when the first micro-batch has passed the stages before it, and its last
+        gradient passes back through them. With w_s seconds of stage s for a micro-batch, that takes
+        K·w_s + w_1 + ... + w_{s-1}. The stage with the largest bound for this K is taken.
         """
         best, before = (0.0, self.slope_s), 0.0
         for work in map(add, self.times.forward_s, self.times.backward_s):
@@ -81,7 +81,7 @@ class PipelineEstimate:
 
 
 class StageRoom(NamedTuple):
-    """Parameters that ranks of a stage may own, where room decides who owns what."""
+    """Parameters that ranks of a stage may own, if room decides who owns what."""
 
     num_ranks: int
     """Ranks of the stage."""
@@ -133,11 +133,11 @@ class PipelineEstimator(StageTimes):
         return self._pipelines[key]
 
     def pipeline_work_s(self, key: PipelineKey) -> tuple[float, float]:
-        """Return about the least seconds besides, and of each micro-batch, of a pipeline's work.
+        """Return (fill, slope) of a pipeline's work, about the least, in unlimited memory.
 
-        With P_s micro-batches a second of stage s, all layers on it, and any fractions of layers,
-        K micro-batches take T with K = T·Σ P_s·(1 - 1/K)^(s-1) (`bound`): for large K that is
-        K/P + Σ (s-1)·P_s/P² with P = Σ P_s. No bound for a few micro-batches: whole layers may then
+        If stage s alone did P_s micro-batches a second with all layers, and layers had fractions, K
+        micro-batches would take T with K = T·Σ P_s·(1 - 1/K)^(s-1) (`bound`): for large K that is
+        K/P + Σ (s-1)·P_s/P² with P = Σ P_s. No bound for few micro-batches: whole layers may then
         leave less on slow first stages.
         """
         if key not in self._work:
@@ -228,12 +228,12 @@ class PipelineEstimator(StageTimes):
         return self._timed[key]
 
     def _moved_layers(self, part: PipelineEstimate, num_microbatches: int) -> tuple[int, ...]:
-        """Return the layers of each stage, moved because stages alone don't set the pace.
+        """Return the layers of each stage, moved to allow for slow links and few micro-batches.
 
-        Eq. 4 knows only the slowest stage. Two stages with a slow link between them are faster with
-        less on each, and a few micro-batches with more on the fastest. Moved is one layer at a
-        time, as long as K micro-batches take less: `circle·(K - 1)` after the first has passed all
-        stages and links.
+        Eq. 4 knows only the slowest stage. But two stages with a slow link between them are faster
+        with fewer layers on each, and few micro-batches with more on the fastest stage. One layer
+        is moved at a time, as long as K micro-batches take less: `circle·(K - 1)` after the first
+        has passed all stages and links.
         """
         blocking = self.cost.layout.blocking_messages
         hops_s = np.add(part.times.forward_message_s, part.times.backward_message_s)
@@ -260,7 +260,7 @@ class PipelineEstimator(StageTimes):
             best, best_s = tried[least], float(tried_s[least])
 
     def usual_share(self, num_pipelines: int) -> int:
-        """Return the micro-batches of a pipeline where all have equally many."""
+        """Return the micro-batches of a pipeline if all have equally many."""
         return max(1, self.workload.num_microbatches // num_pipelines)
 
     def steps_s(
@@ -281,7 +281,7 @@ class PipelineEstimator(StageTimes):
     def rooms(
         self, part: PipelineEstimate, num_pipelines: int, owned_params: float | None
     ) -> list[StageRoom]:
-        """Return what ranks of each stage may own; nothing is said where holders share alike."""
+        """Return what ranks of each stage may own; zeros if holders share ownership equally."""
         if owned_params is None:
             return [_NO_ROOM] * len(part.layers)
         tokens, rooms, last = sum(self.workload.microbatch), [], len(part.layers)
@@ -317,14 +317,14 @@ class PipelineEstimator(StageTimes):
         return found
 
     def fill_s(self, part: PipelineEstimate, usual: int) -> float:
-        """Return a pipeline's seconds besides those of its micro-batches: the bubble.
+        """Return a pipeline's seconds beyond slope times micro-batches: the bubble.
 
-        That is if it has about as many as is `usual`.
+        It holds for about `usual` micro-batches.
         """
         return max(self.ends_s(part, usual, usual)) - part.slope_s * usual
 
     def ends_s(self, part: PipelineEstimate, num_microbatches: int, usual: int) -> list[float]:
-        """Return when the stages of a pipeline end that starts at once, as if about as usual."""
+        """Return when each stage ends if the pipeline starts at 0, extrapolated from `usual`."""
         if min(usual, num_microbatches) >= _STEADY_ROUNDS * len(part.layers):
             later_s = (num_microbatches - usual) * part.slope_s
             return [end + later_s for end in self._run_s(part, usual)]

@@ -1,12 +1,12 @@
-"""How much a stage must recompute to fit, for every number of layers at once.
+"""Find the least recomputation with which a stage fits, for every number of layers at once.
 
-Memory is linear in layers (`CostModel`), so a stage of n layers follows from stages of one and two.
-Recomputation has levels: 1 to n are that number of layers selectively, for few seconds a byte; n+1
-to 2·n one layer more as a whole each. With K, S and R the bytes of all tokens in flight of a layer
-that is kept, recomputed selectively and as a whole, a stage that is over its device's room by
-`over` bytes takes the level ⌈over / (K - S)⌉, or n + ⌈(over - n·(K - S)) / (S - R)⌉. Where even
-2·n doesn't do, or states and the buffers of a push alone are too large, n layers don't fit. If
-nothing is saved selectively, S counts as R, and levels 1 to n are whole layers.
+Memory is linear in layers (`CostModel`), so that of n layers follows from one and two layers.
+Recomputation has levels: levels 1 to n recompute that many layers selectively, at few seconds per
+byte; each level from n+1 to 2·n recomputes one more of them as a whole. With K, S and R the bytes,
+for all tokens in flight, of a layer that is kept, recomputed selectively and as a whole, a stage
+that exceeds its device by `over` bytes takes level ⌈over / (K - S)⌉, or
+n + ⌈(over - n·(K - S)) / (S - R)⌉. n layers don't fit if level 2·n isn't enough, or states and the
+buffers of a push are too large. If K = S, levels 1 to n are whole layers and there are no others.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ __all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level", "room_to_ow
 _Bytes = TypeVar("_Bytes", float, FloatArray)
 
 _FEW_IN_FLIGHT = 16
-"""Micro-batches that stages of most pipelines hold at once, at most."""
+"""Most micro-batches that stages hold at once in most pipelines."""
 _TINY = 1e-30
 
 
 def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape:
-    """Return a stage that recomputes what a level says, with or without selective levels."""
+    """Return a stage at a level of recomputation; `is_selective` if the first n are selective."""
     whole = max(0, level - shape.num_layers) if is_selective else level
     selective = min(level, shape.num_layers) - whole if is_selective else 0
     return shape._replace(recomputed_layers=whole, selective_layers=selective)
@@ -40,12 +40,12 @@ def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape
 def room_to_own(
     layout: StateLayout, held: _Bytes, room: _Bytes, passing: _Bytes, num_pipelines: int
 ) -> FloatArray:
-    """Return the parameters that ranks have room to own; below 0 where they have none.
+    """Return the parameters that a rank has room to own; below 0 where it has none.
 
     Args:
-        layout: What is kept of a parameter.
-        held: Parameters that they compute with.
-        room: Bytes beside weights and gradients.
+        layout: Bytes per parameter.
+        held: Parameters that it computes with.
+        room: Usable bytes of its device that weights and gradients leave.
         passing: Bytes of micro-batches in flight.
         num_pipelines: Pipelines of the plan, each of which pushes gradients to owners.
     """
@@ -59,35 +59,35 @@ def room_to_own(
 
 
 class MemoryUse(NamedTuple):
-    """All that a stage's memory depends on beside its layers."""
+    """All that a stage's memory depends on, except its layers."""
 
     num_pipelines: int
     """Pipelines of the plan."""
     num_in_flight: int
     """Micro-batches that it holds at once."""
     owned_params: float | None = None
-    """Parameters that each rank owns, whatever it holds; None if holders share them alike."""
+    """Parameters that each rank owns; None if holders share ownership equally."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """A stage with 0, 1, ... layers, recomputed as far as memory asks for it.
+    """Seconds of a stage with 0, 1, ... layers, with the least recomputation that fits.
 
-    Stages of one shape whose memory asks for the same are one object.
+    Stages of one shape that need the same recomputation are one object.
     """
 
     shape: StageShape
-    """Where it runs and what stands at its ends."""
+    """The stage; its number of layers is ignored."""
     forward_s: FloatArray
     """Seconds of a micro-batch's forward."""
     unlimited_s: FloatArray
-    """Seconds of a micro-batch, as if everything fitted."""
+    """Seconds of a micro-batch's forward and backward if everything fitted."""
     total_s: FloatArray
-    """Seconds of a micro-batch; infinite where the layers don't fit."""
+    """The same with recomputation; infinite where the layers don't fit."""
     levels: IntArray
-    """Levels of recomputation."""
+    """Levels of recomputation; below 0 where the layers don't fit."""
     is_selective: bool
-    """Whether the first of them are selective."""
+    """Whether levels 1 to n of n layers are selective."""
 
     @property
     def is_unlimited(self) -> bool:
@@ -106,12 +106,12 @@ class StageTable:
 
 
 class RecomputeTables:
-    """Least recomputation of stages of 0, 1, ... layers; cached by what it depends on.
+    """Finds the least recomputation of stages of 0, 1, ... layers, and caches it.
 
     Args:
         cost: Times and bytes.
-        workload: Its micro-batches.
-        may_recompute: Whether stages that would have to recompute fit.
+        workload: The iteration, which gives the micro-batches.
+        may_recompute: Whether stages may recompute; else those that would have to don't fit.
     """
 
     def __init__(self, cost: CostModel, workload: Workload, *, may_recompute: bool = True) -> None:
@@ -132,13 +132,13 @@ class RecomputeTables:
         times_s: tuple[FloatArray, FloatArray],
         inner_s: FloatArray,
     ) -> StageTable:
-        """Return what stages of 0, 1, ... layers take.
+        """Return the table of a stage with 0, 1, ... layers.
 
         Args:
-            shape: Where they run and what stands at their ends; its layers don't matter.
-            use: What else their memory depends on.
-            times_s: Their forward and backward seconds, nothing recomputed.
-            inner_s: Forward seconds of their layers alone.
+            shape: The stage; its number of layers is ignored.
+            use: What else its memory depends on.
+            times_s: Forward and backward seconds by layers, nothing recomputed.
+            inner_s: Forward seconds by layers, without embedding and head.
         """
         again = self._least(shape, use)
         key = shape, again.tobytes()
@@ -149,7 +149,7 @@ class RecomputeTables:
         return self._tables[key]
 
     def _at_levels(self, table: StageTable, levels: IntArray, inner_s: FloatArray) -> StageTable:
-        """Return a stage at levels by layers; below 0 they don't fit."""
+        """Return a table at the given level for each number of layers; below 0 they don't fit."""
         sizes = np.arange(len(levels))
         whole = np.maximum(levels - table.is_selective * sizes, 0)
         selective = table.is_selective * (np.clip(levels, 0, sizes) - whole)
@@ -161,22 +161,22 @@ class RecomputeTables:
     def roomiest(
         self, table: StageTable, use: MemoryUse, inner_s: FloatArray, limit_s: float
     ) -> tuple[StageTable, FloatArray]:
-        """Return a stage that recomputes all it can in some seconds, and what it can own then.
+        """Return a stage that recomputes all it can within a time limit, and what it can own then.
 
         Args:
             table: The stage.
-            use: What its memory depends on; who owns what doesn't count.
-            inner_s: Forward seconds of its layers alone.
-            limit_s: Seconds of a micro-batch that it may take at most.
+            use: What its memory depends on; `owned_params` is ignored.
+            inner_s: Forward seconds by layers, without embedding and head.
+            limit_s: Most seconds that it may take for a micro-batch.
 
         Returns:
-            The stage, and parameters that all its ranks have room to own, by layers; minus infinity
-            where the layers don't fit.
+            The stage, and by layers the parameters that all its ranks together have room to own;
+            minus infinity where the layers don't fit.
         """
         shape, cost, layout = table.shape, self._cost, self._cost.layout
         sizes = np.arange(self._num_layers + 1)
         first = sizes * table.is_selective
-        # How many layers could be computed again as a whole in the seconds that are left.
+        # How many layers could be recomputed as a whole in the seconds that are left.
         left = (limit_s - table.unlimited_s) * sizes / np.maximum(inner_s, _TINY)
         cheap = first * cost.selective_share(shape, self._microbatch)
         selective = first * np.clip(left / np.maximum(cheap, _TINY), 0, 1) // 1
@@ -188,7 +188,7 @@ class RecomputeTables:
         spared *= table.is_selective
         selective = np.minimum(levels, first)
         whole = levels - selective
-        # Where no layer is kept, the one that is computed again has no room that another left.
+        # If no layer is kept, none has freed memory for the layer that is being recomputed.
         last = np.where(whole >= sizes, saved, np.where(levels >= first, spared, 0.0))
         freed = use.num_in_flight * (selective * spared + whole * (saved - spared)) - last
         room = cost.usable_bytes(shape.device) - held * (layout.weight_bytes + layout.summed_bytes)
@@ -198,7 +198,7 @@ class RecomputeTables:
         return found, np.where(fits, shape.tp_degree * capacity, -np.inf)
 
     def _least(self, shape: StageShape, use: MemoryUse) -> IntArray:
-        """Return `least` of one use, of a stage of a pipeline."""
+        """Return the row of `least` for one use; rows of several numbers in flight are cached."""
         num_pipelines, num_in_flight, owned_params = use
         # Stages of a pipeline differ in micro-batches in flight; the last one has one.
         most = min(self._num_layers, self._num_microbatches)
@@ -215,11 +215,11 @@ class RecomputeTables:
         """Return the least levels of stages of 0, 1, ... layers; -1 where they don't fit.
 
         Args:
-            shape: Where the stage runs and what stands at its ends; its layers don't matter.
-            uses: What else its memory depends on.
+            shape: The stage; its number of layers is ignored.
+            uses: What else its memory depends on; either all or none have `owned_params`.
 
         Returns:
-            [uses, layers].
+            [uses, layers] levels.
         """
         cost, layout = self._cost, self._cost.layout
         sizes = np.arange(self._num_layers + 1)
@@ -247,9 +247,9 @@ class RecomputeTables:
         return least.astype(np.int64)
 
     def _by_layers(self, shape: StageShape, in_flight: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Return parameters, by layers, and bytes of micro-batches, nothing recomputed.
+        """Return parameters [layers] and bytes of micro-batches [numbers in flight, layers].
 
-        The bytes are [numbers in flight, layers], linear in both.
+        Nothing is recomputed, so the bytes are linear in both.
         """
         key = shape, in_flight.tobytes()
         if key not in self._linear:
@@ -276,11 +276,11 @@ def _least_levels(
     """Return the least levels that free `over` bytes, [numbers, layers]; -1 where none does.
 
     Args:
-        over: By numbers in flight and layers.
-        sizes: Layers, [layers].
-        in_flight: Micro-batches, [numbers, 1].
-        spared: Bytes that a layer of a micro-batch saves selectively; 0 if there are no such.
-        saved: The same as a whole.
+        over: [numbers, layers] bytes, by numbers in flight and layers.
+        sizes: [layers] numbers of layers.
+        in_flight: [numbers, 1] micro-batches in flight.
+        spared: Bytes of a micro-batch that a layer saves if recomputed selectively, 0 if none.
+        saved: The same if recomputed as a whole.
     """
 
     def count(num_bytes: FloatArray, of_layer: float) -> FloatArray:
@@ -289,7 +289,7 @@ def _least_levels(
         needed: FloatArray = np.maximum(num_bytes, 0.0) / (of_layer * in_flight)
         return np.ceil(needed * (1 - 1e-12))
 
-    # Where no layer is kept, the one that is computed again has no room that another left.
+    # If no layer is kept, none has freed memory for the layer that is being recomputed.
     all_whole = over - sizes * in_flight * saved + saved <= 0
     selective = count(over, spared)
     whole = count(over - sizes * in_flight * spared + spared, saved - spared)

@@ -1,4 +1,4 @@
-"""Times of stages of 0, 1, ... layers on every node, as memory allows; cached by class of node."""
+"""Time stages of 0, 1, ... layers on every node, as memory allows; cached by class of node."""
 
 import itertools
 from collections import Counter
@@ -20,10 +20,10 @@ from lightning_hetero.simulator import CostModel, StageShape
 __all__ = ["DeviceTypes", "PipelineKey", "StageTimes"]
 
 _MIXED_DEGREES = 2
-"""Choices of a degree for each device type that are proposed."""
+"""Most choices of one degree for each device type that are proposed."""
 
 PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
-"""TP degrees, classes of its nodes, and whether each two neighbours share a node."""
+"""A class of pipelines: TP degrees, node classes, and whether neighbouring stages share a node."""
 
 
 class StageTimes:
@@ -86,7 +86,7 @@ class StageTimes:
         return self._tables[key]
 
     def seconds_per_device(self, node: int, tp_degrees: Sequence[int]) -> float:
-        """Return seconds of a micro-batch through all layers, times the devices it takes."""
+        """Return the device-seconds of a micro-batch through all layers at the best TP degree."""
         best = np.inf
         for tp_degree in tp_degrees:
             forward, backward = self.stage_times_s(node, tp_degree, first=False, last=False)
@@ -94,7 +94,7 @@ class StageTimes:
         return best
 
     def most_per_s(self, node: int, tp_degree: int) -> float:
-        """Return the most micro-batches a second of a unit that has all layers, or such parts."""
+        """Return a unit's micro-batches a second through all layers, at its best layer count."""
         key = self.classes[node], tp_degree
         if key not in self._rates:
             seconds = np.add(*self.stage_times_s(node, tp_degree, first=False, last=False))
@@ -108,9 +108,9 @@ class StageTimes:
         """Return how many layers fit into a stage in the middle of a pipeline, for each use.
 
         Args:
-            node: Where it stands.
+            node: Its node.
             tp_degree: Its devices.
-            uses: What else its memory depends on: all own as their holdings say, or none does.
+            uses: What else its memory depends on; either all or none have `owned_params`.
             recompute: Whether it may recompute them.
         """
         shape = self.shape(node, tp_degree, 1, first=False, last=False)
@@ -120,7 +120,7 @@ class StageTimes:
         return most
 
     def key(self, pipeline: PipelineNodes) -> PipelineKey:
-        """Return what a pipeline's times depend on."""
+        """Return the class of a pipeline: what its times depend on."""
         key = self._keys.get(pipeline)
         if key is None:
             nodes = pipeline.nodes
@@ -139,7 +139,7 @@ class StageTimes:
         num_pipelines: int,
         owned_params: float | None,
     ) -> list[StageTable]:
-        """Return what every number of layers takes on each stage, recomputation included."""
+        """Return each stage's seconds for every number of layers, recomputation included."""
         tables = []
         last = len(pipeline.nodes) - 1
         for stage, (tp_degree, node) in enumerate(zip(*pipeline, strict=True)):
@@ -181,7 +181,7 @@ class StageTimes:
 
 
 class DeviceTypes:
-    """Device types of a cluster, slowest first, and what the solvers need to know of them."""
+    """Device types of a cluster, slowest first, with their units, speeds and groups."""
 
     def __init__(
         self, estimator: StageTimes, counts: Sequence[int], tp_degrees: Sequence[int]
@@ -201,11 +201,11 @@ class DeviceTypes:
         self.totals = np.array(self.units(1), dtype=np.int64)
 
     def units(self, tp_degree: int) -> list[int]:
-        """Return tensor-parallel groups of each type that nodes can hold."""
+        """Return how many tensor-parallel groups of each type nodes can hold."""
         return self.units_of([tp_degree] * len(self.names))
 
     def units_of(self, tp_degrees: Sequence[int]) -> list[int]:
-        """Return the same where each type has its own degree."""
+        """Return the same as `units` if each type has its own degree."""
         cluster = self.estimator.cost.cluster
         return [
             num_units(cluster, self.counts, name, tp_degree)
@@ -222,13 +222,13 @@ class DeviceTypes:
         return [1.0 / self.seconds(node, tp_degree) for node in self.nodes]
 
     def groups(self, tp_degree: int, compositions: Sequence[Sequence[int]]) -> list[Group]:
-        """Return groups with their stages from the slowest type to the fastest."""
+        """Return the groups of compositions, with stages from the slowest type to the fastest."""
         return self.groups_of([tp_degree] * len(self.names), compositions)
 
     def groups_of(
         self, tp_degrees: Sequence[int], compositions: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """Return the same where each type has its own degree."""
+        """Return the same as `groups` if each type has its own degree."""
         rows, known = list(map(tuple, compositions)), {}
         for row in set(rows):
             kinds = zip(tp_degrees, self.names, row, strict=True)
@@ -238,9 +238,9 @@ class DeviceTypes:
         return [known[row] for row in rows]
 
     def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return a few choices of a degree for each type, not all the same, the likeliest first.
+        """Return a few choices of a degree for each type, not all equal, the best estimate first.
 
-        With M micro-batches, U units of power P together take about (M + U)/P: larger groups make
+        M micro-batches on U units of total power P take about (M + U)/P: larger groups make
         pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
         """
         powers = {degree: self.powers(degree) for degree in tp_degrees}

@@ -1,14 +1,14 @@
-"""Which plans to have at hand for data of varying lengths (Hydraulis §7 on AutoHet's clusters).
+"""Propose candidate plans for data of varying lengths (Hydraulis §7 on AutoHet's clusters).
 
 1. A scheme is one way to run a pipeline: a TP degree and the device type of every stage, of one
    type or of two (the slower first), layers balanced by Eq. 4.
 2. `propose` says how many pipelines of each scheme the candidates have.
-3. Each candidate is mapped to nodes and ranks, and its pipelines' costs are taken from the plan as
-   it stands.
-4. Candidates, and any plan given besides, are tried on iterations drawn from the data. The one that
-   is best without changing comes first; then those that shorten the mean most.
+3. Each candidate is mapped to nodes and ranks, and its pipelines' costs are those of the mapped
+   plan.
+4. Candidates, and any given plans, are tried on iterations drawn from the data. The plan that is
+   best for all iterations comes first; then those that shorten the mean most.
 
-Where no plan holds the longest sample beside the states, hosts own (`planner.host_owners`).
+If no plan holds the longest sample together with states, hosts keep these (`planner.host_owners`).
 """
 
 import itertools
@@ -64,16 +64,16 @@ class CandidateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidatePlans:
-    """Candidates, the best static one first."""
+    """Candidate plans; the one that is best for all iterations comes first."""
 
     plans: tuple[ParallelPlan, ...]
     """The plans; their pipelines' numbers of micro-batches are left to the assignment."""
     costs: tuple[tuple[PipelineCost, ...], ...]
-    """For each plan its pipelines' costs."""
+    """[plan][pipeline] costs."""
     static_s: float
     """Mean seconds of propagation under the first plan alone, on the iterations tried."""
     dynamic_s: float
-    """The same where each iteration runs the best of all."""
+    """The same if each iteration runs the best of all plans."""
     bound_s: float
     """Mean seconds that no mix of the pipelines considered can beat."""
     tokens_per_step: int
@@ -98,11 +98,11 @@ def propose_plans(
     """Return candidate plans for the data on a cluster.
 
     Args:
-        lengths: Tokens of the data's samples, or of a fair part of them.
+        lengths: Tokens of the data's samples, or of a representative part of them.
         cost: Times and bytes on the cluster.
         tokens_per_step: Tokens of an iteration on all pipelines together.
-        options: How widely to look.
-        given: Plans that are tried, too.
+        options: How to search.
+        given: Other plans to try.
 
     Raises:
         PlanningError: No plan holds the longest sample, with states on devices or on hosts.
@@ -121,7 +121,7 @@ def propose_plans(
 
 
 def _with_host_owners(found: CandidatePlans, cost: CostModel) -> CandidatePlans:
-    """Let those ranks own on their hosts that would hold shorter samples otherwise.
+    """Keep states on hosts for ranks that couldn't hold MaxLen tokens of their pipeline otherwise.
 
     Raises:
         PlanningError: A host has too little memory.
@@ -163,7 +163,7 @@ class _CandidateSearch:
         found = {plan: costs for plan in given if (costs := self._costs(plan)) is not None}
         schemes = self._find(found)
         if not any(map(self._holds_longest, found.values())):
-            self._balance_for(self.longest)  # Slower for most, but with room.
+            self._balance_for(self.longest)  # Slower for most samples, but with more room.
             schemes |= self._find(found)
         if not any(map(self._holds_longest, found.values())):
             most = max((scheme.cost.max_len for scheme in schemes.values()), default=0)
@@ -176,7 +176,7 @@ class _CandidateSearch:
         return self._choose(found, tuple(schemes.values()))
 
     def _find(self, found: dict[ParallelPlan, tuple[PipelineCost, ...]]) -> dict[Group, Scheme]:
-        """Add the plans that are proposed and their costs; returns the schemes there are."""
+        """Add proposed plans and their costs to `found`; return the schemes by group."""
         schemes = {
             group: scheme for group in self._groups() if (scheme := self._scheme(group)) is not None
         }
@@ -233,7 +233,7 @@ class _CandidateSearch:
         return float(forward[1] + backward[1])
 
     def _scheme(self, group: Group) -> Scheme | None:
-        """Return a group's scheme: the cost of one of as many such pipelines as there can be."""
+        """Return a group's scheme, costed in a plan of as many such pipelines as fit; else None."""
         needed = Counter(zip(group.devices, group.tp_degrees, strict=True))
         copies = min(self._num_units(d, tp_degree) // n for (d, tp_degree), n in needed.items())
         plan = self._plan([group] * copies)
@@ -244,9 +244,9 @@ class _CandidateSearch:
         return Scheme(cost=costs[0], devices=devices)
 
     def _plan(self, groups: Sequence[Group]) -> ParallelPlan | None:
-        """Return the groups on actual ranks; None if layers or nodes don't fit.
+        """Return the plan of groups on ranks; None if layers or nodes don't fit.
 
-        Stages recompute where their pipeline couldn't hold the longest sample otherwise.
+        Stages recompute if their pipeline couldn't hold the longest sample otherwise.
         """
         cluster = self.cost.cluster
         counts = [node.count for node in cluster.nodes]
@@ -275,7 +275,7 @@ class _CandidateSearch:
         found: Mapping[ParallelPlan, tuple[PipelineCost, ...]],
         schemes: Sequence[Scheme],
     ) -> CandidatePlans:
-        """Order the plans: the best alone, then each the one that shortens the mean most."""
+        """Choose plans: the best alone, then one by one those that shorten the mean most."""
         plans = list(found)
         generator = np.random.default_rng(self.options.seed)
         iterations = [
@@ -283,7 +283,7 @@ class _CandidateSearch:
             for _ in range(self.options.num_iterations)
         ]
         values = np.array([[self._seconds(found[plan], i) for i in iterations] for plan in plans])
-        # The first plan must hold whatever comes, whether the drawn iterations have it or not.
+        # The first plan must hold the longest sample, even if no drawn iteration has it.
         roomy = np.array([self._holds_longest(found[plan]) for plan in plans])
         order = choose_together(values, roomy, self.options.num_candidate_plans)
         dynamic_s = values[order].min(axis=0)

@@ -1,10 +1,10 @@
-"""MaxLen and T(l, P) of a pipeline from its memory and profiled times (Hydraulis Appendix B).
+"""Compute MaxLen and T(l, P) of a pipeline from its memory and times (Hydraulis Appendix B).
 
-MaxLen is where the cost model's memory of the tightest stage meets its device, with micro-batches
-of one length in flight (`sequence_room`), and where a stage has a budget of activations so does
-KeptLen, above which it computes them again. Latency coefficients are fitted to the slowest stage's
-measured times, which decides the pace of a pipeline of unequal stages. `plan_costs` says so of any
-plan by a cost model, also one with unequal devices and layer splits.
+MaxLen is the longest micro-batch that every stage holds by the cost model, with micro-batches of
+one length in flight (`sequence_room`). KeptLen is the longest one that no stage with a budget of
+activations recomputes. Latency coefficients are fitted to the times of the slowest stage, which
+decides the pace of a pipeline of unequal stages. `plan_costs` computes them for any plan by a cost
+model, also with unequal devices and layer splits.
 """
 
 import operator
@@ -30,7 +30,7 @@ _SHORTEST = 128
 
 
 def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
-    """Return the least length whose tokens per second reach `threshold` of the best's (App. C).
+    """Return UtilLen: the least length with `threshold` of the best tokens per second (App. C).
 
     `l / (a·l² + b·l + c)` is best at `sqrt(c / a)`, or at `limit` if that is shorter, and reaches
     the threshold at the smaller root of `a·l² + (b - best time per token / threshold)·l + c`.
@@ -111,7 +111,7 @@ def _pipeline_cost(
     times_s = [[sum(model.compute_s(shape, (length,))) for length in lengths] for shape in shapes]
     max_len, kept_len = room.max_len(), room.kept_len()
     if kept_len >= min(lengths[-1], max_len):
-        return pipeline_cost(lengths, times_s, max_len=kept_len)  # No sequence asks for more.
+        return pipeline_cost(lengths, times_s, max_len=kept_len)  # No sequence needs more.
     base = pipeline_cost(lengths, times_s, max_len=kept_len)
     shares = [0.0]
     for index, length in enumerate(lengths):

@@ -1,11 +1,11 @@
-"""Which plans are worth having at hand for this data (Hydraulis §7).
+"""Propose a few plans that together suit the data (Hydraulis §7).
 
-A plan here is how many pipelines of each scheme it has. Proposals start from fractional plans
-(`relaxation`) for several longest lengths, since an iteration without long sequences wants another
-plan than one with them. Every whole plan near a fractional one joins the pool, its unused devices
-filled up. The pool is tried on iterations drawn from the data (`estimate`), and plans are chosen
-one by one, each the one that most shortens the mean of the best plan per iteration. Rounds of
-exchanging pipelines of one scheme for others around the chosen plans refine them.
+A plan here is a number of pipelines of each scheme. Proposals start from fractional plans
+(`relaxation`) for several longest lengths, since iterations with and without long sequences need
+different plans. Every whole plan near a fractional one joins the pool, with unused devices filled
+up. The pool is tried on iterations drawn from the data (`quick_estimates`). Plans are chosen one by
+one, each the one that most shortens the mean, over iterations, of the best plan's time. Rounds of
+exchanging pipelines of one scheme for others refine the chosen plans.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from lightning_hetero.planner.proposing.relaxation import AverageWork, fractiona
 __all__ = ["Proposal", "ProposalOptions", "Scheme", "choose_together", "draw_iteration", "propose"]
 
 _WORTH_HAVING = 1e-4
-"""Share of the mean that one more plan has to save."""
+"""Least share of the mean that one more plan has to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ProposalOptions:
     length_step: int = 128
     """Tokens of an interval in which lengths count as equal."""
     num_longest: int = 6
-    """Longest lengths for which fractional plans are made."""
+    """Number of longest lengths for which fractional plans are made."""
     num_iterations: int = 24
     """Iterations drawn from the data on which plans are tried."""
     num_rounds: int = 3
@@ -89,11 +89,11 @@ def draw_iteration(
 
 
 def choose_together(latencies_s: FloatArray, may_be_first: BoolArray, most: int) -> list[int]:
-    """Return the plans of which the best for each iteration takes least, found one by one.
+    """Return plans, chosen greedily to minimise the mean of the best plan's time per iteration.
 
     Args:
-        latencies_s: [plans, iterations].
-        may_be_first: [plans] those that hold whatever sequence comes.
+        latencies_s: [plans, iterations] seconds.
+        may_be_first: [plans] whether a plan holds all sequences.
         most: Most plans to choose, 1 or more.
     """
     chosen = [int(np.where(may_be_first, latencies_s.mean(axis=1), np.inf).argmin())]
@@ -119,8 +119,8 @@ def propose(
     """Return candidate plans for the data, the one that serves every iteration first.
 
     Args:
-        lengths: Tokens of the data's sequences, or of a fair sample, cut to the context length.
-        schemes: What a pipeline can be.
+        lengths: Tokens of the data's sequences or a fair sample of them, cut to the context length.
+        schemes: Schemes that a pipeline may have.
         num_devices: How many devices of each type there are.
         tokens_per_iteration: Tokens that all pipelines together take an iteration.
         options: How widely to search.

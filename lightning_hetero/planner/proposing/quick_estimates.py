@@ -1,11 +1,11 @@
-"""Quick estimates of many plans on many iterations at once, to choose among proposals.
+"""Estimate many plans on many iterations at once, to choose among proposals.
 
 Every row is one iteration on one plan. Sequences are dispatched longest first, to the least loaded
 pipeline of the scheme that then ends first. Equal pipelines differ only in their load, so a step
-looks at one pipeline of each of K schemes, and afterwards for the least loaded of the chosen
-scheme's: 25 NumPy calls on [rows, K] and 2 on [rows, most pipelines of a scheme]. The schedule is
-then estimated as if a pipeline's work could be cut evenly into V micro-batches no shorter than its
-longest sequence, for the V on both sides of that.
+compares one pipeline of each of K schemes, then finds the chosen scheme's least loaded pipeline: 25
+NumPy calls on [rows, K] and 2 on [rows, most pipelines of a scheme]. The schedule is then estimated
+as if a pipeline's work could be cut evenly into V micro-batches no shorter than its longest
+sequence: for the V just below and just above work / longest.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class _Rows:
         self.least_loads[place] = self.loads[place * self.shape[2] + cell]
 
     def _packed_s(self) -> FloatArray:
-        """Return the schedule of work cut evenly, the better V on both sides of work / longest."""
+        """Return the seconds [R] of work cut evenly, by the better V next to work / longest."""
         row_of, kind_of, _ = np.unravel_index(np.flatnonzero(self.loads[:, 2]), self.shape)
         work_s, longest_s, tokens = self.loads[self.loads[:, 2] > 0].T
         table = self.table

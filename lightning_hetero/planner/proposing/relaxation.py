@@ -1,12 +1,12 @@
-"""Fractional plans: how many pipelines of each scheme suit data up to a length (Hydraulis §7).
+"""Find fractional plans: how many pipelines of each scheme suit the data (Hydraulis §7).
 
 The paper's dynamic programme `t[n][l]` over GPUs and lengths (Eq. 4), with fractional pipelines,
 divides lengths into intervals, gives each to d pipelines of one scheme and lets the slowest decide.
-As d becomes continuous an interval costs nothing to cut, so each length may choose for itself, and
-the programme turns linear in the pipeline-seconds `D_k = d_k·λ`: minimise the latency λ with
+If d is continuous, cutting an interval costs nothing, so each length may choose its own scheme, and
+the programme becomes linear in the pipeline-seconds `D_k = d_k·λ`: minimise the latency λ with
 `Σ_k f[l, k] = 1` over the schemes k that hold length l, `Σ_l W[l, k]·f[l, k] <= D_k` and, for every
 device type t, `Σ_k N[k, t]·D_k <= λ·N_t`. It is the limit of the paper's programme for ever finer
-steps, takes milliseconds instead of minutes, and knows several device types.
+steps, takes milliseconds instead of minutes, and allows several device types.
 
 With bubbles, a pipeline of scheme k gives only `λ - lost_k` of its time to work and holds no
 sequence that alone takes longer than λ; then λ is found by bisection.
@@ -39,7 +39,7 @@ class AverageWork:
     devices: FloatArray
     """[K, types] devices of each type that a pipeline takes."""
     available: FloatArray
-    """[types] devices there are."""
+    """[types] devices of the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def fractional_plan(work: AverageWork, *, with_bubbles: bool) -> FractionalPlan 
         return base
     low_s, high_s = base.latency_s, base.latency_s
     best = None
-    # Bubbles only add time, so the latency without them is a start from below.
+    # Bubbles only add time, so the latency without them is a lower bound.
     while best is None:
         high_s *= 1.5
         best = _with_bubbles(work, high_s)
@@ -87,7 +87,7 @@ def _without_bubbles(work: AverageWork) -> FractionalPlan:
 
 
 def _with_bubbles(work: AverageWork, latency_s: float) -> FractionalPlan | None:
-    """Return a plan of a given latency that takes the smallest share of the devices."""
+    """Return the plan of a latency with the smallest share of the devices; None without any."""
     allowed = work.fits & (work.alone_s <= latency_s)
     left_s = latency_s - work.lost_s
     allowed &= left_s > 0

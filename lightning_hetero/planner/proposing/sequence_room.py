@@ -1,10 +1,10 @@
-"""How many tokens a pipeline's micro-batches may have, and what longer ones have to recompute.
+"""Find how many tokens a pipeline's micro-batches may have, and what longer ones recompute.
 
-All from the one memory model, with micro-batches of one length T in flight, W of them on a stage of
+All bytes are the cost model's, for micro-batches of one length T, W of them in flight on a stage of
 n layers. With K and R the bytes per token of a kept and of a recomputed layer and a budget B of
-activations, the stage keeps all of them up to T = B / (W·n·K) tokens, and takes at most the T with
-`W·T·n·R + T·(K - R) = B`: all inputs, and one layer that is computed again. Between both it
-recomputes `n·K / (K - R)·(1 - T' / T)` layers, T' the tokens that it keeps, but for rounding up.
+activations, the stage keeps all of them up to T' = B / (W·n·K) tokens, and holds at most the T with
+`W·T·n·R + T·(K - R) = B`: all inputs, and one layer that is being recomputed. Between both it
+recomputes `n·K / (K - R)·(1 - T' / T)` layers, rounded up.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class _StageRoom:
     num_pipelines: int
     num_in_flight: int
     budget_bytes: float | None
-    """Times the factor by which activations are corrected, as all bytes here."""
+    """Budget of the stage's activations, times their correction factor as all bytes here."""
 
     @property
     def usable_bytes(self) -> float:
@@ -41,17 +41,17 @@ class _StageRoom:
         return self.cost.memory_of_tokens(self.shape, self.num_pipelines, held, tokens).total
 
     def layers_bytes(self, tokens: int) -> tuple[float, float]:
-        """Return the bytes of its layers' activations: kept, and all recomputed."""
+        """Return the bytes of its layers' activations: all layers kept, and all recomputed."""
         kept, of_input = self.cost.layer_bytes(self.shape)
         layers = self.num_in_flight * self.shape.num_layers * tokens
         return layers * kept, min(layers * kept, layers * of_input + tokens * (kept - of_input))
 
     def keeps(self, tokens: int) -> bool:
-        """Return whether its budget asks for no recomputation."""
+        """Return whether micro-batches of that many tokens need no recomputation by its budget."""
         return self.budget_bytes is None or self.layers_bytes(tokens)[0] <= self.budget_bytes
 
     def holds(self, tokens: int) -> bool:
-        """Return whether it has room, with its budget spent."""
+        """Return whether micro-batches of that many tokens fit, recomputed to stay in budget."""
         needed = self.needed_bytes(tokens)
         if self.budget_bytes is not None:
             kept, least = self.layers_bytes(tokens)
@@ -61,11 +61,11 @@ class _StageRoom:
         return needed <= self.usable_bytes
 
     def left_for_layers(self, tokens: int) -> float:
-        """Return the bytes that its layers' activations may take beside everything else."""
+        """Return the bytes that everything else leaves for its layers' activations."""
         return self.usable_bytes - self.needed_bytes(tokens) + self.layers_bytes(tokens)[0]
 
     def recompute_s(self, tokens: int) -> float:
-        """Return the seconds for which it computes activations of a micro-batch again."""
+        """Return the seconds in which it recomputes activations of a micro-batch."""
         if self.budget_bytes is None or self.keeps(tokens):
             return 0.0
         kept, of_input = self.cost.layer_bytes(self.shape)
@@ -75,10 +75,10 @@ class _StageRoom:
 
 
 class SequenceRoom:
-    """The room of a pipeline for sequences.
+    """How many tokens the micro-batches of a pipeline may have.
 
     Args:
-        pipeline: Its stages recompute what `recomputed_layers` or `activation_budget_bytes` say.
+        pipeline: Its stages' `recomputed_layers` and `activation_budget_bytes` count.
         cost: Times and bytes.
         num_pipelines: Pipelines of the plan.
     """
@@ -122,18 +122,18 @@ class SequenceRoom:
         return [rank for plan, stage in stages if not stage.holds(tokens) for rank in plan.ranks]
 
     def kept_len(self) -> int:
-        """Return the most tokens, up to `max_len`, of which no budget recomputes any."""
+        """Return the most tokens, up to `max_len`, that no stage recomputes by its budget."""
         return max(1, _most(lambda n: all(s.keeps(n) and s.holds(n) for s in self._stages)))
 
     def recompute_s(self, tokens: int) -> list[float]:
-        """Return the seconds for which each stage computes activations of a micro-batch again."""
+        """Return the seconds in which each stage recomputes activations of a micro-batch."""
         return [stage.recompute_s(tokens) for stage in self._stages]
 
     def with_budgets(self, longest: int) -> PipelinePlan:
         """Return the pipeline with the budgets that it needs for `longest` tokens.
 
-        It is as it was if it holds them already, or if recomputing gains nothing. If it can't hold
-        them, it gets budgets for the most that it can. Only stages that need one have one.
+        It is unchanged if it holds them already, or if recomputation gains nothing. If it can't
+        hold them, it gets budgets for the most that it can. Only stages that need one get one.
         """
 
         def can_hold(tokens: int) -> bool:
@@ -159,7 +159,7 @@ def with_budgets(plan: ParallelPlan, cost: CostModel, longest: int) -> ParallelP
     """Return a plan whose pipelines recompute where that lets them take longer sequences.
 
     Args:
-        plan: Its stages say nothing of recomputation.
+        plan: A plan whose stages name no recomputation.
         cost: Times and bytes.
         longest: Tokens of the longest sequence.
     """
@@ -175,7 +175,7 @@ def _with_budget(stage: StagePlan, room: _StageRoom, tokens: int) -> StagePlan:
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """Return the most tokens that fit, a multiple of 128; 0 if that many don't."""
+    """Return the most tokens that fit, a multiple of 128; 0 if 128 don't."""
     low, high = 0, _MOST_TOKENS // _MULTIPLE
     while low < high:
         middle = (low + high + 1) // 2

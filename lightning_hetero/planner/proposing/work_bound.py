@@ -1,7 +1,7 @@
-"""No mix of pipelines can do an iteration's work sooner: a bound from one linear programme.
+"""Bound the time of an iteration on any mix of pipelines from below, by one linear programme.
 
-Work alone is counted: a pipeline of latency x has x seconds of a stage, any fraction of a pipeline
-may be used, and every length may choose its scheme.
+Only work is counted, no bubbles: in x seconds a pipeline does x seconds of a stage's work, any
+fraction of a pipeline may be used, and every length may choose its scheme.
 """
 
 import math
@@ -25,7 +25,7 @@ def work_lower_bound_s(
 
     Args:
         lengths: [B] tokens of the iteration's sequences.
-        schemes: What a pipeline can be.
+        schemes: Schemes that a pipeline may have.
         num_devices: How many devices of each type there are.
     """
     kept = possible_schemes(schemes, num_devices)
@@ -48,7 +48,7 @@ def work_lower_bound_s(
 
 
 def possible_schemes(schemes: Sequence[Scheme], num_devices: Mapping[str, int]) -> list[Scheme]:
-    """Return the schemes of which the devices allow one pipeline or more."""
+    """Return the schemes for which there are enough devices."""
     return [
         scheme
         for scheme in schemes
@@ -57,5 +57,5 @@ def possible_schemes(schemes: Sequence[Scheme], num_devices: Mapping[str, int]) 
 
 
 def longest_alone_s(longest: int, table: CostTable) -> float:
-    """Return how long the longest sequence takes alone where it is quickest."""
+    """Return the seconds of the longest sequence alone on the fastest scheme that holds it."""
     return float(np.where(longest <= table.max_len, table.alone_s(np.array(longest)), np.inf).min())

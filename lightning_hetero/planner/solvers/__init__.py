@@ -1,1 +1,1 @@
-"""Programmes that the search starts from: groups of devices, layers of stages, rates."""
+"""Solvers of the search: compositions of device groups, layers of stages, rates of pipelines."""

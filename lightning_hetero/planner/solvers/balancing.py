@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline holds (AutoHet §III-C, Eq. 4), exactly.
+"""Choose how many layers each stage of a pipeline holds, exactly (AutoHet §III-C, Eq. 4).
 
 With n_i layers on stage i, the programme is
 
@@ -10,8 +10,8 @@ time_i is the seconds of a micro-batch's forward and backward on stage i, embedd
 included (the paper prints the fraction l_i/g_i upside down); memory_i counts the micro-batches that
 the stage holds at once. The functions are tables, so they need be neither linear nor monotone: a
 dynamic programme over (stage, layers placed) finds the least maximum, a second one the least sum
-among the splits that reach it. Where times rise with layers, as they nearly always do, bisection
-finds the maximum.
+among the splits that reach it. If times rise with layers, as they nearly always do, bisection finds
+the least maximum.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:
         if split is None:
             return None
         return float(tables[np.arange(len(tables)), split].max())
-    # Where more layers take longer, the times that stages may take say how many they can hold.
+    # If more layers take longer, a limit on their time says how many layers each stage can hold.
     levels = np.sort(tables[:, 1:], axis=None)
     low, high = int(np.searchsorted(levels, tables[:, 1].max())), len(levels) - 1
     while low < high:
@@ -64,7 +64,7 @@ def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:
 
 
 def split_layers(tables: FloatArray, num_layers: int, combine: np.ufunc) -> tuple[int, ...] | None:
-    """Minimise the stages' combined times; `combine` is maximum or add."""
+    """Return the split of least times, combined by maximum or add; None if no split fits."""
     placed = np.arange(num_layers + 1)
     best = np.full(num_layers + 2, np.inf)
     best[0] = 0.0

@@ -1,6 +1,6 @@
-"""Compositions of device groups: how many units of each type they may hold, and even deals.
+"""Enumerate compositions of device groups, and deal units evenly over groups.
 
-GPUs (or tensor-parallel units) of one type are interchangeable, so a group is known by how many
+GPUs (or tensor-parallel units) of one type are interchangeable, so a group is described by how many
 units of each type it holds: its composition. There are far fewer compositions than assignments of
 GPUs to groups.
 """
@@ -19,10 +19,10 @@ _MAX_COMPOSITIONS = 3_000_000
 
 
 def enumerate_compositions(counts: Sequence[int], max_units: int) -> IntArray:
-    """Return every composition of 1 to `max_units` units, one row each, one column a type.
+    """Return every composition of 1 to `max_units` units, as [compositions, types].
 
     Raises:
-        PlanningError: There are more than a few million.
+        PlanningError: There are more than 3 million.
     """
     rows: IntArray = np.zeros((1, 0), dtype=np.int64)
     room: IntArray = np.full(1, max_units, dtype=np.int64)
@@ -46,7 +46,7 @@ def enumerate_compositions(counts: Sequence[int], max_units: int) -> IntArray:
 def deal_evenly(counts: Sequence[int], num_groups: int) -> list[tuple[tuple[int, ...], int]]:
     """Deal units round robin; return the compositions that arise and how often each does.
 
-    Each type goes on where the type before it ended, so that remainders spread.
+    Each type starts at the group after the last one of the type before, so that remainders spread.
     """
     cuts = {0}
     spans = []

@@ -1,14 +1,14 @@
-"""Groups for unequal micro-batches: the most micro-batches that a cluster can finish by a time T.
+"""Choose pipelines that finish the most micro-batches by a time T, in unequal numbers.
 
-Where pipelines may run different numbers of micro-batches, groups need not be equally strong, and
+If pipelines may run different numbers of micro-batches, groups need not be equally strong, and
 Eq. 3's least effective power is the wrong measure. A pipeline of composition p with bottleneck
 t_p and fill f_p finishes (T - f_p)/t_p micro-batches by T, so for a given T the programme is
 
     maximise    Σ_p x_p·(T - f_p)/t_p
     subject to  Σ_p x_p·devices_p ≤ devices of every type,  x_p ≥ 0 and whole,
 
-over compositions of every TP degree, and the least T that finishes all of them is found by Newton
-steps, first with fractions of pipelines, then with whole ones: T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
+over compositions of every TP degree. Newton steps find the least T that finishes all M, first with
+fractions of pipelines, then with whole ones: T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ class PipelineRates:
     """Compositions and how fast each is, one row a composition."""
 
     devices: IntArray
-    """Devices of each type that the pipeline takes."""
+    """[compositions, types] devices that the pipeline takes."""
     slope_s: FloatArray
-    """Seconds of one more micro-batch."""
+    """Seconds of each micro-batch; infinite where the model doesn't fit."""
     fill_s: FloatArray
-    """Seconds besides."""
+    """Seconds to fill the pipeline, in addition."""
 
 
 def bottleneck_times_s(
@@ -104,13 +104,13 @@ def best_mix(devices: IntArray, work: FloatArray, counts: IntArray) -> float:
 
     Args:
         devices: Devices of each type that a pipeline takes, one row a pipeline.
-        work: What each pipeline does.
+        work: Work that each pipeline does.
         counts: Devices of each type.
     """
     if not len(work) or work.max() <= 0:
         return 0.0
     prices = _prices(devices, work, counts)
-    # Prices that miss a pipeline by rounding are raised until none is missed: then they bound.
+    # Dual prices that are infeasible by rounding are raised until they are feasible and so bound.
     missed = float((work / np.maximum(devices @ prices, 1e-300)).max())
     return float(counts @ prices) * max(missed, 1.0)
 
@@ -118,7 +118,7 @@ def best_mix(devices: IntArray, work: FloatArray, counts: IntArray) -> float:
 def _most_work(
     devices: IntArray, work: FloatArray, counts: IntArray, num_microbatches: int
 ) -> IntArray | None:
-    """Solve the programme for one T over the compositions that the relaxation likes best."""
+    """Solve the programme for one T, over compositions of least reduced cost; None if unsolved."""
     useful = np.flatnonzero(work >= 1.0)
     if not len(useful):
         return None
@@ -147,13 +147,13 @@ def _best_fractions(devices: IntArray, work: FloatArray, counts: IntArray) -> Fl
 
 
 def _prices(devices: IntArray, work: FloatArray, counts: IntArray) -> FloatArray:
-    """Return the relaxation's price of a device of each type."""
+    """Return the relaxation's dual price of a device of each type."""
     prices: FloatArray = np.maximum(-_relax(devices, work, counts)[1].row_duals, 0.0)
     return prices
 
 
 def _relax(devices: IntArray, work: FloatArray, counts: IntArray) -> tuple[IntArray, Solution]:
-    """Solve the programme with fractions, adding columns as they pay; return those it had."""
+    """Solve the relaxation by column generation; return its columns and the solution."""
     active = np.sort(_largest(work / devices.sum(axis=1), 32))
     while True:
         program, _ = _work_program(devices[active], work[active], counts)
@@ -180,7 +180,7 @@ def _largest(values: FloatArray, count: int) -> IntArray:
 def _work_program(
     devices: IntArray, work: FloatArray, counts: IntArray, whole_up_to: FloatArray | None = None
 ) -> tuple[LinearProgram, IntArray]:
-    """Return the programme and its variables: whole up to a limit, or any fractions."""
+    """Return the programme and its variables: integers up to a limit, or else continuous."""
     program = LinearProgram()
     upper = np.full(len(work), np.inf) if whole_up_to is None else whole_up_to
     used = program.add_variables(upper=upper, cost=-work, integral=whole_up_to is not None)

@@ -1,16 +1,16 @@
-"""Agree between all ranks on what happened in an iteration, with one small row of each.
+"""Let all ranks agree on what happened in an iteration, by one small row from each.
 
-Every rank gives a row: a few integers (did anything change?) and sums (loss, target tokens, logged
-values). Rows go up a tree and all of them down again (see `ranks.tree`): at any number of ranks a
-rank has at most 18 messages, in about 2 log₈ n steps, and n rows of 8·(10 + 5 per logged value)
-bytes come in. A row is sent as soon as the rank's schedule ends and read after the push, so it
-costs little wait of its own. Objects travel only when ranks report what they haven't before. On an
-accelerator the sums are gathered there, apart from the integers, so nothing waits for the device.
+A row has a few integers (which show whether anything changed) and sums (loss, target tokens, logged
+values). Rows go up a tree, and then all of them go down to all ranks (see `ranks.tree`): a rank has
+at most 18 messages, in about 2 log₈ n steps, and receives n rows of 8·(10 + 5 per logged value)
+bytes. A row is sent as soon as the rank's schedule ends and read after the push, so the exchange
+adds little waiting. Objects are gathered only when a rank reports something new. On an accelerator
+the sums are gathered on the device, apart from the integers, so the host doesn't wait for it.
 
-Where rows have standbys, so that a lost rank needn't cost a step, a row is sent after the push, for
-which an accelerator is waited for. Then whoever has all rows knows that all have their gradients: a
-rank that is lost before it has sent its row keeps all from the step, one that is lost later nobody,
-unless it should have handed rows down.
+With standbys a lost rank needn't cost a step. Then a row is sent after the push, for which the host
+waits, so a rank that has all rows knows that all ranks have their gradients. If a rank is lost
+before it has sent its row, no rank steps. If it is lost later, all others step, unless it should
+have sent rows down.
 """
 
 import zlib
@@ -46,13 +46,13 @@ _KINDS = [
 ]
 """Kinds by the sum of their bits."""
 _LEAVES, _SEES_GUESTS, _RETURNS = (len(_KINDS) << place for place in range(3))
-"""Bits beside those of kinds."""
+"""Bits of flags, above those of kinds."""
 _MAX_KNOWN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The part of a rank's account of an iteration that seldom changes."""
+    """The part of a rank's report on an iteration that seldom changes."""
 
     entries: tuple[LogEntry, ...]
     """Logged by its steps."""
@@ -69,7 +69,7 @@ class Report:
 
 
 class Reports:
-    """The reports of all ranks, and what they say together: looked through once, used often.
+    """The reports of all ranks, merged once and used in many iterations.
 
     Args:
         reports: By global rank.
@@ -77,7 +77,7 @@ class Reports:
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.entries = tuple(dict.fromkeys(entry for item in reports for entry in item.entries))
-        """All that was logged, in one order."""
+        """All that was logged, in the same order on all ranks."""
         self.num_missing = Counter(name for item in reports for name in item.missing)
         """How many holders of a parameter have no gradient of it."""
         self.buffers = {rank: item.buffers for rank, item in enumerate(reports) if item.buffers}
@@ -85,14 +85,14 @@ class Reports:
         self.reads = {rank: item.reads for rank, item in enumerate(reports) if item.reads}
         """The outer parameters that ranks have used."""
         self.measured = [item.measured for item in reports if item.measured is not None]
-        """The counts that ranks have made of their layers."""
+        """The bytes that ranks have counted in their layers."""
         self.counting_pads = counting_pads(mean for item in reports for mean in item.means)
-        """What is told of means that count pads otherwise than one device does."""
+        """Descriptions of means that count pads differently than one device does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """A rank's integers."""
+    """The integers of a rank's row."""
 
     num_samples: int
     """Weight of this rank's samples; only the first rank of a pipeline gives it."""
@@ -107,11 +107,11 @@ class Header:
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of this rank's micro-batches."""
     returns: bool
-    """Whether this rank's steps returned, or appended, what other ranks must get."""
+    """Whether this rank's steps returned, or appended, anything that other ranks must get."""
 
     @property
     def bits(self) -> int:
-        """All that is yes or no, in one number."""
+        """The loss kinds and the flags as bits of one number."""
         kinds = sum(_BITS[kind] for kind in self.loss_kinds)
         flags = self.is_leaving * _LEAVES | self.sees_guests * _SEES_GUESTS
         return kinds | flags | self.returns * _RETURNS
@@ -131,7 +131,7 @@ class Agreed:
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of all ranks."""
     returns: bool
-    """Whether any rank's steps left behind what others must get."""
+    """Whether any rank's steps returned, or appended, anything that others must get."""
     sums: Tensor
     """Each rank's sums, (num_ranks, length)."""
 
@@ -153,7 +153,7 @@ class Agreement:
         self._known: dict[bytes, Reports] = {}
         self._pipelines = b""
         self._first_ranks: IntArray = np.empty(0, np.int64)
-        """Of each rank's pipeline the first rank, in the plan that ran last."""
+        """By global rank: the first rank of its pipeline, in the plan that ran last."""
         self._entries: tuple[LogEntry, ...] = ()
 
     def begin(
@@ -162,8 +162,8 @@ class Agreement:
         """Send this rank's row, without waiting for the others'.
 
         Args:
-            report: What changed seldom.
-            header: What changes each time.
+            report: The part that seldom changes.
+            header: The part that changes each time.
             sums_of: Returns this rank's float64 sums for the given entries.
         """
         self._report, self._sums_of = report, sums_of
@@ -185,10 +185,10 @@ class Agreement:
         self._going_up = self._tree.begin_up(integers)
 
     def finish(self) -> Agreed:
-        """Return what all ranks said.
+        """Wait for the rows of all ranks, and return the outcome; collective.
 
         Raises:
-            BatchError: Ranks of one pipeline have different batches.
+            BatchError: Ranks of one pipeline have different batches; on every rank.
         """
         rows = self._tree.share(self._going_up)
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
@@ -215,7 +215,7 @@ class Agreement:
         )
 
     def _hear(self, digests: bytes) -> Reports:
-        """Return the ranks' reports, which travel if they haven't yet; collective."""
+        """Return the ranks' reports, gathered only if their digests are new; collective."""
         if digests not in self._known:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
@@ -230,7 +230,7 @@ class Agreement:
 
 
 class _DeviceGather:
-    """An all-gather of equal rows on an accelerator under way."""
+    """An asynchronous all-gather of equally long rows on an accelerator."""
 
     def __init__(self, row: Tensor, comms: Communicators) -> None:
         self._work: dist.Work | None = None

@@ -1,17 +1,17 @@
-"""Buffers that steps change: who has the right values, when all ranks get them, what is refused.
+"""Buffers that steps change: whose values are used, when all ranks get them, what is refused.
 
-A layer's buffers change where the layer is computed; those outside the layers change on every stage
-if that happens before the layers, and on last stages after them. What counts is the first pipeline
-that changes a buffer, and in it the layer's stage or, outside the layers, the first stage. All
-ranks get its values before an evaluation, a checkpoint, a change of plan and the end.
+A layer's buffers change on the layer's stage. Buffers outside the layers change on every stage if
+they are changed before the layers, and on last stages if after them. The values of the first
+pipeline that changes a buffer are used: of the layer's stage or, outside the layers, of the first
+stage. All ranks get them before an evaluation, a checkpoint, a change of plan and the end.
 
 One device changes a buffer once, with the whole batch. A buffer that several micro-batches change,
-or that pipelines change differently, follows what a micro-batch holds, as BatchNorm's statistics
-do: that is refused in the first iteration in which it happens, unless the user accepts it.
+or that pipelines change differently, depends on a micro-batch's content, as BatchNorm's statistics
+do: it is refused in the first iteration in which this happens, unless the user accepts it.
 
-A buffer that no `state_dict` has may also be a cache that grows with the longest micro-batch: that
-its shape changes isn't a change. That its values do is one, as with Hugging Face's rotary
-frequencies that depend on a batch's length.
+A buffer that isn't persistent may also be a cache that grows with the longest micro-batch: a new
+shape doesn't count as a change. New values do, as with Hugging Face's rotary frequencies that
+depend on a batch's length.
 """
 
 import zlib
@@ -34,15 +34,15 @@ __all__ = ["BufferChange", "BufferWatch"]
 
 @dataclass(frozen=True, slots=True)
 class BufferChange:
-    """One rank's account of a buffer that an iteration has changed."""
+    """One rank's report on a buffer that an iteration has changed."""
 
     name: str
     is_repeated: bool
     """Whether more than one action changed it."""
     is_versioned: bool
-    """Whether its version tells, as it doesn't after `buffer.data.copy_(...)`."""
+    """Whether changes increment its version; `buffer.data.copy_(...)` doesn't."""
     digest: int
-    """Of its new values: in the first iteration, of a cache in all of them; else 0."""
+    """Digest of its new values in the first iteration, or of a cache in any; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Slot:
     attribute: str
     layer: int | None
     is_cache: bool
-    """Whether no `state_dict` has it."""
+    """Whether it isn't persistent, so that no `state_dict` has it."""
 
     @property
     def current(self) -> Tensor | None:
@@ -73,13 +73,13 @@ class BufferWatch:
     """The buffers of one module on one rank.
 
     Called by every rank alike: `begin` before an iteration of any kind, `look` after each action,
-    `report` and `settle` around the agreement, `share` where all shall have the same values.
+    `report` and `settle` around the agreement, `share` where all ranks need the same values.
 
     Args:
-        module: The module; buffers that ranks have drawn differently become rank 0's.
+        module: The module; buffers whose first values differ between ranks become rank 0's.
         layout: Its layers.
         comms: The communicators.
-        may_differ: Whether buffers may follow what a micro-batch holds.
+        may_differ: Whether buffers may depend on a micro-batch's content.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class BufferWatch:
         self._counts: Counter[str] = Counter()
         self._num_looks = 0
         self._sources: dict[str, int] = {}
-        """The rank whose values count, of buffers that have changed since they were shared."""
+        """By name of a buffer that changed since it was shared: the rank whose values are used."""
         self._share_drawn()
 
     def _share_drawn(self) -> None:
-        """Take from rank 0 what ranks have drawn differently; collective."""
+        """Take from rank 0 the buffers whose first values differ between ranks; collective."""
         digests = {name: _digest(slot.current) for name, slot in self._slots.items()}
         gathered = self._comms.gather_objects(digests)
         differing = {
@@ -175,7 +175,7 @@ class BufferWatch:
         return is_new
 
     def report(self, layers: range, pipeline_index: int) -> tuple[BufferChange, ...]:
-        """Return what has changed of what the stage with these layers computes."""
+        """Return the changed buffers of a stage with these layers, and of outside the layers."""
         changes = []
         for name, slot in self._slots.items():
             count = self._counts[name] or name in self._unversioned
@@ -191,14 +191,14 @@ class BufferWatch:
         return tuple(changes)
 
     def settle(self, reports: Mapping[int, Sequence[BufferChange]], plan: ParallelPlan) -> None:
-        """Decide whose buffers count, the same on every rank.
+        """Decide whose buffers are used, the same on every rank.
 
         Args:
             reports: What ranks have changed, by global rank; those that changed none left out.
             plan: The plan that ran.
 
         Raises:
-            StepError: A buffer follows what a micro-batch holds.
+            StepError: A buffer depends on a micro-batch's content.
         """
         found: dict[str, dict[int, tuple[int, BufferChange]]] = defaultdict(dict)
         if not reports:
@@ -215,7 +215,7 @@ class BufferWatch:
             self._check(name, [change for _, change in changes.values()])
 
     def _check(self, name: str, changes: Sequence[BufferChange]) -> None:
-        """Refuse a buffer that follows what a micro-batch holds; one change for each pipeline."""
+        """Refuse a buffer that depends on a micro-batch's content; one change per pipeline."""
         is_repeated = any(change.is_repeated for change in changes)
         if self._may_differ or (not is_repeated and len({c.digest for c in changes}) == 1):
             return
@@ -232,7 +232,7 @@ class BufferWatch:
 
     @property
     def are_shared(self) -> bool:
-        """Whether each rank has the values that count, and versions tell of any change."""
+        """Whether all ranks have the same values, and any change increments a version."""
         return not self._sources and not self._unversioned
 
     def share(self) -> None:
@@ -243,7 +243,7 @@ class BufferWatch:
         self._sources.clear()
         if self._comms.world_size == 1:
             return
-        # What an evaluation makes could not be changed in training.
+        # Buffers made in an evaluation's inference mode couldn't be changed in training.
         with torch.inference_mode(mode=False), torch.no_grad():
             for source, own in sorted(names.items()):
                 mine = source == self._comms.global_rank

@@ -1,4 +1,4 @@
-"""The options of an engine, and what tells its iterations apart."""
+"""The options of an engine, and the keys of its iterations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ __all__ = ["EngineConfig", "IterationKey", "OwnedDevice", "Phase"]
 
 
 class Phase(IntEnum):
-    """The purpose of an iteration, as Lightning's loops have them."""
+    """The loop of Lightning that an iteration belongs to."""
 
     TRAIN = 0
     VALIDATE = 1
@@ -31,14 +31,14 @@ class OwnedDevice(Choice):
     """Where owned slices live: masters, optimizer states and summed gradients."""
 
     AUTO = "auto"
-    """On the ranks' devices, but for those that the first plan's `host_owners` name."""
+    """On each rank's device, but on the host for ranks in the first plan's `host_owners`."""
     DEVICE = "device"
     """On the device of each rank."""
     CPU = "cpu"
     """In the memory of each rank's host; the optimizer's step runs there."""
 
     def is_on_host(self, plan: ParallelPlan, global_rank: int) -> bool:
-        """Whether a rank's owned slices live on its host, if the first plan is this one."""
+        """Whether a rank's owned slices live on its host, if `plan` is the first one."""
         return self is OwnedDevice.CPU or (
             self is OwnedDevice.AUTO and global_rank in plan.host_owners
         )
@@ -46,7 +46,7 @@ class OwnedDevice(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationKey:
-    """Which iteration it is; its random numbers depend on nothing else but the seed."""
+    """Identifies an iteration; its random numbers depend only on this and the seed."""
 
     phase: Phase
     epoch: int
@@ -64,14 +64,14 @@ class EngineConfig:
     """Micro-batches of a pipeline for which the plan names no number."""
     ownership: Ownership = Ownership.AUTO
     standbys: tuple[int, ...] = ()
-    """For each rank the one that stands by for it; empty without redundancy."""
+    """By rank: its standby; empty without redundancy."""
     standby_check_steps: int = 100
     """Optimizer steps after which slices and standbys are compared; 0 never compares them."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
     node_of_rank: tuple[int, ...] = ()
-    """The node of each rank, where gradients may be summed by node."""
+    """The node of each rank, for gradients that are summed by node."""
     compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""
@@ -84,14 +84,14 @@ class EngineConfig:
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
     """The answer to gradients that aren't finite."""
     loss_reduction: LossReduction | None = None
-    """How losses reduce over their batches; None finds out."""
+    """How losses reduce over their batches; None detects it."""
     share_outputs: bool = True
     """Whether every rank gets what steps return and append."""
     local_buffers: bool = False
-    """Whether buffers and what layers return may change with what a micro-batch holds."""
+    """Whether buffers and layers may mix the samples of a micro-batch, as BatchNorm does."""
 
     def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
-        """Return the dtype in which a rank keeps gradients; one micro-batch's are no sum."""
+        """Return the dtype of gradients: at least fp32 for sums over micro-batches, if wanted."""
         if num_microbatches > 1 and self.fp32_gradients:
             return torch.promote_types(self.compute_dtype, torch.float32)
         return self.compute_dtype
@@ -99,7 +99,7 @@ class EngineConfig:
     def owners(
         self, specs: Sequence[ParameterSpec], plan: ParallelPlan, *, world_size: int
     ) -> dict[str, tuple[Slice, ...]]:
-        """Return the slices of each parameter with their owners, if the first plan is this one."""
+        """Return the slices of each parameter with their owners, if `plan` is the first one."""
         ownership = self.ownership
         if ownership is Ownership.AUTO:
             is_idle = len(plan.ranks) < world_size

@@ -7,12 +7,12 @@ An iteration on every rank, see `Engine.run`:
 3. *forward, backward*: the stage's actions run in 1F1B order, each forward runs the user's step,
 4. *push*: gradients travel to the owners, a unit as soon as its last backward pass has ended,
 5. *agree*: losses, logged values and target tokens are summed over all ranks, and the owners divide
-   their gradients by the iteration's target tokens (those of a loss that is a sum stay): what one
-   big device would have computed.
+   their gradients by the iteration's target tokens (except those of a loss that is a sum), which
+   gives what one big device would have computed.
 
 Outside of training there is no backward and no push.
 
-Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipelines (AutoHet §III).
+Design: optimization separate from propagation (Hydraulis §5), asymmetric pipelines (AutoHet §III).
 """
 
 import warnings
@@ -127,7 +127,7 @@ class Engine:
             num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )
-        """The plan that runs, made ready."""
+        """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
         self._late = LateNumbers(device)
         self.loss_trials = LossTrials()
@@ -135,13 +135,13 @@ class Engine:
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
         self.fingerprint = 0
-        """Of the batch that comes next, taken before it went to the device."""
+        """Fingerprint of the next batch, taken before it went to the device."""
         self.is_leaving = False
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
-        """The ranks that said so in the last iteration; the same on every rank."""
+        """The ranks that were leaving in the last iteration; the same on every rank."""
         self.sees_guests = False
-        """Whether this rank knows of processes that wait to be let in; told like `is_leaving`."""
+        """Whether this rank knows of processes that wait to be let in; shared like `is_leaving`."""
         self.has_guests = False
 
     # -- an iteration ---------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Engine:
     def run(
         self, step: Callable[[Any], Any], batch: Any, key: IterationKey
     ) -> tuple[Tensor | None, Records]:
-        """Run one iteration; called by every rank alike.
+        """Run one iteration; collective over all ranks.
 
         Training leaves the gradient of each slice in `self.gradients`.
 
@@ -159,7 +159,7 @@ class Engine:
             key: Which iteration it is. Its phase decides whether there is a backward.
 
         Returns:
-            The loss in training, the same on every rank, and what steps left behind besides.
+            The loss, the same on every rank, None outside of training; and the steps' records.
 
         Raises:
             StepError, BatchError, ModelError: Step, batch or model break the contract.
@@ -211,8 +211,8 @@ class Engine:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients, is_cut=is_cut, is_shared_out=is_shared_out)
-                # Agree: what others must know leaves now, and is read after the push. With standbys
-                # it leaves after that: all have their gradients then, and all step or none.
+                # Agree: rows are sent now, and read after the push. With standbys they are sent
+                # after it: then all ranks have their gradients, and either all step or none.
                 begin = partial(self._begin_agreement, key.phase, results, passes)
                 agreement = None if is_training and self.store.has_standbys else begin()
                 # Push.
@@ -221,7 +221,7 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        # Not before: a rank that ends here has sent all that others need to come to the same end.
+        # Not before: a rank that raises here has sent all that others need to raise the same.
         self.settle()
         self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         self.buffers.settle(agreed.reports.buffers, self.plan)
@@ -249,7 +249,7 @@ class Engine:
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
-        """Tell the other ranks what happened here, without waiting for what they tell."""
+        """Send this rank's row of the agreement, without waiting for the others'."""
         place, running = self.place, self.plans.running
         is_first = place is not None and place.stage_index == place.tp_rank == 0
         header = Header(
@@ -280,11 +280,11 @@ class Engine:
         return agreement
 
     def _speaks(self) -> bool:
-        """Whether this rank is the first of its tensor-parallel group, which all are alike."""
+        """Whether this rank reports for its tensor-parallel group, whose ranks have the same."""
         return self.place is None or self.place.tp_rank == 0
 
     def _settle_training(self, sums: Sums, agreed: Agreed, batch: Any, key: IterationKey) -> Tensor:
-        """Keep what the optimizer may use of the summed gradients; returns the iteration's loss.
+        """Scale the summed gradients and keep them for the optimizer; return the iteration's loss.
 
         Raises:
             StepError: Losses don't go together, or gradients aren't finite.
@@ -299,7 +299,7 @@ class Engine:
             torch._foreach_mul_(sums.memory, scale)
         self.gradients = self.store.as_masters(kept)
         self.gradients_are_finite = True
-        # To leave a step out, the host must know before the step.
+        # To skip a step, the host must know before it.
         is_now = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_late = self._late.is_late and not is_now
         if is_late:
@@ -310,7 +310,7 @@ class Engine:
         return loss.value
 
     def _judge(self, plan: ParallelPlan, batch: str, is_late: bool, totals: Tensor) -> None:  # noqa: FBT001 - inside only
-        """Answer what the ranks' totals of a training iteration say, if it is bad.
+        """Raise or warn if any rank's gradients of a training iteration aren't finite.
 
         Raises:
             StepError: See `_settle_training`.
@@ -323,7 +323,7 @@ class Engine:
             answer_nonfinite(found, self.config.nonfinite_gradients, is_late=is_late)
 
     def settle(self) -> None:
-        """Judge what the last iteration has left to judge; called by every rank alike.
+        """Judge the last iteration's late numbers; called by every rank alike.
 
         Raises:
             StepError: Its numbers break the contract; see `LateNumbers`.
@@ -355,7 +355,7 @@ class Engine:
         self.plans.change(plan)
 
     def remove(self) -> None:
-        """Give the module and its layers their own methods back, and let the weights go."""
+        """Restore the methods of the module and its layers, and free the compute weights."""
         self.plans.close()
         self.logs.remove()
         self.boundary.remove()
@@ -365,10 +365,10 @@ class Engine:
             self.tensor_parallel.remove()
 
     def mark_weights_stale(self, *, only_trainable: bool = False) -> None:
-        """Say that slices have changed, so that the next iteration pulls.
+        """Note that slices have changed, so that the next iteration pulls.
 
         Args:
-            only_trainable: Frozen parameters are as they were (an optimizer step).
+            only_trainable: Whether frozen parameters are unchanged, as after an optimizer's step.
         """
         self.plans.running.pull.mark_stale(only_trainable=only_trainable)
 
@@ -383,7 +383,7 @@ class Engine:
 
     def _make_store(self, plan: ParallelPlan) -> SliceStore:
         slices = self.config.owners(self.layout.specs, plan, world_size=self.comms.world_size)
-        # Before anything else travels, whose size depends on them.
+        # Before any message whose size depends on them.
         specs, options = self.layout.specs, self.config
         check_alike(
             self.comms, plan=plan, parameters=specs, owners=list_owners(slices), options=options

@@ -31,9 +31,9 @@ class _InFlight:
     received: list[Tensor]
     """Activation and side tensors from the stage before, as far as they have gradients."""
     outputs: list[Tensor]
-    """Those sent on, or the loss on the last stage, as far as they have gradients."""
+    """Tensors sent on, or the loss on the last stage, as far as they have gradients."""
     gradient: Tensor | None
-    """The loss's: its target tokens. Others come from the next stage."""
+    """Gradient of the loss: its targets, or 1 for a sum. None on stages that receive gradients."""
 
 
 class StagePasses:
@@ -42,12 +42,12 @@ class StagePasses:
     Args:
         running: The plan that runs.
         boundary: The wrapped layers of the user's model.
-        results: Collects what steps make.
+        results: Collects the steps' results.
         microbatches: This rank's, in order.
         recomputations: What each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
-        layer_trial: Makes the trial of layers in which samples may meet, if there is one.
+        layer_trial: Makes the trial that finds layers that mix samples; None tries none.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -73,7 +73,7 @@ class StagePasses:
         self._first_index = first_index
         self._seed = seed
         self._trials: dict[int, LayerTrial] = {}
-        """Of the layers of one micro-batch, the first of those with the most samples."""
+        """The layer trial of one micro-batch, the first of those with the most samples."""
         if layer_trial is not None and microbatches:
             counts = [sizes_of(item)[0] for item in microbatches]
             index = counts.index(max(counts))
@@ -92,7 +92,7 @@ class StagePasses:
         """Run the actions of the schedule; `look` is called after each.
 
         Raises:
-            StepError, ModelError: The step or the model does what a stage can't.
+            StepError, ModelError: The step or the model does something that a stage can't do.
         """
         are_traced, gets_gradients = is_traced(), self._running.link.following is not None
         for action, upcoming in zip_longest(schedule, schedule[1:]):
@@ -135,7 +135,7 @@ class StagePasses:
     def missing(self) -> tuple[str, ...]:
         """Return the parameters for which this rank's backward passes made no gradient."""
         if self._results.losses and not self._has_run_backward:
-            # No loss had a target: gradients are zeros, as torch makes them of a mean of nothing.
+            # No loss had a target: gradients are zeros, as torch makes them for an empty mean.
             return ()
         return tuple(self._running.push.missing())
 
@@ -207,7 +207,7 @@ class StagePasses:
         if link.following is not None:
             link.expect_gradient(index, held.outputs)
             gradients = [*link.receive_gradient(index)]
-        # Within older checkpoints a weight gets its gradient in parts, and none says it's the last.
+        # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
         is_last = index + 1 == len(self._microbatches) and not held.forward.is_reentrant
         if is_last:
             self._running.push.begin_last_backward()

@@ -1,11 +1,11 @@
-"""Decide which layers of a rank's stage each micro-batch of an iteration computes again.
+"""Decide which layers of a rank's stage each micro-batch of an iteration recomputes.
 
-What the plan says goes first, then the strategy's option. Under a budget of bytes
-`core.recomputation` decides, from the micro-batches' tokens and from what a layer keeps. That is
-counted in the first iteration, in which all layers are recomputed but one: the last layer of the
-first micro-batch, whose backward comes before any other layer is computed again, so that this takes
-no more memory than a budget must hold at least. Later iterations count one kept layer each, and the
-most that was counted for a token goes for all.
+The plan decides; if it says nothing, the strategy's option. Under a budget of bytes
+`core.recomputation` decides, from the micro-batches' tokens and the bytes that a layer keeps. These
+are counted in the first iteration, in which all layers are recomputed but one: the last layer of
+the first micro-batch. Its backward comes before any layer is recomputed, so this takes no more
+memory than the least possible budget. Later iterations count one kept layer each, and the maximum
+per token is used for all.
 """
 
 from collections.abc import Container, Sequence
@@ -29,17 +29,17 @@ __all__ = ["MeasuredBytes", "RecomputationChoice"]
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """A rank's count of one layer, for the ranks that will run such layers."""
+    """A rank's count of one layer's bytes, used by all stages with its TP degree."""
 
     tp_degree: int
     layer: LayerBytes
 
 
 class RecomputationChoice:
-    """Chooses what stages of one rank recompute, and learns what layers keep.
+    """Chooses which layers stages of one rank recompute, and learns how many bytes layers keep.
 
     Args:
-        options: What the strategy says where the plan doesn't.
+        options: The strategy's options, used if the plan says nothing.
     """
 
     def __init__(self, options: LayerOptions) -> None:
@@ -48,12 +48,12 @@ class RecomputationChoice:
         self._options = options
         self._known: dict[int, LayerBytes] = {}
         self._last: tuple[StagePlan, Recomputation] | None = None
-        """The stage that ran last, where nothing is decided anew for each iteration."""
+        """The stage that ran last and its choice, if that is the same in every iteration."""
 
     def of(
         self, stage: StagePlan | None, microbatches: Sequence[Any], schedule: tuple[Action, ...]
     ) -> list[Recomputation]:
-        """Return what each micro-batch of an iteration recomputes.
+        """Return which layers each micro-batch of an iteration recomputes.
 
         Args:
             stage: The rank's; None if it is idle.
@@ -86,11 +86,11 @@ class RecomputationChoice:
         return chosen
 
     def learn(self, measured: Sequence[MeasuredBytes]) -> None:
-        """Take what all ranks have counted; called by every rank with the same."""
+        """Take over all ranks' counts; called by every rank with the same, after the agreement."""
         self.measured = None
         for item in measured:
             known = self._known.get(item.tp_degree, item.layer)
-            # The larger of two ranks' serves both, which must recompute the same.
+            # The larger count is used, since ranks of a stage must recompute the same.
             self._known[item.tp_degree] = LayerBytes(
                 kept=max(known.kept, item.layer.kept),
                 recomputed=max(known.recomputed, item.layer.recomputed),
@@ -115,7 +115,7 @@ class RecomputationChoice:
             if known is None or layer.kept > known.kept or layer.recomputed > known.recomputed:
                 self.measured = MeasuredBytes(stage.tp_degree, layer)
             if known is None:
-                window.recomputed(layer)  # It must be possible.
+                window.recomputed(layer)  # Raises if the budget is too small.
 
         return MeasuredLayer(index=stage.layers[-1], num_tokens=window.tokens[index], report=report)
 

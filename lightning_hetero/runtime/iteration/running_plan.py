@@ -1,8 +1,8 @@
-"""The plan that runs on one rank, and the way to another one.
+"""The plan that runs on one rank, and changes to other plans.
 
-Making a plan ready communicates nothing, but where it has new groups, and moves no optimizer state:
-slices stay with their owners, everything else is made anew. That is why a plan can change from one
-iteration to the next.
+Making a plan ready communicates only if it has new groups, and moves no optimizer state: slices
+stay with their owners, everything else is made anew. So the plan can change between any two
+iterations.
 """
 
 from collections import Counter
@@ -40,10 +40,10 @@ from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
 
 MAX_KNOWN_PLANS = 16
-"""Plans whose tables are kept; another one's are computed anew when it runs."""
+"""Number of plans whose tables are kept; those of others are computed again when they run."""
 MERGED_NUMEL = 2**20
-"""Elements of small layers that travel as one unit: 2 or 4 MB, which a fast link moves in the time
-that it takes to begin."""
+"""Elements of small layers that travel as one unit: 2 or 4 MB, which a fast link moves in about its
+latency."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -91,17 +91,17 @@ class RunningPlan:
         )
 
     def start_pull(self, calls: ModuleCalls) -> None:
-        """Post all weights; those outside the layers are awaited when the module is called.
+        """Post the pull of all weights; wait for outer ones only when the module is first called.
 
-        Whoever reads one earlier waits for it there. What tensor parallelism has cut is awaited at
-        once: it is hidden from steps, so it can't say that it is under way.
+        Code that reads one earlier waits for it there. If tensor parallelism has cut weights, outer
+        ones are waited for at once: weights that are hidden from steps can't wait by themselves.
         """
         outer = -1, self.plan.num_layers
         are_seen = calls.before_first(partial(self.pull.wait_units, outer))
         self.pull.start(needed=() if are_seen and not self.weights.has_cut else outer)
 
     def finish_exchange(self, *, is_training: bool) -> Sums | None:
-        """Wait for all that travels; return the summed gradients of the slices in training."""
+        """Wait for all of the iteration's messages; return the slices' summed gradients, if any."""
         self.pull.finish()
         sums = self.push.finish() if is_training else None
         self.link.finish()
@@ -114,7 +114,7 @@ class RunningPlan:
 
         Args:
             gradients: By parameter.
-            num_missing: How many holders have none, of those for which any hasn't.
+            num_missing: By parameter that lacks any: the number of holders without a gradient.
         """
         unused = {
             name for name, number in num_missing.items() if number == len(self.table.holdings(name))
@@ -124,7 +124,7 @@ class RunningPlan:
         return {name: item for name, item in gradients.items() if name not in unused}
 
     def read_watch(self) -> ReadWatch | None:
-        """Return what watches a micro-batch at an end of a pipeline; None if it isn't watched."""
+        """Return a watch of a micro-batch at an end of a pipeline; None if it isn't watched."""
         is_first, is_last = self.link.previous is None, self.link.following is None
         if self.reads is None or is_first is is_last:
             return None
@@ -143,8 +143,8 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
-        node_of_rank: By global rank, if they may travel by node.
-        num_microbatches: Of pipelines for which a plan names no number.
+        node_of_rank: Nodes by global rank, if gradients may be summed by node.
+        num_microbatches: Micro-batches of pipelines for which a plan names no number.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
@@ -163,7 +163,7 @@ class PlanSwitch:
     ) -> None:
         self._store = store
         self._num_microbatches = num_microbatches
-        # One for all plans: torch has 32 of them, and then two plans' would be the same by chance.
+        # One for all plans: torch has only 32 streams, so two plans' might be the same.
         self._side_stream = SideStream(store.device)
         self._comms = comms
         self._clock = clock
@@ -178,7 +178,7 @@ class PlanSwitch:
             side_stream=self._side_stream,
         )
         self._known: dict[ParallelPlan, Routes] = {}
-        """Plans that ran or may run, the latest ones."""
+        """The latest plans that ran or may run, the most recent one last."""
         self._tensor_parallel = tensor_parallel
         self._roles = OuterRoles()
         self._specs = self._roles.apply(store.specs.values(), known=False)
@@ -187,18 +187,18 @@ class PlanSwitch:
         """The plan that runs."""
 
     def prepare(self, plans: Sequence[ParallelPlan]) -> None:
-        """Make the groups of plans that may run, so that no iteration waits for one to be made.
+        """Create the groups of plans that may run, so that no iteration waits for that.
 
-        Collective over all ranks where there are new ones. A plan that wasn't prepared runs, too:
-        what has no group goes by messages.
+        Collective over all ranks if there are new ones. A plan that wasn't prepared runs, too:
+        units without a group travel by messages.
         """
         numels: Counter[tuple[int, ...]] = Counter()
         for plan in plans:
             self._connect(plan)
-        # Fewer ranks go by no collective where all of them do not.
+        # If all ranks together use no collective, fewer ranks don't either.
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
-            # What is outside the layers is held at both ends, and at one end once that is known.
+            # Outer parameters are held at both ends, and at one end once their use is known.
             routes = self._routes_of(plan)
             tables = [routes.table]
             for role in OuterRole:
@@ -214,7 +214,7 @@ class PlanSwitch:
         self._comms.make_exchange_groups(wanted)
 
     def _connect(self, plan: ParallelPlan) -> None:
-        """Make what a plan's stages need; collective where it isn't there."""
+        """Create the communicators of a plan's stages; collective if there are new ones."""
         if plan.max_stages > 1:
             self._comms.connect_stages()
         if self._tensor_parallel is not None:
@@ -288,7 +288,7 @@ class PlanSwitch:
             self._replace(plan, shares_memory=False)
 
     def follow_freezing(self) -> bool:
-        """Move other gradients from now on if parameters were frozen or thawed since.
+        """Change which gradients travel, if parameters were frozen or thawed since the last call.
 
         Returns whether there were any, the same on every rank.
         """
@@ -298,7 +298,7 @@ class PlanSwitch:
         return changed
 
     def begin(self, phase: int, epoch: int) -> RunningPlan:
-        """Return the plan for an iteration; what it reads is watched if it is the first of a phase.
+        """Return the plan for an iteration; watch its reads if it is the first of a phase.
 
         See `outer_parameters`.
         """
@@ -318,7 +318,7 @@ class PlanSwitch:
             self._hold(known=True)
 
     def close(self) -> None:
-        """Let the plan's weights go, whoever still holds this; slices stay where they are."""
+        """Free the plan's weights, even if this object is still held; slices keep their values."""
         self.running.weights.release()
         del self.running
 
@@ -330,7 +330,7 @@ class PlanSwitch:
             self._replace(self.running.plan, shares_memory=self.running.shares_memory)
 
     def _replace(self, plan: ParallelPlan, *, shares_memory: bool) -> None:
-        with torch.inference_mode(mode=False):  # What is made for validation may train later.
+        with torch.inference_mode(mode=False):  # Weights made in a validation may train later.
             self.running.weights.release()
             # Both plans' weights together might be more than the device holds.
             del self.running

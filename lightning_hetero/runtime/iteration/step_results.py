@@ -1,7 +1,7 @@
-"""Collect what the user's steps make on one rank in an iteration: losses, logs, outputs, lists.
+"""Collect the results of a rank's steps in an iteration: losses, logs, outputs, appended items.
 
-Only a last stage's step runs to its end. The unusual is looked at here and nowhere else: how a
-loss counts (`targets`), what a step appends to the module's lists (`appended_lists`), and what it
+Only a last stage's step runs to its end. Its results are taken here and nowhere else: how a loss
+counts (`targets`), what a step appends to the module's lists (`appended_lists`), and what it
 returns besides its loss (`outputs`).
 """
 
@@ -29,7 +29,7 @@ __all__ = ["StepResults"]
 
 
 class StepResults:
-    """Collects what the steps of one iteration's micro-batches make on one rank.
+    """Collects the results of the steps of one iteration's micro-batches on one rank.
 
     Called for each micro-batch: `begin`, then `drop` if the stage ended the step, else `keep`.
 
@@ -37,11 +37,11 @@ class StepResults:
         module: The user's.
         logs: What steps log.
         device: Where losses are summed.
-        loss_reduction: What the user says that losses are; None finds out.
+        loss_reduction: What the user says that losses are; None detects it.
         is_training: Whether steps return losses.
-        ends_early: Whether the rank's stage ends steps before they make anything.
-        make_trial: Makes the trial of the first of them, if that is tried, of its micro-batch and
-            number of samples.
+        ends_early: Whether the rank's stage ends steps before they have results.
+        make_trial: Makes the trial of the first step's loss, given its micro-batch and number of
+            samples; None tries none.
         looks_at_means: Whether to look for means that count pads.
     """
 
@@ -59,10 +59,10 @@ class StepResults:
     ) -> None:
         self.is_training = is_training
         self.records: list[StepRecord] = []
-        """Left behind by the steps of a last stage, one a micro-batch."""
+        """What the steps of a last stage returned and appended, one record per micro-batch."""
         self.losses = LossSums(device)
         self.means = PaddedMeans(waits=make_trial is not None) if looks_at_means else None
-        """Looks at means in some iterations."""
+        """Looks for means that count pads, in some iterations."""
         self.lists = AppendedLists(module, looks_at_parts=make_trial is not None)
         self.module = module
         """The user's."""
@@ -82,7 +82,7 @@ class StepResults:
         self._make_trial = make_trial
 
     def begin(self, microbatch: Any) -> LossWatch:
-        """Look at the module before a step; returns what shall watch the step."""
+        """Note the module's state before a step; return the watch to use in the step."""
         self.lists.begin()
         self._sizes = sizes_of(microbatch)
         num_samples = self._sizes[0]
@@ -96,7 +96,7 @@ class StepResults:
         return LossWatch(self._logs.buffers(), num_samples, trial)
 
     def drop(self) -> None:
-        """Forget what a step did that ended with its stage."""
+        """Discard the results of a step that ended with its stage."""
         self._logs.drop_microbatch()
         self.lists.take(after_layers=False)
 
@@ -104,8 +104,8 @@ class StepResults:
         """Take what a step that ran to its end has returned, logged and appended.
 
         Returns:
-            The loss and its gradient. No loss where it is over no targets: it may be no number, and
-            0 * NaN is NaN; and none outside of training.
+            The loss and its gradient. There is no loss outside of training, nor for no targets:
+            that loss may be NaN, and 0 * NaN is NaN.
 
         Raises:
             StepError, ModelError: It returned no loss, or what this stage doesn't know.
@@ -128,8 +128,8 @@ class StepResults:
         self.losses.add(loss, judged, weight)
         if judged.kind is Kind.SUM:
             return [loss], torch.ones_like(loss)
-        # What an accelerator counts isn't read, which would wait for the forward pass. Where it
-        # finds no targets, the gradient is 0; a loss that divides by it says so by NaN gradients.
+        # Counts on an accelerator aren't read: that would wait for the forward pass. If they are 0,
+        # the gradient is 0; a loss that divides by them is then found by its NaN gradients.
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
         return [] if is_known and not judged.targets > 0 else [loss], weight.float()
 
@@ -145,10 +145,10 @@ class StepResults:
         is_cut: bool,
         is_shared_out: bool,
     ) -> None:
-        """Look at what was made after the iteration's last action.
+        """Check gradients, and warn of lists and draws, after the iteration's last action.
 
         Args:
-            gradients: Returns what backward passes have made.
+            gradients: Returns the gradients that backward passes have made.
             is_cut: Whether the iteration has several micro-batches or ranks.
             is_shared_out: Whether it has several micro-batches or pipelines.
         """
@@ -157,12 +157,12 @@ class StepResults:
         if is_cut:
             warn_of_numbers(self.lists.counted)
         if self.draws is not None and is_shared_out:
-            # Of pipelines with one micro-batch each draws what one device draws.
+            # With one micro-batch, each pipeline draws the items that one device draws.
             items = self.draws.from_iterators if self.draws.num_steps > 1 else set()
             warn_of_draws(items | self.draws.from_generators)
 
     def row(self, entries: Sequence[LogEntry]) -> Tensor:
-        """Return this rank's sums: of losses, then of what was logged under entries."""
+        """Return this rank's sums: the totals of losses, then of values logged under entries."""
         return torch.cat([self.losses.totals(), self._logs.as_row(entries)])
 
 

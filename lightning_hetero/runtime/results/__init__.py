@@ -1,1 +1,1 @@
-"""Losses, logs, metrics and outputs of the user's steps, as one device has them."""
+"""Losses, logs, metrics and outputs of the user's steps, as one device would have them."""

@@ -1,8 +1,8 @@
-"""Give lists of the module what one device's step would have appended to them.
+"""Append to lists of the module what one device's step would have appended.
 
-Steps collect values for the end of an epoch: `self.outputs.append(...)`. They run on last stages, a
-micro-batch at a time. What they append is taken out again, put together like what they return (see
-`outputs`), and appended on every rank, one item a batch.
+Steps collect values for the end of an epoch: `self.outputs.append(...)`. They run to their end only
+on last stages, once per micro-batch. The items that they append are removed, joined like what steps
+return (see `outputs`), and appended on every rank, one item per batch.
 """
 
 import warnings
@@ -35,10 +35,10 @@ class AppendedLists:
     looks_at_parts: bool = False
     """Whether numbers of submodules, objects and code of the user's are looked at; takes longer."""
     _seen: "_Seen | None" = None
-    """All that is looked at, while it is as `begin` has found it."""
+    """Snapshot by `begin` of all that is looked at; None if it may have changed."""
     _lengths: dict[Path, int] = field(default_factory=dict)
     _at_layers: dict[Path, int] | None = None
-    """Lists that had grown when the stage's first layer was reached."""
+    """Growth of lists when the stage's first layer was reached; None before."""
     _numbers: dict[str, Any] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
     """Numbers of the module that steps changed, or added to in place."""
@@ -91,7 +91,7 @@ class AppendedLists:
     def _changed(self, names: "_Attributes") -> Iterator[str]:
         for name, value in self._look_at_numbers(names):
             before = self._numbers.get(name, value)
-            # What took a tensor's place is a cache, such as a mask, unless it is one number.
+            # A tensor that replaced another one is a cache, such as a mask, unless it is a number.
             counts = not isinstance(value, tuple) or value[0] == before[0] or value[2]
             if counts and value != before:
                 yield name
@@ -101,10 +101,10 @@ class AppendedLists:
         self._at_layers = self.grown()
 
     def leave_layers(self) -> None:
-        """Look at them after the model's last layer.
+        """Look at the lists after the model's last layer.
 
         Raises:
-            StepError: Something in the layers appends to them, which other stages don't see.
+            StepError: Code in the layers appends to them, which other stages wouldn't see.
         """
         if self._at_layers is not None:
             self._check_layers(self._at_layers, self.grown())
@@ -119,7 +119,7 @@ class AppendedLists:
             )
 
     def grown(self) -> dict[Path, int]:
-        """Return how many items were appended to each list since."""
+        """Return how many items were appended to each list since `begin`; only lists with any."""
         if self._seen is not None and self._seen.is_still():
             return {}
         return self._growth(self._lists(self._names()))
@@ -133,7 +133,10 @@ class AppendedLists:
         return grown
 
     def take(self, *, after_layers: bool) -> dict[Path, list[Any]]:
-        """Take out what was appended since, and return it; `after_layers` if the step went on.
+        """Remove and return the items appended since `begin`.
+
+        Args:
+            after_layers: Whether the step ran on after the layers.
 
         Raises:
             StepError: See `leave_layers`.
@@ -147,7 +150,7 @@ class AppendedLists:
         if not after_layers and self._at_layers is not None:
             self._check_layers(self._at_layers, grown)
         self.counted.update(self._changed(names))
-        self._seen = None  # What has been replaced is held by nobody.
+        self._seen = None  # It would keep objects alive that have been replaced.
         for path, number in grown.items():
             taken[path] = lists[path][-number:]
             del lists[path][-number:]
@@ -168,12 +171,12 @@ class AppendedLists:
 
 
 class _Seen(HeldValues):
-    """The attributes of a module at one time, and what of them changes in place.
+    """A snapshot of a module's attributes, with those that may change in place.
 
     Args:
         attributes: Those of the module, and dicts among them.
         lists: All lists.
-        tensors: Those that count changes in place.
+        tensors: Tensors with version counters.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class _Seen(HeldValues):
         self._firsts = [id(item) for first in self._held for item in first]
 
     def is_still(self) -> bool:
-        """Whether all are as they were."""
+        """Whether nothing has changed since."""
         # Lists as long as before have as many first items.
         return (
             [*map(len, self._lists), *map(_VERSION, self._tensors)] == self._counts
@@ -201,7 +204,7 @@ class _Seen(HeldValues):
 
 
 def _numbers_in(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers among named values, and how tensors are now."""
+    """Yield the numbers among named values, and (id, version, is one number) of tensors."""
     for name, value in items:
         if not isinstance(value, Tensor):
             if type(value) in (int, float):
@@ -211,7 +214,7 @@ def _numbers_in(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain_object(value: object) -> bool:
-    """Whether a value is of a class of the user's and no module."""
+    """Whether a value is of a class of the user's, but no module or tensor."""
     kind = type(value)
     is_known = kind.__module__ == "builtins" or is_of_library(kind.__module__)
     return not is_known and not isinstance(value, nn.Module | Tensor) and hasattr(value, "__dict__")
@@ -241,7 +244,7 @@ def _sorted_out(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Attributes:
 
 
 def warn_of_numbers(names: Collection[str]) -> None:
-    """Say that numbers which steps keep on the module aren't what one device has."""
+    """Warn that numbers which steps change on the module aren't those of one device."""
     if names:
         warnings.warn(
             f"A step changes {', '.join(sorted(names))} of the module or its code. It does so in "

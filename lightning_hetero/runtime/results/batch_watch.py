@@ -1,7 +1,7 @@
-"""Look at what hooks make of a batch of which each pipeline has only its part.
+"""Detect hooks that mix the samples of a batch, of which each pipeline has only a part.
 
-A hook that subtracts the mean of the batch gets that of the pipeline's samples, where one device
-has that of all. What it does to each sample alone is the same.
+A hook that subtracts the batch's mean uses that of the pipeline's samples, where one device uses
+that of all samples. Hooks that process each sample alone give the same result.
 """
 
 import warnings
@@ -22,13 +22,14 @@ __all__ = ["BatchWatch"]
 class BatchWatch:
     """Watches the hooks around the first batch of each phase.
 
-    Called for a batch that is a part of one: `move`, then `check_unchanged` once its step begins.
+    Called for a batch that is a part of one: `begin`; if that is true `move`, then, when its step
+    begins, `check_unchanged`.
     """
 
     def __init__(self) -> None:
         self._seen: set[object] = set()
         self._moved: list[tuple[Tensor, int]] = []
-        """The tensors of a batch, and how often each had been changed in place."""
+        """The tensors of a batch, with their versions."""
 
     def begin(self, phase: object) -> bool:
         """Return whether a batch of a phase is looked at."""
@@ -37,10 +38,10 @@ class BatchWatch:
         return is_first
 
     def move(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return what hooks around its transfer make of a batch.
+        """Return `move(batch)`, and watch the user's hooks that it calls.
 
         Raises:
-            StepError: Its samples meet.
+            StepError: They mix samples.
         """
         try:
             num_samples = count_samples(batch)
@@ -54,7 +55,7 @@ class BatchWatch:
             watch.stop()
         tensors = tensors_of(moved)
         reductions = watch.reductions
-        # Which samples meet by chance isn't the same on one device either.
+        # Samples that are mixed at random are other ones on one device, too.
         meets = any(reductions.of(item) is TOGETHER for item in tensors)
         if meets and not reductions.has_shuffled:
             raise StepError(

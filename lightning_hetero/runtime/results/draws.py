@@ -1,7 +1,7 @@
-"""Notice what a step draws from iterators and random generators that the module keeps.
+"""Detect what a step draws from iterators and random generators that the module keeps.
 
-One device draws once a batch. Under a plan each micro-batch does, on each rank that runs this part
-of the step, so that the step gets other items and numbers.
+One device draws once per batch. Under a plan the step draws once per micro-batch, on each rank that
+runs this part of it, so it gets other items and numbers.
 """
 
 import pickle
@@ -22,9 +22,9 @@ __all__ = ["DrawWatch", "warn_of_draws"]
 
 
 class DrawWatch:
-    """Watches, as a context, each step of one iteration on one rank.
+    """A context that watches each step of one iteration on one rank.
 
-    While a step runs, stand-ins that notice it are where the module keeps iterators.
+    While a step runs, the module's iterators are replaced by stand-ins that note draws.
 
     Args:
         module: The user's. Submodules of the user's own classes are looked at, too.
@@ -34,7 +34,7 @@ class DrawWatch:
         self.from_iterators: set[str] = set()
         """Names of iterators from which steps have drawn."""
         self.from_generators: set[str] = set()
-        """The same of generators of random numbers."""
+        """Names of random generators from which steps have drawn."""
         self.num_steps = 0
         """Steps that have begun."""
         self._module = module
@@ -58,7 +58,7 @@ class DrawWatch:
 
     def __exit__(self, *_: object) -> None:
         for attributes, name, stand_in in self._stand_ins:
-            if attributes.get(name) is stand_in:  # A step may begin another one in its place.
+            if attributes.get(name) is stand_in:  # The step may have replaced it.
                 attributes[name] = stand_in._iterator
         drawn = (name for name, value, state in self._states if _state_of(value) != state)
         self.from_generators.update(drawn)
@@ -66,7 +66,7 @@ class DrawWatch:
 
 
 class _StandIn:
-    """An iterator that says when it is asked for an item."""
+    """Wraps an iterator, and calls `note` when it is asked for an item."""
 
     def __init__(self, iterator: Any, note: Any) -> None:
         vars(self).update(_iterator=iterator, _note=note)
@@ -103,7 +103,7 @@ def _is_iterator(value: object) -> bool:
 
 
 def _state_of(value: object) -> bytes | None:
-    """Return all that the next random numbers depend on; None of what is no generator of them."""
+    """Return the state of a random generator; None if the value is no generator."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.random.Generator):
@@ -116,7 +116,7 @@ def _state_of(value: object) -> bytes | None:
 
 
 def warn_of_draws(names: Collection[str]) -> None:
-    """Say that what steps draw from what the module keeps isn't what one device draws."""
+    """Warn that what steps draw from these iterators and generators isn't what one device draws."""
     if names:
         warnings.warn(
             f"A step draws from {', '.join(sorted(names))} of the module. It does so in each "

@@ -1,7 +1,7 @@
-"""See that what hooks log for an epoch is the same on every rank, without a collective.
+"""Check that hooks log the same values for an epoch on every rank, without a collective.
 
-A hook may log on some ranks only, so no rank waits for one that may never come: rank 0 writes its
-values into the run's store, and those that log under the same name compare theirs.
+A hook may log on some ranks only, so rank 0 waits for no other rank: it writes its values into the
+run's store, and ranks that log under the same name compare theirs with them.
 """
 
 import time
@@ -37,10 +37,10 @@ class HookLogs:
         self._counts: Counter[str] = Counter()
 
     def compare(self, name: str, value: float) -> float:
-        """Return rank 0's value under a name, if this rank's is the same.
+        """Return rank 0's value under a name, if this rank's is the same; waits for rank 0.
 
         Raises:
-            StepError: It isn't, or rank 0 logs nothing under that name.
+            StepError: It isn't, or rank 0 logs nothing under that name within the timeout.
         """
         count = self._counts[name]
         self._counts[name] += 1

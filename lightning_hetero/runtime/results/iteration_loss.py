@@ -1,7 +1,7 @@
-"""The loss of an iteration from what its ranks say of theirs, and whether gradients are finite.
+"""The loss of an iteration from the totals of all ranks, and whether gradients are finite.
 
-Where gradients are no numbers all ranks know of it, and none steps on them: each rank looks at the
-gradients that it made, before they travel, and says so with its sums.
+Each rank checks the gradients that it made, before they travel, and reports the result with its
+totals. So if any gradient is NaN or infinite, all ranks know of it, and none steps on it.
 """
 
 import warnings
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 NUM_TOTALS = 5
-"""Of a rank: the sums of losses (means times their targets) and of target tokens, the least and the
-largest ratio of further means (see `kinds.ratio_of`), whether gradients aren't finite."""
+"""Totals of a rank: the sums of losses (means times their targets) and of target tokens, the least
+and the largest ratio of further means (see `kinds.ratio_of`), whether gradients aren't finite."""
 
 GUESSED_LOSS = (
     "What the loss of training_step is over the samples of its batch isn't known, so micro-batches "
@@ -44,8 +44,8 @@ GUESSED_LOSS = (
 """The warning for a loss that isn't recognised."""
 
 _SMALL_NUMEL = 2**14
-"""Elements of tensors that are copied end to end before they are summed: 49 gradients of a small
-model then take 25 µs, not 110."""
+"""Largest tensors, in elements, that are copied end to end before they are summed: 49 gradients of
+a small model then take 25 µs, not 110."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class IterationLoss:
 
     @classmethod
     def of(cls, totals: Tensor, kinds: Set[Kind], *, is_cut: bool) -> "IterationLoss":
-        """Return what the ranks' totals make, (num_ranks, NUM_TOTALS) or more.
+        """Return the loss that the ranks' totals give.
 
         Args:
-            totals: What each rank says.
-            kinds: What losses were, of all ranks.
+            totals: The totals of each rank, (num_ranks, NUM_TOTALS or more).
+            kinds: Kinds of the losses of all ranks.
             is_cut: Whether the iteration may have several micro-batches.
 
         Raises:
-            StepError: The losses of micro-batches don't go together.
+            StepError: No weights of the micro-batches' losses give the loss of one device.
         """
         if is_cut and (Kind.MIXED in kinds or (Kind.SUM in kinds and len(kinds) > 1)):
             raise StepError(
@@ -101,10 +101,10 @@ def nonfinite_ranks(totals: Tensor) -> list[int]:
     """Return the ranks that made gradients that aren't finite.
 
     Args:
-        totals: What each rank says, on the CPU.
+        totals: As in `IterationLoss.of`, on the CPU.
 
     Raises:
-        StepError: The losses of micro-batches don't go together.
+        StepError: Losses are sums of means whose shares differ between micro-batches.
     """
     columns = totals.numpy().T
     check_ratios(columns[2].min(), columns[3].max(), "loss")
@@ -123,7 +123,7 @@ class LossSums:
         self.kinds: set[Kind] = set()
         """Kinds of the losses."""
         self.has_nonfinite: Tensor | None = None
-        """See the function; None where there are no gradients."""
+        """What the function returns for the rank's gradients; None if there are none."""
         self._device = device
         self._sums: list[Tensor] = []
         self._means: list[tuple[Tensor, Tensor]] = []
@@ -131,7 +131,7 @@ class LossSums:
         self._weights: list[Tensor] = []
         self._ratios: list[Tensor] = []
         self._alone: list[Tensor] = []
-        """The weights of means to which no other was added: of 0 others for one of theirs."""
+        """The weights of means to which no other was added, so that their ratio is 0."""
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -149,14 +149,14 @@ class LossSums:
             self._alone.append(weight)
 
     def totals(self) -> Tensor:
-        """Return what this rank says of its losses and gradients, (NUM_TOTALS,)."""
+        """Return this rank's totals of losses and gradients, (NUM_TOTALS,)."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
         loss = weight = nothing
         if self._sums:
             loss = loss + torch.stack(self._sums).double().sum()
         if self._means:
             losses, weights = map(torch.stack, zip(*self._means, strict=True))
-            # The mean of no targets is no number, and must count nothing.
+            # The mean of no targets is NaN, and must count nothing.
             loss = loss + torch.where(weights > 0, losses * weights, 0.0).sum()
         if self._weights:
             weight = torch.stack(self._weights).sum()
@@ -167,7 +167,7 @@ class LossSums:
 
 
 def without_sums(row: Tensor) -> Tensor:
-    """Return a rank's row as one that another rank has said already, but for its gradients."""
+    """Return a rank's row without the sums that another rank reports; gradients still count."""
     row = row.clone()
     row[:2], row[NUM_TOTALS:] = 0, 0
     return row
@@ -183,7 +183,7 @@ class NonfiniteGradients(Choice):
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return NaN if any element is NaN or infinite, else 0.0, without waiting for the device."""
     real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
-    # A sum keeps what isn't finite, and reads each tensor once; of small ones the calls cost more.
+    # A sum keeps NaN and infinity, and reads each tensor once. For small ones calls cost more.
     small = [item for item in real if item.numel() <= _SMALL_NUMEL]
     sums = [item.sum(dtype=torch.float32) for item in real if item.numel() > _SMALL_NUMEL]
     if small:
@@ -199,7 +199,7 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
     """Raise or warn, as the user chose; called by every rank alike.
 
     Args:
-        found: Which gradients.
+        found: Describes the gradients; the message goes on after it.
         answer: The user's choice.
         is_late: Whether the optimizer has stepped since, on zeros in their place.
 
@@ -221,9 +221,9 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
 
 
 def describe_ranks(global_ranks: Iterable[int], plan: ParallelPlan) -> str:
-    """Name ranks with gradients that aren't finite: of each pipeline those of the latest stage.
+    """Name ranks with gradients that aren't finite: one per pipeline, of the last such stage.
 
-    What isn't finite there goes on to all stages before.
+    From there backward passes carry NaN and infinity on to all earlier stages.
     """
     furthest: dict[int, RankPlace] = {}
     names: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""Let the host judge numbers of its device without waiting for it: an iteration later.
+"""Let the host judge a device's numbers one iteration later, without waiting for the device.
 
-A host that reads what the device has yet to compute stands still, and the device has nothing to do
-afterwards until the host has enqueued more. So numbers that only decide whether a run may go on are
-copied beside the computation, and judged when all ranks have agreed on the next iteration: by then
-they have long been there. On a CPU they are judged at once.
+A host that reads a number which the device has yet to compute waits, and afterwards the device
+idles until the host has enqueued more. So numbers that only decide whether a run may go on are
+copied asynchronously, and judged when all ranks have agreed on the next iteration: by then they
+have long arrived. On a CPU they are judged at once.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Judgement = Callable[[Tensor], None]
 
 
 class LateNumbers:
-    """Numbers under way from one device to its host.
+    """Numbers on their way from one device to its host.
 
     Called by every rank alike, on numbers that all ranks have, so that all raise the same error in
     the same iteration.
@@ -48,7 +48,7 @@ class LateNumbers:
         self._pending.append((arriving, arrived, judgement))
 
     def settle(self) -> None:
-        """Judge what was left to judge; raises what judgements raise."""
+        """Call the judgements that `judge` has left; raises what they raise."""
         pending, self._pending = self._pending, []
         for numbers, arrived, judgement in pending:
             if arrived is not None:

@@ -1,4 +1,4 @@
-"""The identity of a number that a step logs, and whether ranks' numbers go together."""
+"""The identity of a number that a step logs, and checks that ranks' numbers can be joined."""
 
 import math
 from collections.abc import Sequence
@@ -27,42 +27,42 @@ class LogEntry:
     metric: str | None = None
     """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
     call: MetricCall | None = None
-    """The call that the number is given to, instead of being logged."""
+    """The call of a metric that gets the number, which then isn't logged."""
     argument: Argument = 0
-    """As which argument."""
+    """The argument of that call."""
     dtype: torch.dtype = torch.float32
-    """The dtype that the call gets it in."""
+    """The dtype of that argument."""
     formula: Formula | None = None
-    """How it is made of parts, of which this is one."""
+    """How the logged number is computed from parts, of which this entry is one."""
     part: int = 0
-    """Which."""
+    """Index of the part."""
     reduction: str = "mean"
     """How values of several micro-batches become one: mean, sum, min or max."""
     doubt: Literal["", "mixed", "guessed", "counted"] = field(default="", compare=False)
-    """Why that may be wrong: several means in one value, nothing is known of it, or it may count
+    """Why that may be wrong: the value has several means, is of unknown kind, or may count
     samples."""
 
     @property
     def told(self) -> str:
-        """Begins a message about the number."""
+        """How a message about the number begins."""
         if self.call is not None:
             return f"What metric {self.call.metric!r} gets in a step"
         return f"What is logged as {self.name!r}"
 
 
 def reduction_of(entry: LogEntry, known: Reduction | None) -> str:
-    """Return what is known, else take the user's word for batches for micro-batches, too."""
+    """Return the known reduction, else the user's `reduce_fx`, which is meant for batches."""
     if known is not None and known.kind in JOINABLE:
         return str(known.kind)
     if entry.formula is not None:
-        return "mean"  # Of a constant part.
+        return "mean"  # The part is a constant.
     reduce_fx = dict(entry.options).get("reduce_fx", "mean")
     name = str(getattr(reduce_fx, "__name__", reduce_fx))
     return {"amin": "min", "amax": "max"}.get(name, name)
 
 
 def check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
-    """Refuse what is mixed and differs between micro-batches; warn of what is guessed and does."""
+    """Raise StepError if mixed means differ between micro-batches; warn if guessed values do."""
     if not least.numel():
         return
     low, high = float(least.min()), float(largest.max())

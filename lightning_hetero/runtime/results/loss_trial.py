@@ -1,20 +1,20 @@
-"""Find out by trial whether samples meet each other in a loss, or are chosen by their places.
+"""Find out by trial whether a loss mixes samples, or selects them by their positions.
 
-The rules of `reductions` know what torch's functions do by their names. This looks at numbers: with
-h the activation that the layers return and h' one with other values, the samples of a part S of the
-micro-batch add to the loss f on their own exactly if
+The rules of `reductions` know torch's functions by their names. The trial looks at numbers: with h
+the activation that the layers return and h' one with other values, the samples of a part S of the
+micro-batch add to the loss f independently of the others exactly if
 
     f(h) - f(h' in S) - f(h' outside of S) + f(h') = 0
 
-for every S, where f is the loss times what it averages over. It holds for sums and means over
-samples, masked or not, and for nothing in which a sample of S meets one outside of it: pairs made
-by hand, statistics, the hardest samples. A loss that leaves samples out by their places, such as
-the first row, is found by what it doesn't depend on. One that weighs them by their places is
-another one if samples change places, and the same again if constants go with them.
+for every S, where f is the loss times the count that it averages over. It holds for sums and means
+over samples, masked or not, and for no loss that mixes samples of S with others: by pairs made by
+hand, by statistics, by taking the hardest samples. A loss that leaves out samples by position, such
+as the first row, doesn't change with their values. A loss that weighs samples by position changes
+if samples are permuted, but not if its constants are permuted with them.
 
 The functions are called again on other activations, the step is not. A micro-batch of one sample is
-tried as if it held that sample twice. Where functions can't be called again nothing is found, and
-the rules alone judge.
+tried as if it held that sample twice. If functions can't be called again, the trial finds nothing,
+and only the rules judge.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,26 +35,26 @@ _NUM_TRIALS = 6
 _NEGLIGIBLE = 1e-5
 """Share of the changes of a loss that rounding may explain."""
 _ROUNDINGS = 64
-"""The same in roundings of the loss itself."""
+"""The same, as a number of roundings of the loss itself."""
 _STRONG, _WEAK = 8.0, 0.5
-"""Factors of other values."""
+"""Factors for the other values of h'."""
 _ALL_LARGER, _ALL_SMALLER = (8.0, 4.0), (0.5, 0.25)
-"""The same where they are the samples' own values: no sample is like it was then."""
+"""Factors for the samples' own values, of which none is 1: every sample changes."""
 _PARTS: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda samples, count: samples < count // 2,
     lambda samples, count: samples % 2 == 0,
     lambda samples, count: samples // 2 % 2 == 0,
 )
-"""Samples of a part: between them they separate halves, neighbours and pairs of neighbours."""
+"""Masks of parts S: together they separate halves, neighbours and pairs of neighbours."""
 _TAKING_ROWS = {"getitem", "index_select", "gather", "take_along_dim", "take", "index_put"}
-"""Functions that take numbers for places."""
+"""Functions that take numbers as indices."""
 
 
 class LossTrials:
-    """The iterations whose losses are tried: the first one, and few later ones.
+    """Chooses the iterations whose losses are tried: the first one, and few later ones.
 
-    A trial takes several times as long as the loss. What the first one has found needn't be found
-    again where ranks are lost or come: their code is the same.
+    A trial takes several times as long as the loss. After ranks were lost or have come the first
+    iteration isn't tried again: the code is the same.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LossTrials:
 
     def begin(self, batch_idx: int) -> bool:
         """Return whether the loss of an iteration that begins is tried."""
-        self.is_known |= self._is_under_way  # What a trial finds ends the run.
+        self.is_known |= self._is_under_way  # The trial has passed, else the run would have ended.
         self._is_under_way = not self.is_known
         return self._is_under_way or is_looked_at(batch_idx + 1)
 
@@ -75,7 +75,7 @@ class LossTrial:
     Args:
         microbatch: What the step gets. If samples are packed end to end it says where each begins,
             and where the last one ends, in `cu_seqlens`.
-        num_samples: Of the micro-batch; 0 if nobody knows.
+        num_samples: Samples of the micro-batch; 0 if unknown.
         is_cut: Whether the batch has more samples than the micro-batch.
     """
 
@@ -88,9 +88,9 @@ class LossTrial:
         self._is_noting = False
 
     def begin(self, output: Any) -> None:
-        """Note what is made of the activation, the first tensor that the last layer returned.
+        """Record the calls that follow from the activation, the first tensor of the layers' output.
 
-        Of a model without layers, which has none, it is the micro-batch's first tensor of numbers.
+        A model without layers has none (`output` is None): then it is the micro-batch's first one.
         """
         tensors = tensors_of(self._microbatch if output is None else output)
         hidden = next((item for item in tensors if item.is_floating_point()), None)
@@ -100,7 +100,7 @@ class LossTrial:
             self._is_noting = True
 
     def end(self) -> None:
-        """Note no more."""
+        """Stop recording."""
         if self._is_noting:
             assert self.recording is not None
             self.recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -109,11 +109,11 @@ class LossTrial:
     def finds_meeting(
         self, loss: object, count: object, is_constant: Callable[[Tensor], bool] = is_parameter
     ) -> bool:
-        """Whether the loss is known to be no sum over samples, nor a mean over `count`.
+        """Whether the trial shows that the loss is neither a sum over samples nor a mean.
 
         Args:
             loss: What the step returned.
-            count: What it averages over, if that is known.
+            count: The count that it averages over, if that is known.
             is_constant: Whether a tensor is known not to depend on the samples.
         """
         recording = self.recording
@@ -138,12 +138,12 @@ class LossTrial:
                 by_places and trial.weighs_places(is_constant)
             )
         except Exception:
-            # What can't be called again, whatever the reason, tells nothing: no reason to end.
+            # If functions can't be called again, for any reason, the trial finds nothing.
             return False
 
 
 def _takes_none(recording: Recording, numbers: Sequence[int]) -> bool:
-    """Whether a loss takes no sample of one by numbers written in the step, as a half of it."""
+    """Whether a loss of one sample takes an empty slice written in the step, such as a half."""
     if recording.has_escaped:
         return False
     calls = recording.needed_for(numbers)
@@ -169,7 +169,7 @@ class _Trial:
         self._numbers = numbers
         self._groupings = groupings
         self._source = recording.source
-        # Samples meet in single numbers: what is coarser before is as coarse for each alone.
+        # Samples are mixed in scalars: coarser rounding before is the same for each sample alone.
         self._eps = max(call.rounding for call in recording.needed_for(numbers))
 
     def finds_meeting(self, *, by_places: bool) -> bool:
@@ -189,16 +189,16 @@ class _Trial:
             changed.append(self._value(other))
             first, second, both = (value - base for value in changed)
             allowed = _NEGLIGIBLE * (first.abs() + second.abs()) + self._rounding([base, *changed])
-            if (both - first - second).abs() > allowed:  # Never, if one of them is no number.
+            if (both - first - second).abs() > allowed:  # False if one of them is NaN.
                 return True
         return False
 
     def _others(self, dim: int, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the micro-batch, and other values for all of it."""
+        """Yield masks of parts of the micro-batch, and other values for all of it."""
         count = int(samples.max()) + 1
         for seed in range(_NUM_TRIALS):
             part = _PARTS[seed % len(_PARTS)](samples, count)
-            # Much in one part and little in the other: then others are the largest losses.
+            # Strong in one part and weak in the other, so that other samples have the largest loss.
             strong = part if seed < len(_PARTS) else ~part
             yield part, self._other(seed, torch.where(strong, _STRONG, _WEAK), dim)
         # The largest and the smallest of few samples may stay the same one in all of these.
@@ -209,7 +209,7 @@ class _Trial:
                 yield part, values * factors
 
     def _chooses_places(self, base: Tensor, dim: int, samples: Tensor) -> bool:
-        """Whether the loss leaves samples out because of where they are in the micro-batch."""
+        """Whether the loss leaves out samples because of their positions in the micro-batch."""
         count = int(samples.max()) + 1
         if dim != 0 or len(samples) != count or self._recording.has_escaped:
             return False
@@ -222,16 +222,16 @@ class _Trial:
             return False
         other = self._other(0, torch.full((count,), _STRONG), 0)
         changes = [(self._value(self._put(other, 0, rows)) - base).abs() for rows in (~kept, kept)]
-        # Where all targets are ignored it depends on nothing, wherever that is.
+        # If all targets are ignored, the loss depends on no sample, whatever its position.
         allowed = self._rounding([base])
         return bool((changes[0] <= allowed) & (changes[1] > allowed) & base.isfinite())
 
     def weighs_places(self, is_constant: Callable[[Tensor], bool]) -> bool:
-        """Whether samples count more or less in the loss because of where they are.
+        """Whether the loss weighs samples by their positions.
 
-        If all that is a sample's changes places with it, only numbers that count places can make
-        the loss another one; it is what it was if these change places, too. Those by which
-        rows are taken stay.
+        If samples are permuted with all tensors that belong to them, the loss changes only by
+        constants that depend on positions, and not at all if these are permuted, too. Constants
+        that are used as indices stay.
         """
         dim, samples = self._groupings[0] if len(self._groupings) == 1 else (1, torch.empty(0))
         count, recording = len(samples), self._recording
@@ -240,7 +240,7 @@ class _Trial:
         if self._is_doubled:
             recording.count_two()
         own = recording.leaves_where(lambda leaf: not (is_parameter(leaf) or is_constant(leaf)))
-        # Those that were made before the layers, too: another length has another meaning.
+        # Also those made before the layers, if they have one element per sample.
         counting = recording.counting() | recording.leaves_where(
             lambda leaf: len(leaf.shape) > 0 and len(leaf) == count and not is_parameter(leaf)
         ).difference(own)
@@ -264,10 +264,10 @@ class _Trial:
         return bool(((moved - base).abs() > allowed) & ((with_all - base).abs() <= allowed))
 
     def _indexed(self, count: int) -> Iterator[int | slice]:
-        """Yield the places of samples that the loss takes by numbers written in the step."""
+        """Yield the indices by which the loss takes samples, as written in the step."""
         for call in self._recording.needed_for(self._numbers):
             taken = _place_of(call)
-            # Of one sample a loop over all takes the first, too.
+            # With one sample a loop over all samples takes the first, too.
             is_meant = call.is_written or not self._is_doubled
             if taken is not None and is_meant and self._recording.depends(call.takes[0]):
                 places = torch.arange(count)[taken]
@@ -275,12 +275,12 @@ class _Trial:
                     yield taken
 
     def _other(self, seed: int, strength: Tensor, dim: int) -> Tensor:
-        """Return other values: those of other places, each times a number of its own.
+        """Return other values of the activation: its rows permuted, each times a random factor.
 
         Args:
-            seed: Of what is drawn.
-            strength: Of those numbers, at each place of a dim.
-            dim: That dim.
+            seed: Seed of the random numbers.
+            strength: A further factor for each index of `dim`.
+            dim: The dim along which `strength` lies.
         """
         source = self._source
         generator = torch.Generator().manual_seed(seed)
@@ -292,11 +292,11 @@ class _Trial:
         return other * _along(strength, dim, source).to(source)
 
     def _put(self, other: Tensor, dim: int, places: Tensor) -> Tensor:
-        """Return the activation with another's values at places of a dim."""
+        """Return the activation with the values of `other` where a mask along `dim` is true."""
         return torch.where(_along(places, dim, other), other, self._source)
 
     def _value(self, source: Tensor, change: Change | None = None) -> Tensor:
-        """Return the loss times what it averages over; for `change` see `Recording.replay`."""
+        """Return the loss times its count, if known; for `change` see `Recording.replay`."""
         values = self._recording.replay(source, self._numbers, change)
         return torch.stack([item.detach().double().reshape(()) for item in values]).prod()
 
@@ -306,14 +306,14 @@ class _Trial:
 
 
 def _along(values: Tensor, dim: int, like: Tensor) -> Tensor:
-    """Return values, one for each place of a dim, in a form that broadcasts."""
+    """Return values, one for each index of a dim, in a shape that broadcasts."""
     shape = [1] * like.ndim
     shape[dim] = len(values)
     return values.to(like.device).view(shape)
 
 
 def _place_of(call: Call) -> int | slice | None:
-    """Return which rows a call takes by a number, or by a slice of numbers."""
+    """Return the index or slice, given as numbers, by which a call takes rows; None without one."""
     if call.name not in ("getitem", "select", "narrow"):
         return None
     if call.name == "getitem":

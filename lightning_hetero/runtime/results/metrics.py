@@ -1,13 +1,13 @@
-"""Let torchmetrics' metrics of the module have what one device's have, on every rank.
+"""Give the module's torchmetrics the states that they would have on one device, on every rank.
 
 Last stages update them, each with its pipeline's micro-batches. When a metric computes, the states
-of those ranks are put together, whatever they are; the others have nothing to give. Its value of a
-step is that of all micro-batches of the iteration.
+of those ranks are merged by its own reductions; other ranks have no states. Its value for a step is
+that of all micro-batches of the iteration.
 
-A metric that gets single numbers, such as a loss, would see those of micro-batches. So such a call
-isn't made: its numbers are joined as logged ones are (`step_logs`), and then every rank calls the
-metric once, with those of the batch. What hooks update is the same on every rank, too, and counts
-once.
+A metric that gets single numbers, such as a loss, would get those of micro-batches. So such a call
+is deferred: its numbers are joined as logged ones are (`step_logs`), and then every rank calls the
+metric once, with the batch's numbers. States that hooks update are the same on every rank, too, and
+count once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,12 +32,12 @@ __all__ = ["Argument", "MetricCall", "StepMetrics"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 Argument = int | str
-"""Place or name of an argument."""
+"""Position or name of an argument."""
 
 _OF_BATCH = (Kind.MEAN, Kind.MAX, Kind.MIN)
-"""Kinds of numbers of a micro-batch that are no part of those of the batch."""
+"""Kinds of a micro-batch's numbers from which a metric can't make the batch's."""
 _ALIKE = "_same_on_every_rank"
-"""Attribute of a metric whose states aren't parts; it goes wherever the metric does."""
+"""Attribute of a metric whose states are the same on every rank; copies of the metric have it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MetricCall:
     verb: str
     """ "forward" or "update"."""
     index: int
-    """Among such calls of the step."""
+    """Index among such calls of the step."""
 
 
 class StepMetrics:
@@ -75,11 +75,11 @@ class StepMetrics:
         self._fed: set[int] = set()
         """Metrics that were called with the batch's numbers."""
         self._numbers: list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]] = []
-        """Calls that weren't made in the micro-batch."""
+        """Deferred calls of the micro-batch."""
         self._given: list[tuple[Metric, Tensor]] = []
-        """Arguments of calls that were."""
+        """Tensors that were arguments of other calls."""
         self._under_way: list[list[tuple[Metric, dict[str, Any], int]]] = []
-        """States to put back when a call ends that runs for its value alone."""
+        """For each running call: the states to restore after it, if it was run for its value."""
         self._hooks, self._own = [], []
         for metric in self._metrics.values():
             self._hooks += [
@@ -103,11 +103,11 @@ class StepMetrics:
         return self.comms.world_size > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepMetrics":
-        """Return itself: copies of metrics are synchronised by the same."""
+        """Return itself: it also synchronises copies of metrics."""
         return self
 
     def remove(self) -> None:
-        """Give the metrics their own methods back."""
+        """Restore the metrics' own methods."""
         for hook in self._hooks:
             hook.remove()
         for metric, update, compute in self._own:
@@ -116,7 +116,7 @@ class StepMetrics:
 
     @contextmanager
     def recording(self, *, is_cut: bool, is_last: bool) -> Iterator[None]:
-        """Watch with what metrics are called inside this context.
+        """Watch the calls of metrics inside this context, which holds an iteration's steps.
 
         Args:
             is_cut: Whether the iteration may have several micro-batches.
@@ -132,7 +132,7 @@ class StepMetrics:
         finally:
             self.in_step = False
             for metric in self._metrics.values():
-                # Otherwise ranks that updated nothing would give what they computed before.
+                # Otherwise ranks that updated nothing would return what they computed before.
                 metric._computed = None
 
     # -- calls in a step ----------------------------------------------------------------------
@@ -175,10 +175,10 @@ class StepMetrics:
     def _counts_now(
         self, metric: Metric, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return whether a call changes the metric now, and note what is given.
+        """Return whether a call changes the metric now; defer it if it has single numbers only.
 
         Raises:
-            StepError: The metric has got the batch's numbers before.
+            StepError: The metric has the batch's numbers already, and now gets samples.
         """
         if not self._is_cut or not self._is_last:
             return self._is_last
@@ -200,15 +200,15 @@ class StepMetrics:
     def take_numbers(
         self, reductions: Reductions | None = None
     ) -> list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]]:
-        """Return the calls with single numbers of the micro-batch that ends, and forget them.
+        """Return the deferred calls of the micro-batch that ends, and forget them.
 
-        Each number comes with what it counts.
+        Each number comes with the rows that it counts.
 
         Args:
-            reductions: What is known of its numbers; None if it counts nothing.
+            reductions: What is known of its numbers; None if the micro-batch is dropped.
 
         Raises:
-            StepError: Such a number went into a metric together with samples.
+            StepError: A mean or extreme of the micro-batch went into a metric that wasn't deferred.
         """
         numbers, given = self._numbers, self._given
         self._numbers, self._given = [], []
@@ -226,10 +226,10 @@ class StepMetrics:
     # -- the batch's numbers ------------------------------------------------------------------
 
     def feed(self, calls: Mapping[MetricCall, Mapping[Argument, Tensor]]) -> None:
-        """Call metrics with the numbers of a batch; every rank does it alike.
+        """Make the deferred calls with the numbers of a batch; every rank makes the same calls.
 
         Raises:
-            StepError: One of them has got samples before.
+            StepError: A metric has got samples before.
         """
         for call, given in calls.items():
             metric = self._metrics[call.metric]
@@ -302,10 +302,10 @@ class _Sync:
 
 
 def _parts(accounts: list[_Account]) -> list[_Account]:
-    """Return the accounts that make the whole: one of those that are alike, else all."""
+    """Return the accounts to merge: one of them if they are alike, else all."""
     if not all(item.is_alike for item in accounts):
         return accounts
-    # Who came later may have missed some.
+    # Ranks that came later may have missed updates.
     most = max((item.count for item in accounts), default=0)
     fullest = [item for item in accounts if item.count == most]
     same = all(_are_equal(item.states, fullest[0].states) for item in fullest[1:])
@@ -322,7 +322,7 @@ def _are_equal(left: Any, right: Any) -> bool:
 
 
 def _reduced(values: list[Any], reduction: Any) -> Any:
-    """Return one state out of those of several ranks, as torchmetrics has it then."""
+    """Return one state merged from those of several ranks, as torchmetrics does it."""
     if isinstance(values[0], list) or reduction is dim_zero_cat:
         items = [part for item in values for part in (item if isinstance(item, list) else [item])]
         if reduction is None or not items:

@@ -1,7 +1,7 @@
-"""Put together what the steps of micro-batches returned, as one device's step would have it.
+"""Join what the steps of micro-batches returned into what one device's step would return.
 
-Tensors of samples are joined along dim 0, numbers as `reductions` says. What neither covers becomes
-`Unjoined`, which refuses to be used: nobody can say what one device would have there.
+Tensors of samples are joined along dim 0, numbers as `reductions` says. Other values become
+`Unjoined`, which refuses to be used: the value that one device would have is unknown.
 """
 
 import warnings
@@ -61,7 +61,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class Unjoined:
-    """Stands where the values of micro-batches can't become that of the batch; refuses any use."""
+    """Stands for a value that can't be made of the micro-batches' values; any use is refused."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
@@ -95,7 +95,7 @@ class StepRecord:
     output: Any
     appended: dict[Path, list[Any]]
     sizes: tuple[int, ...]
-    """Of what dim 0 of its tensors may be: samples, tokens."""
+    """Lengths that dim 0 of its tensors may have: number of samples, number of tokens."""
 
     @classmethod
     def of(
@@ -105,7 +105,7 @@ class StepRecord:
         sizes: tuple[int, ...],
         reductions: Reductions,
     ) -> "StepRecord":
-        """Take what a step returned and appended, with what is known of its numbers."""
+        """Make a record of what a step returned and appended, with the kinds of its numbers."""
 
         def mark(leaf: Any) -> Any:
             found = reductions.of(leaf) if isinstance(leaf, Tensor | float) else None
@@ -121,12 +121,12 @@ class StepRecord:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing that other ranks would miss."""
+        """Whether the step has returned and appended nothing."""
         is_nothing = isinstance(self.output, Mapping) and not self.output
         return not self.appended and (self.output is None or is_nothing)
 
     def moved(self, device: torch.device) -> "StepRecord":
-        """Return it with tensors of their own memory on a device."""
+        """Return the record with copies of its tensors on a device."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
@@ -154,7 +154,7 @@ def records_of(
 ) -> Records:
     """Return the records of all pipelines on every rank, or this rank's own; collective if shared.
 
-    The ranks of a tensor-parallel group have the same: the first one speaks.
+    The ranks of a tensor-parallel group have the same records: the first one sends them.
     """
     place, cpu = plan.place(comms.global_rank), torch.device("cpu")
     if not shared or comms.world_size == 1:
@@ -186,7 +186,7 @@ def join_outputs(records: Sequence[StepRecord]) -> Any:
 
 
 def join(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
-    """Put values of micro-batches together; `sizes` as in `StepRecord`."""
+    """Return the value of the batch from those of its micro-batches; `sizes` as in `StepRecord`."""
     if not items:
         return None
     first = items[0]
@@ -229,7 +229,7 @@ def _join_rows(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
         same = all(are_equal(item, items[0]) for item in items)
         return items[0] if same else Unjoined(items)
     lengths = [len(item) for item in items]
-    # Lengths that differ are a choice of samples; the same one everywhere may be anything.
+    # Lengths that differ are selections of samples; the same length everywhere may be anything.
     are_rows = len(set(lengths)) > 1 or any(
         _has_rows(lengths, counts) for counts in zip(*sizes, strict=True)
     )
@@ -276,6 +276,6 @@ def _join_plain(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
         return sum(items)
     try:
         same = all(item is first or bool(item == first) for item in items)
-    except (TypeError, ValueError):  # What compares element by element.
+    except (TypeError, ValueError):  # Some objects compare element by element.
         same = False
     return first if same else Unjoined(items)

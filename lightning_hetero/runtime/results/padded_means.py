@@ -1,9 +1,9 @@
-"""Notice means over all positions of samples that pipelines have padded to different lengths.
+"""Detect means over all positions of samples that pipelines have padded to different lengths.
 
-A `collate_fn` that pads takes a batch's longest sample for its measure. Each pipeline's batch has
-another one than that of one device, so a mean counts other numbers of pads unless these are masked.
-Nothing is known of pads here: means are looked at that average over as many numbers of each sample
-as its shape has, in micro-batches whose samples differ in shape.
+A `collate_fn` that pads does so to the longest sample of its batch. That differs between pipelines,
+and from the whole batch's, so a mean counts other numbers of pads unless these are masked. Pads
+can't be recognised here. So the detected means are those whose number of elements per sample
+follows the samples' shape, if micro-batches differ in shape.
 """
 
 import math
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 NUM_LOOKED_AT = 4
-"""Iterations of an epoch that are looked at: samples may have one length in some."""
+"""Iterations of an epoch that are looked at; in some, all samples may have one length."""
 THE_LOSS = "The loss of training_step"
-"""Begins a message about it."""
+"""How a message about the loss begins."""
 _ALONG_DIM = "Mean {place} of those that a step takes along a dim, such as x.mean(1),"
 _MOST_SHIFTED = 1
-"""Positions less than samples have over which losses of next tokens run."""
+"""Positions, at most, by which a loss of next tokens is shorter than its samples."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class WholeMean:
     """One micro-batch's mean over all positions of its samples."""
 
     told: str
-    """Begins a message about the mean."""
+    """How a message about the mean begins."""
     per_sample: float
     """Numbers of each sample that it averages over; 0 if it leaves some of them out."""
     sizes: tuple[int, ...]
-    """The sizes of a sample's tensors, and the numbers that these have."""
+    """The sizes of a sample's tensors, and their numbers of elements."""
 
 
 class PaddedMeans:
@@ -54,8 +54,8 @@ class PaddedMeans:
     Called for each micro-batch: `begin`, then `see` for each number that the step has made.
 
     Args:
-        waits: Whether the host may wait for an accelerator to know what that has counted. Else
-            means over what it has counted aren't looked at.
+        waits: Whether the host may wait for counts of an accelerator. If not, means over such
+            counts aren't looked at.
     """
 
     def __init__(self, *, waits: bool) -> None:
@@ -65,7 +65,7 @@ class PaddedMeans:
         self._sizes: tuple[int, ...] = ()
 
     def begin(self, microbatch: Any, num_samples: int) -> None:
-        """Look at the shapes of a micro-batch; one that cuts itself says nothing by its shapes."""
+        """Note the shapes of a micro-batch, unless it cuts itself: then they tell nothing."""
         self._num_samples = 0 if hasattr(microbatch, "num_samples") else num_samples
         shapes = [item.shape[1:] for item in tensors_of(microbatch) if item.ndim > 1]
         sizes = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
@@ -83,7 +83,7 @@ class PaddedMeans:
         self._note(told, float(count) / self._num_samples)
 
     def see_averaged(self, averaged: Sequence[int]) -> None:
-        """Look at how many numbers of each sample were averaged along dims, in a step's order."""
+        """Look at means along dims: elements per sample of each, in the order of a step."""
         if self._num_samples:
             for place, size in enumerate(averaged, start=1):
                 self._note(_ALONG_DIM.format(place=place), float(size))
@@ -97,7 +97,7 @@ class PaddedMeans:
 
 
 def counting_pads(means: Iterable[WholeMean]) -> tuple[str, ...]:
-    """Return what is told of means that count other positions if samples are padded otherwise.
+    """Return how messages begin about means that count pads; each mean once.
 
     Args:
         means: Those of all ranks.
@@ -109,7 +109,7 @@ def counting_pads(means: Iterable[WholeMean]) -> tuple[str, ...]:
 
 
 def _follow_shapes(means: Sequence[WholeMean]) -> bool:
-    """Whether means average over the more numbers, the longer samples are, and over all of them."""
+    """Whether means average over all positions of samples, so over more of longer samples."""
     counts = {mean.per_sample for mean in means}
     if len(counts) == 1 or 0 in counts:
         return False
@@ -122,12 +122,12 @@ def _follow_shapes(means: Sequence[WholeMean]) -> bool:
 
 
 def _ratios(mean: WholeMean, shift: int) -> list[float]:
-    """Return per how many numbers of a sample it averages over one, whichever size counts them."""
+    """Return a mean's elements per sample, divided by each size that may count them."""
     return [mean.per_sample / (size - shift) for size in mean.sizes if size > shift]
 
 
 def warn_of_padding(told: Sequence[str]) -> None:
-    """Say which means count pads, if there are any; called by every rank alike."""
+    """Warn of means that may count pads, if there are any; called by every rank alike."""
     for name in told:
         rank_zero_warn(
             f"{name} runs over all positions of samples, and pipelines have samples of different "

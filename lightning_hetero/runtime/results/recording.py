@@ -1,7 +1,7 @@
-"""Note the torch functions that a step calls, and call them again on other values of one tensor.
+"""Record the torch functions that a step calls, and replay them with other values of one tensor.
 
-The step itself isn't run again: what it counts, appends or writes happens once. Nothing that it has
-made is held but for what was there before; the tensors in between are made anew.
+The step itself isn't run again: what it counts, appends or writes happens once. Only tensors that
+the calls took from outside are held; those in between are computed again.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ __all__ = ["Call", "Change", "Recording", "Value"]
 
 _MOST_CALLS = 1_000
 _MOST_BYTES = 2**28
-"""Of one result: a step that makes larger ones isn't run again, since memory may not suffice."""
+"""Largest result: calls with larger ones aren't replayed, since memory may not suffice."""
 _ESCAPES = {"item", "tolist", "bool", "int", "float", "index", "numpy", "contains"}
-"""Names, without underscores, of functions that tell Python what a tensor holds."""
+"""Names, without underscores, of functions that return a tensor's values to Python."""
 _WITH_STATE = {"batch_norm", "instance_norm"}
-"""Functions that change statistics without torch's counting it."""
+"""Functions that change statistics without incrementing their versions."""
 _DRAWING_BY_VALUE = {"standard_gamma", "sample_dirichlet", "poisson", "binomial"}
-"""Functions that draw more or fewer numbers depending on what they get: later ones are others."""
+"""Functions that draw more or fewer numbers depending on values, so that later draws differ."""
 
 _AS_OF_ONE = {"squeeze", "view_as", "reshape_as", "unflatten"}
 """Functions whose result may have another form for two samples."""
@@ -38,19 +38,19 @@ _COUNTING = {
     **dict.fromkeys(("ones", "eye"), 0),
     **dict.fromkeys(("linspace", "logspace"), 2),
 }
-"""Functions that make as many numbers as they are told; the place of that argument."""
+"""Functions that make a given number of elements; the index of that argument, if simple."""
 _JOINING = {"stack", "cat", "hstack", "vstack", "concat", "concatenate", "repeat_interleave"}
-"""Functions of as many tensors, or elements, as lists may have told."""
+"""Functions whose number of tensors or repeats may come from Python's lists."""
 
 
 class Value(NamedTuple):
-    """Stands for a tensor in a noted call."""
+    """Stands for a tensor in a recorded call."""
 
     number: int
 
 
 class Call(NamedTuple):
-    """A noted call."""
+    """A recorded call."""
 
     func: Callable[..., Any]
     name: str
@@ -60,31 +60,31 @@ class Call(NamedTuple):
     results: tuple[int, ...]
     """Numbers of the tensors that it returned."""
     takes_nothing: bool
-    """Whether these have no elements, while the first tensor that it is given has one row."""
+    """Whether the results have no elements, though the first tensor argument has one row."""
     rounding: float
-    """Of the coarsest single number among them, as a share of it; 0 if there is none."""
+    """Relative rounding error of the coarsest scalar among the results; 0 without scalars."""
     changes: bool
     """Whether it changed a tensor in place."""
     is_written: bool
-    """Whether it takes rows by numbers that stand in the user's code."""
+    """Whether it takes rows by indices written in the user's code."""
     autocast: tuple[bool, torch.dtype]
 
     @property
     def takes(self) -> list[int]:
-        """Numbers of the tensors that it is given."""
+        """Numbers of the tensors among its arguments."""
         given = _pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_value)
         return [item.number for item in given if _is_value(item)]
 
 
 Change = Callable[[Call, int, Tensor], Tensor]
-"""What a call gets in place of a tensor that it takes, given by its number."""
+"""Returns what a call gets in place of an argument, given as call, number and tensor."""
 
 
 class Recording(TorchFunctionMode):
-    """The calls between a tensor and what is made of it.
+    """Records the calls in its context, to replay those that depend on a source tensor.
 
     Args:
-        source: The tensor whose values may be others in `replay`.
+        source: The tensor whose values `replay` replaces.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -92,15 +92,15 @@ class Recording(TorchFunctionMode):
         self.is_complete = True
         """Whether all calls can be made again."""
         self.has_escaped = False
-        """Whether Python was told values, which may decide what is called."""
+        """Whether Python has read values, on which later calls may depend."""
         self.calls: list[Call] = []
         self.source = source.detach()
         self._device_type = source.device.type
         self._numbers: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._leaves: dict[int, Tensor] = {}
-        """Tensors that were there before."""
+        """Tensors by number that the calls took from outside; *leaves*."""
         self._memory: set[int] = set()
-        """Where they lie."""
+        """Addresses of the leaves' and the source's storages."""
         self._depending: set[int] = set()
         self._num_values = 0
         self._give_number(source)
@@ -108,7 +108,7 @@ class Recording(TorchFunctionMode):
         self._memory.add(source.untyped_storage().data_ptr())
 
     def number_of(self, tensor: object) -> int | None:
-        """Return the number of a tensor that was seen."""
+        """Return the number of a tensor of the recorded calls, None for others."""
         held, number = self._numbers.get(id(tensor), (None, None))
         return number if held is not None and held() is tensor else None
 
@@ -123,28 +123,28 @@ class Recording(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note a call."""
+        """Make a call and record it."""
         kwargs = kwargs or {}
-        # Compilers look at what is called here by themselves, and bear no look at tensors.
+        # Compilers trace what is called here, too, and can't trace the checks of tensors.
         if torch.compiler.is_compiling() or not self.is_complete:
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         given = [item for item in leaves if isinstance(item, Tensor)]
         if not all(map(_is_plain, given)):
-            self.is_complete = False  # What subclasses do to others' processes isn't known.
+            self.is_complete = False  # Subclasses may communicate with other processes.
             return func(*args, **kwargs)
         versions = [_version_of(item) for item in given]
         result = func(*args, **kwargs)
         changed = [i for i, v in zip(given, versions, strict=True) if _version_of(i) != v]
         made = tensors_in(result)
         name = getattr(func, "__name__", "").strip("_")
-        self.has_escaped |= name in _ESCAPES and not made  # `x.float()` tells nothing.
+        self.has_escaped |= name in _ESCAPES and not made  # `x.float()` makes a tensor.
         if not all(map(_is_plain, made)):
             self.is_complete = False
         elif made or changed:
             is_random = any(isinstance(item, torch.Generator) for item in leaves)
             if is_random and not changed:
-                return result  # Its generator is the user's; what it drew is known as it is.
+                return result  # The generator is the user's: what it drew becomes a leaf.
             self._check(func, name, made, is_changing=is_random)
             self._note(func, name, args, kwargs, given, made, changed)
         return result
@@ -170,7 +170,7 @@ class Recording(TorchFunctionMode):
     ) -> None:
         numbers = [self._number_of_given(item) for item in given]
         if any(item.untyped_storage().data_ptr() in self._memory for item in changed):
-            self.is_complete = False  # Calls of it again would change what others hold.
+            self.is_complete = False  # To call it again would change tensors from outside.
         taken, named = tree_map(self._stand_in, (args, kwargs))
         results = tuple(self._give_number(item) for item in made)
         if any(number in self._depending for number in numbers):
@@ -212,10 +212,10 @@ class Recording(TorchFunctionMode):
         return number
 
     def double(self, numbers: Sequence[int]) -> bool:
-        """Take all that has one sample twice, along dim 0, if functions are the same of two.
+        """Repeat tensors of one sample along dim 0; return whether calls work the same for two.
 
         Args:
-            numbers: Of the tensors that are wanted.
+            numbers: Numbers of the tensors that are wanted.
         """
         calls = self.needed_for(numbers)
         if self.source.shape[0] != 1 or any(call.name in _AS_OF_ONE for call in calls):
@@ -228,13 +228,13 @@ class Recording(TorchFunctionMode):
         return True
 
     def count_two(self) -> None:
-        """Let functions that count to one sample count to two, after `double`."""
+        """Let functions that make one element per sample make two, after `double`."""
         self.calls = [_counting_two(call) for call in self.calls]
 
     # -- calling again ----------------------------------------------------------------------------
 
     def needed_for(self, numbers: Sequence[int]) -> list[Call]:
-        """Return the calls without which tensors can't be made."""
+        """Return the calls that are needed to make tensors, given by their numbers."""
         wanted, needed = set(numbers), []
         for call in reversed(self.calls):
             if call.changes or wanted.intersection(call.results):
@@ -243,14 +243,14 @@ class Recording(TorchFunctionMode):
         return needed[::-1]
 
     def leaves_where(self, holds: Callable[[Tensor], bool]) -> set[int]:
-        """Return the numbers of tensors that were there before, for which something holds."""
+        """Return the numbers of the leaves for which `holds` is true."""
         return {number for number, leaf in self._leaves.items() if holds(leaf)}
 
     def counting(self) -> set[int]:
-        """Return the numbers of tensors that are made of nothing but sizes and what is written.
+        """Return the numbers of tensors that are made only of sizes and constants of the code.
 
-        What Python's lists may have told of the samples isn't among them; where such tensors are
-        changed in place there are none.
+        Those made of Python's lists, which may hold data, aren't among them. If any such tensor is
+        changed in place, there are none.
         """
         found: set[int] = set()
         for call in self.calls:
@@ -266,14 +266,14 @@ class Recording(TorchFunctionMode):
     def replay(
         self, source: Tensor, numbers: Sequence[int], change: Change | None = None
     ) -> list[Tensor]:
-        """Return what tensors, given by their numbers, would be with this source.
+        """Return the values that tensors would have with another source.
 
-        What is drawn by chance is the same each time. Errors of the functions are raised.
+        Random numbers are the same each time. Errors of the functions are raised.
 
         Args:
             source: The other source.
-            numbers: Of those tensors.
-            change: Makes of each tensor but the source, before a call takes it, what it takes.
+            numbers: Numbers of those tensors.
+            change: Returns what a call takes in place of each tensor except the source.
         """
         calls = self.needed_for(numbers)
         last_use = {number: at for at, call in enumerate(calls) for number in call.takes}
@@ -308,7 +308,7 @@ class Recording(TorchFunctionMode):
 
 
 def _of_two(call: Call) -> Call:
-    """Return a call that gives a tensor of one sample a form as one of a tensor of two."""
+    """Return a call that reshapes a tensor of one sample as the same call for two samples."""
     if call.name not in ("view", "reshape", "expand"):
         return call
     tensor, *sizes = call.args

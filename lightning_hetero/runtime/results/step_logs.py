@@ -56,22 +56,22 @@ ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
 SAME_EVERYWHERE = "same everywhere: "
-"""Begins a `sync_dist_group`, before the name: the strategy checks that ranks have one value."""
+"""How a `sync_dist_group` begins, before the name, if the strategy must check that ranks agree."""
 
 _NUM_COLUMNS = 5
 _OF_CONSTANTS = 1e-30
-"""Their weight, for one of others: a mean with what is over samples is that of these alone."""
+"""Factor of the weights of constants: beside numbers over samples they don't change a mean."""
 _NEUTRAL: dict[str, float] = {Kind.MAX: -math.inf, Kind.MIN: math.inf}
-"""By reduction, a value that changes nothing; 0 for others."""
+"""By reduction: the neutral value; 0 for others."""
 
 
 class _Pending(NamedTuple):
-    """One micro-batch's value, before it is known whether that counts."""
+    """One micro-batch's value, which is dropped if the step doesn't run to its end."""
 
     value: Any
     batch_size: int
     rows: Rows
-    """Rows that it counts, as the call says."""
+    """Rows that it counts, as the user's call shows."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class _Logged:
     weight: Tensor
     batch_size: int
     range: Sequence[Tensor]
-    """In what micro-batches must agree: `ratio_of` what is mixed, or the value that is guessed or
-    written."""
+    """Numbers in which micro-batches must agree: `ratio_of` mixed means, or a guessed or written
+    value."""
 
 
 class StepLogs:
@@ -116,7 +116,7 @@ class StepLogs:
         return [part._buffers for part in self._module.modules() if part._buffers]
 
     def buffers(self) -> list[Tensor]:
-        """Return the module's buffers; those that it had when it was asked first."""
+        """Return the current buffers of those submodules that had any at the first call."""
         found = (item for place in self._places_of_buffers for item in place.values())
         return [item for item in found if item is not None]
 
@@ -139,13 +139,13 @@ class StepLogs:
             own["log"] = self._log_in_hook
 
     def remove(self) -> None:
-        """Give the module and its metrics their own methods back."""
+        """Restore the methods of the module and its metrics."""
         del self._module.log
         if self._metrics is not None:
             self._metrics.remove()
 
     def _log_in_hook(self, *args: Any, **kwargs: Any) -> None:
-        """Log what a hook gives; what an epoch keeps of it must be the same on every rank."""
+        """Log a hook's value; one that is kept for the epoch must be the same on every rank."""
         options = self._bind(args, kwargs)
         if isinstance(options["value"], Tensor) and options["value"].numel() != 1:
             raise StepError(
@@ -191,7 +191,7 @@ class StepLogs:
         self._pending[entry] = _Pending(value, int(batch_size), rows)
 
     def drop_microbatch(self) -> None:
-        """Forget what a step logged that didn't run to its end."""
+        """Discard the logs of a step that didn't run to its end."""
         self._pending.clear()
         if self._metrics is not None:
             self._metrics.take_numbers()
@@ -204,7 +204,7 @@ class StepLogs:
         Args:
             weight: Its number of target tokens.
             reductions: What is known of its numbers.
-            means: Looks at means, if anything does.
+            means: Looks for means that count pads; None if nothing does.
         """
         for call, given in [] if self._metrics is None else self._metrics.take_numbers(reductions):
             for argument, (value, rows) in given.items():
@@ -245,7 +245,7 @@ class StepLogs:
         self._pending.clear()
 
     def _parts(self, reductions: Reductions) -> Iterator[tuple[LogEntry, _Pending]]:
-        """Yield what was logged, and in place of a function's result what it was made of."""
+        """Yield what was logged, with the parts of a formula in place of its result."""
         for entry, item in self._pending.items():
             check_known(getattr(item.value, "metric_state", item.value), f"{entry.told} needs")
             made = None if entry.metric is not None else reductions.formulas.of(item.value)
@@ -326,7 +326,7 @@ class StepLogs:
         """Look at the ranges of what was logged; rows as in `replay`, but on the CPU.
 
         Raises:
-            StepError: A name stands for numbers that don't go together.
+            StepError: The ratios of mixed means differ between micro-batches.
         """
         for entry, (_, weights, _, least, largest) in _with_columns(entries, rows):
             if entry.metric is None:
@@ -343,7 +343,7 @@ def _refuse_gathering(*_: Any, **__: Any) -> None:
 
 
 def _numbers(entries: Sequence[LogEntry], rows: Tensor) -> Iterator[tuple[LogEntry, Any, Tensor]]:
-    """Yield the numbers of the batch, with what ranks say of batch sizes."""
+    """Yield entries with their numbers of the batch and the ranks' batch sizes, (num_ranks,)."""
     parts: dict[LogEntry, list[Tensor]] = {}
     for entry, (values, weights, sizes, *_) in _with_columns(entries, rows):
         number = _joined(entry, values, weights)
@@ -358,7 +358,7 @@ def _numbers(entries: Sequence[LogEntry], rows: Tensor) -> Iterator[tuple[LogEnt
 
 def _joined(entry: LogEntry, values: Tensor, weights: Tensor) -> Tensor:
     """Return the number of the batch; weights are 0 where ranks have none."""
-    # In place of what wasn't logged comes what changes nothing: no host has to choose.
+    # The neutral value stands in for values that weren't logged, so that no host has to choose.
     known = values.masked_fill(weights <= 0, _NEUTRAL.get(entry.reduction, 0.0))
     return join_values(entry.reduction, known, weights)
 
@@ -371,7 +371,7 @@ def _with_columns(
 
 
 def _batch_size_of(given: Tensor, otherwise: int) -> Any:
-    """Return what the user's steps gave, if they did; what an accelerator has summed isn't read."""
+    """Return the batch size that steps gave, else `otherwise`, without waiting for a device."""
     if given.device.type == "cpu":
         return int(given) or otherwise
     return torch.where(given > 0, given, otherwise).long()

@@ -1,7 +1,7 @@
-"""Find the numbers that a user's code keeps beside its modules: of classes, files and closures.
+"""Find the numbers that a user's code keeps outside its modules: in classes, files and closures.
 
-`Model.calls += 1`, `global calls`, and what a function has closed over count micro-batches just as
-attributes of modules do (see `appended_lists`).
+`Model.calls += 1`, `global calls` and variables of closures may count micro-batches, as attributes
+of modules do (see `appended_lists`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,14 @@ from lightning_hetero.runtime.callers import is_of_library
 __all__ = ["numbers_around"]
 
 _MOST_ITEMS = 64
-"""Of a list or dict of numbers that is looked at."""
+"""Items, at most, of a list or dict that is looked at."""
 
 
 def numbers_around(parts: Iterable[object]) -> Iterator[tuple[str, int | float]]:
-    """Yield the names and values of numbers beside some objects of the user's.
+    """Yield the names and values of numbers that belong to the code of some objects.
 
-    Looked at are attributes of their classes; and globals and closures of these classes' functions
-    and of functions that those name in their own file. Lists and dicts give their items.
+    These are attributes of the objects' classes; and globals and closures of the classes' functions
+    and of functions in the same file that those name. Lists and dicts yield their items.
 
     Args:
         parts: The objects, such as modules; those of libraries are passed over.
@@ -45,7 +45,7 @@ def _around(function: FunctionType, seen: set[object]) -> Iterator[tuple[str, in
         try:
             yield from _numbers_of(f"{function.__qualname__}'s {name}", cell.cell_contents)
         except ValueError:
-            continue  # Nothing was put into it yet.
+            continue  # The variable has no value yet.
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:

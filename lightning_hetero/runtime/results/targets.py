@@ -1,15 +1,15 @@
 """Find out how losses of micro-batches become the loss of the iteration.
 
-Of means, a micro-batch with n target tokens counts n times as much as one with a single token; sums
-are added. Only then does a plan give the gradient that one big device would. Which it is follows,
+Losses that are means are weighted by their micro-batches' numbers of target tokens; sums are added.
+Only then does a plan give the gradient that one big device would. Which of both a loss is follows,
 in this order, from
 
 1. the strategy's `loss_reduction`, and for a mean the module's own `num_target_tokens(batch)`,
 2. how the step made its loss: see `reductions`,
 3. the batch's `target_tokens` or `num_target_tokens`, as `PackedBatch` has them.
 
-Where none of them says it, the loss is taken for a mean over the targets of the largest loss
-function that the step called, or over samples, and the user is told.
+If none of them tells, the loss is taken for a mean over the targets of the largest loss function
+that the step called, or over samples, and the user is warned.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,12 +55,12 @@ _ELEMENTWISE = {
 
 
 _OVER_WEIGHTS = {F.mse_loss, F.l1_loss}
-"""Of those, whose mean is over the sum of the weights they are given."""
+"""Those of them whose mean is divided by the sum of the weights that they are given."""
 _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 
 
 _Suspended = Any
-"""The watch itself, which was on top, or what was known then; None where nothing was watched."""
+"""The watch itself if it was on top, else a snapshot of its knowledge; None if it was inactive."""
 
 
 class LossReduction(Choice):
@@ -71,7 +71,7 @@ class LossReduction(Choice):
 
 
 class Classification(NamedTuple):
-    """The arguments of a call of `F.cross_entropy` or `F.nll_loss`, but for the input."""
+    """The arguments of a call of `F.cross_entropy` or `F.nll_loss`, except the input."""
 
     target: Tensor
     weight: Tensor | None = None
@@ -90,7 +90,7 @@ class Classification(NamedTuple):
 
     @property
     def counted(self) -> Tensor:
-        """Which targets the mean runs over, where they are class indices."""
+        """Mask of the targets that the mean runs over, if they are class indices."""
         return self.target != self.ignore_index
 
 
@@ -100,7 +100,7 @@ class LossWatch(TorchFunctionMode):
     Args:
         constants: See `Reductions`.
         num_samples: See `Reductions`.
-        trial: Of this micro-batch's loss, if there shall be one.
+        trial: The trial of this micro-batch's loss; None tries none.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class LossWatch(TorchFunctionMode):
         self.groups = SampleGroups(num_samples)
         self.num_targets: Tensor | int | None = None
         self.size = 0
-        """Targets of that loss, whether they counted or not."""
+        """Number of targets of that loss, whether they counted or not."""
         self.enters_together = False
-        """Whether samples had met before the layers."""
+        """Whether samples were mixed before the layers."""
         self.outdated: Tensor | None = None
-        """The tensor that a layer of another stage has changed in place, as it was before."""
+        """A tensor that a layer of another stage changes in place; here it has its old values."""
         self._trial = trial
         self.is_active = False
         self._known_at_pause: dict[int, Any] | None = None
@@ -135,7 +135,7 @@ class LossWatch(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(self)
 
     def pause(self) -> None:
-        """Watch nothing until `resume`; what other modes over this one show it is forgotten."""
+        """Watch nothing until `resume`, which forgets calls that modes above this one pass on."""
         if self._known_at_pause is None:
             self._known_at_pause = self.reductions.snapshot()
         if self._is_on_top():
@@ -154,7 +154,7 @@ class LossWatch(TorchFunctionMode):
             self._trial.end()
 
     def suspend(self) -> "_Suspended":
-        """Watch nothing until `proceed`, which forgets what other modes over this one show it."""
+        """Watch nothing until `proceed`, which forgets calls that modes above this one pass on."""
         if not self.is_active:
             return None
         if not self._is_on_top():
@@ -180,10 +180,10 @@ class LossWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at what torch is asked and answers."""
+        """Call a torch function, and follow its result."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
-            return func(*args, **kwargs)  # It traces what is called here, too.
+            return func(*args, **kwargs)  # The compiler traces what is called here, too.
         if self.outdated is not None:
             self.check_current((args, kwargs))
         result = func(*args, **kwargs)
@@ -199,20 +199,20 @@ class LossWatch(TorchFunctionMode):
             if are_parts and reduction == "none":
                 parts.keep(result, given)
             elif (are_parts and not is_sum) or not self.reductions.are_samples(given):
-                # Its targets are the best guess that there is of what it averages over.
+                # Its number of targets still is the best guess of what it averages over.
                 is_together = self.reductions.is_any_together(given)
                 self.reductions.keep(result, TOGETHER if is_together else UNKNOWN)
         return result
 
     def see_arguments(self, values: Iterable[Any]) -> None:
-        """Look at what the first layer gets."""
+        """Note whether samples are mixed in the arguments of the first layer."""
         self.enters_together = self.enters_together or self.reductions.is_any_together(values)
 
     def check_current(self, values: Any) -> None:
-        """Refuse what is outdated.
+        """Refuse uses of the outdated tensor.
 
         Raises:
-            ModelError: It is among the values, or a view of it.
+            ModelError: It is among the values, or a view of it is.
         """
         if self.outdated is None:
             return
@@ -226,19 +226,19 @@ class LossWatch(TorchFunctionMode):
                 )
 
     def leave_layers(self, output: Any) -> None:
-        """Begin anew after the layers, with what the last one returned, and watch from now on.
+        """Begin anew after the layers, and watch from now on; start the trial, if there is one.
 
         Args:
-            output: That; None if the model has no layers.
+            output: What the last layer returned; None if the model has no layers.
         """
         self.num_targets, self.size = None, 0
         self.end()
         if self._trial is not None:
-            self._trial.begin(output)  # Below this, so that it sees what is asked here, too.
+            self._trial.begin(output)  # Below this mode, so that it sees this one's calls, too.
         self.resume()
 
     def finds_meeting(self, loss: object, found: Reduction | None) -> bool:
-        """Whether a trial tells that samples meet in a loss, whatever rules say."""
+        """Whether the trial shows that a loss mixes samples, whatever the rules say of it."""
         trial, self._trial = self._trial, None
         count = found and found.count
         return trial is not None and trial.finds_meeting(loss, count, self.reductions.is_constant)
@@ -295,8 +295,7 @@ class LossWeight:
     """How a micro-batch's loss counts in the iteration."""
 
     kind: Kind
-    """MEAN, SUM, UNKNOWN, which is then taken for a mean, or MIXED or TOGETHER, which nothing fits.
-    """
+    """MEAN, SUM, UNKNOWN (taken for a mean), or MIXED or TOGETHER, for which no weights exist."""
     targets: Count
     """Targets that a mean averages over; also the weight of logged numbers of unknown kind."""
     others: tuple[Count, ...] = ()
@@ -314,9 +313,9 @@ def weigh_loss(
 
     Args:
         module: The user's.
-        microbatch: What its step got.
-        watch: What was seen of the step.
-        loss: What it returned; None outside of training.
+        microbatch: The argument of its step.
+        watch: The watch of the step.
+        loss: What the step returned.
         declared: The strategy's option.
     """
     by_module = getattr(module, "num_target_tokens", None)
@@ -350,7 +349,7 @@ def _is_together(found: Reduction | None) -> bool:
 
 
 def _count_of_batch(microbatch: object, watch: LossWatch) -> Count | None:
-    """Return what the batch says, unless a loss over all its tokens had other targets."""
+    """Return the batch's number of targets, or that of a loss over all its tokens, or None."""
     if watch.num_targets is not None and watch.size == getattr(microbatch, "num_tokens", None):
         return watch.num_targets
     for name in ("target_tokens", "num_target_tokens"):

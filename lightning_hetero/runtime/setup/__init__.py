@@ -1,1 +1,1 @@
-"""Once, before the first iteration: look at devices and module, measure, cut into slices."""
+"""Set-up before the first iteration: detect devices and layers, measure, cut into slices."""

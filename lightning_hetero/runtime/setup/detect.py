@@ -1,9 +1,9 @@
-"""Find out on which machines the ranks of this run stand: the `Cluster` that plans are made for.
+"""Detect the machines and devices of this run's ranks: the `Cluster` that plans are made for.
 
-Every rank says where it runs and what its device can do; ranks that follow each other on one host
-with one device type make a node. CUDA devices are matched with the table of known ones by name and
-memory. What the table lacks, CPUs first of all, becomes a device type of the cluster with rough
-figures, which a measured profile then replaces.
+Every rank reports its host and its device; consecutive ranks on one host with one device type make
+a node. CUDA devices are looked up in the table of known devices by name and memory. A device that
+isn't in it, such as a CPU, becomes a device type of the cluster with rough figures, which a
+measured profile then replaces.
 """
 
 import os
@@ -33,14 +33,14 @@ __all__ = [
     "slowed",
 ]
 
-# A core's fused multiply-adds, eight wide, two a cycle at 2 GHz; only a start before measuring.
+# Per core: two 8-wide fused multiply-adds a cycle at 2 GHz. Used until a profile is measured.
 _CPU_FLOPS_PER_S = 64e9
 _CPU_BYTES_PER_S = 10e9
 # Messages between processes of one host by gloo.
 _CPU_LINK_BYTES_PER_S = 1e9
 _CPU_LINK_LATENCY_S = 200e-6
 _CPU_NETWORK_BYTES_PER_S = 1.25e9
-# Multiply-adds in 16 bits of one multiprocessor and cycle, Ampere's figure.
+# 16-bit FLOPs of one multiprocessor per cycle, as on Ampere.
 _SM_FLOPS_PER_CYCLE = 2048
 _UNKNOWN_CLOCK_HZ = 1.5e9
 _UNKNOWN_GPU_BYTES_PER_S = 500e9
@@ -54,21 +54,21 @@ class Seat:
     host: str
     """Name of the machine."""
     node: str = ""
-    """Lost together: a host, or what one torchrun has started where several have on one."""
+    """Ranks of one node are lost together. By default the host's name and torchrun's group rank."""
     device: DeviceSpec
     """Its device, slowdown included."""
     base: str
     """Name of the device type without slowdown."""
     slowdown: float = 1.0
-    """How many times slower than its hardware the rank pretends to be."""
+    """Factor by which the rank emulates a device slower than its hardware."""
     is_cpu: bool = True
     """Whether it computes on the host's CPU."""
     shares_memory: bool = True
-    """Whether a CPU's memory is for all ranks of the host together."""
+    """Whether a CPU's memory is that of the host, which its ranks share."""
     host_memory_bytes: float | None = None
-    """Memory of the machine beside its device's; None where that is the same."""
+    """The host's memory, if the device has its own; None for a CPU."""
     correction: MemoryCorrection = field(default_factory=MemoryCorrection)
-    """Lessons of earlier runs out of memory; its `device` has the corrected memory."""
+    """What earlier runs out of memory have taught; `device.memory_bytes` is corrected by it."""
 
 
 def detect_seats(
@@ -85,10 +85,10 @@ def detect_seats(
     Args:
         comms: The run's communicators.
         device: This rank's device.
-        slowdown: How many times slower than it could the device computes.
-        memory_bytes: What to plan with instead of the device's own memory.
-        node: The name of this rank's node, if it plays one.
-        correction_of: Says what earlier runs have taught of a device type.
+        slowdown: Factor by which this rank emulates a slower device.
+        memory_bytes: Memory to plan with instead of the device's own.
+        node: Name of this rank's node, if nodes are emulated.
+        correction_of: Returns what earlier runs out of memory have taught, by device type.
     """
     base = describe_device(device)
     spec = slowed(base, slowdown)
@@ -111,7 +111,7 @@ def detect_seats(
 
 
 def corrected_cluster(cluster: Cluster, seats: Sequence[Seat]) -> Cluster:
-    """Return a cluster whose devices have no more memory than its ranks' have turned out to."""
+    """Return a cluster whose device types have no more memory than their ranks' corrections say."""
     devices = {spec.name: spec for spec in cluster.devices}
     for global_rank, seat in enumerate(seats):
         spec = cluster.device_of(global_rank)
@@ -123,7 +123,7 @@ def corrected_cluster(cluster: Cluster, seats: Sequence[Seat]) -> Cluster:
 
 
 def cluster_of(seats: Sequence[Seat]) -> Cluster:
-    """Return the cluster that these seats make, rank r of it being global rank r."""
+    """Return the cluster of these seats, which are given by global rank."""
     any_cpu = any(seat.is_cpu for seat in seats)
     nodes, hosts = [], []
     for (host, name), group in groupby(seats, key=lambda seat: (seat.host, seat.device.name)):
@@ -175,7 +175,7 @@ def _links_inside(
 
 
 def describe_device(device: torch.device) -> DeviceSpec:
-    """Return what a device of this machine can do; roughly, unless it is a known one."""
+    """Return the type of a device of this machine, with rough figures unless it is a known one."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         known = match_device(properties.name, properties.total_memory)
@@ -203,16 +203,16 @@ def _host_memory_bytes() -> int:
 
 
 def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:
-    """Return the known device that a driver calls so, such as "NVIDIA A100-SXM4-80GB".
+    """Return the known device with a driver's name, such as "NVIDIA A100-SXM4-80GB", or None.
 
-    All words of the known name but its memory must occur, and of those devices the one with the
-    nearest memory counts if it is within a quarter.
+    All words of the known name, except its memory, must occur in the driver's name. Of several such
+    devices the one with the nearest memory is returned, if that differs by at most a quarter.
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     best: tuple[float, int, DeviceSpec] | None = None
     for spec in KNOWN_DEVICES.values():
         needed = {word for word in spec.name.lower().split("-") if not re.fullmatch(r"\d+gb", word)}
-        # A laptop's or a boosted model's card has words beside, and is another one.
+        # A laptop's card has all words of another device's name.
         if not needed <= words or "laptop" in words:
             continue
         distance = abs(spec.memory_bytes / memory_bytes - 1)
@@ -223,7 +223,7 @@ def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:
 
 
 def slowed(device: DeviceSpec, slowdown: float) -> DeviceSpec:
-    """Return a device that computes more slowly by that factor, named after both."""
+    """Return a device that is slower by a factor, which is appended to its name."""
     if slowdown == 1:
         return device
     return replace(

@@ -1,11 +1,11 @@
-"""Find in the user's module what a plan talks about: the layers, and the parameters around them.
+"""Find the layers of the user's module, and describe all its parameters.
 
-The layer list is the `ModuleList` (or `Sequential`) of like modules that holds the most parameters,
-or the one the user names. Modules of one class are alike, and blocks of several classes that are
-called with the same first argument, as those of hybrid models are. Everything outside it is
-*outer*: what was registered before the layers is taken to run before them, what was registered
-after them to run after them. That guess decides only who owns outer slices; who computes with them
-is observed in the first iteration.
+The layer list is the one that the user names, else the `ModuleList` (or `Sequential`) of like
+modules that holds the most parameters. Modules of one class are alike, and so are blocks of several
+classes whose forwards have the same first argument, as in hybrid models. Parameters outside of the
+layers are *outer*: those registered before the layers are taken to be used before them, the others
+after them. That guess decides only which ranks own outer slices; which stages compute with them is
+observed in the first iteration.
 """
 
 from collections import defaultdict
@@ -95,12 +95,12 @@ class ModelLayout:
         return max(len(self.layers), 1)
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Register another parameter wherever one of this name is."""
+        """Register another parameter in all slots of this name."""
         for slot in self.slots[name]:
             slot.put(parameter)
 
     def require_layers(self) -> None:
-        """Raise ModelError unless there is a layer list for plans that work by layers."""
+        """Raise ModelError unless there is a layer list whose entries are called as modules."""
         if not self.layers:
             raise ModelError(
                 "The plan cuts the model into stages, or recomputes layers, but the module has no "
@@ -148,7 +148,7 @@ def find_layers(module: nn.Module, name: str | None) -> tuple[str | None, tuple[
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module lists like modules; a Sequential of one, or of embeddings, is no list."""
+    """Whether a module is a list of like modules, not of embeddings, nor a Sequential of one."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     entries = list(module.children())
@@ -159,9 +159,9 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _are_blocks(entries: Sequence[nn.Module]) -> bool:
-    """Whether modules of several classes have parts with parameters, and begin with one argument.
+    """Whether all modules have submodules with parameters, and forwards with one first argument.
 
-    Linear layers and norms in turn aren't blocks, though all are called with an `input`.
+    So alternating linear layers and norms aren't blocks, though all of them take an `input`.
     """
     for entry in entries:
         if not any(True for part in entry.children() for _ in part.parameters()):
@@ -171,11 +171,11 @@ def _are_blocks(entries: Sequence[nn.Module]) -> bool:
 
 
 def _first_argument(module: nn.Module) -> str | None:
-    """Return the name of what a module is called with first; None where that can't be told."""
+    """Return the name of the first argument of a module's forward; None if it is unknown."""
     try:
         return next(iter(signature(module.forward).parameters), None)
     except (TypeError, ValueError):
-        return None  # It isn't Python's.
+        return None  # The forward isn't a Python function.
 
 
 def _spec(
@@ -201,7 +201,7 @@ def _spec(
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuse what can't be computed, and sent, in fp32 or bf16 without losing something."""
+    """Raise ModelError for complex, integer and 8-byte parameters, which fp32 can't represent."""
     if dtype.is_complex:
         remedy = "Keep its real and imaginary parts in a real one, and use torch.view_as_complex"
     elif not dtype.is_floating_point:

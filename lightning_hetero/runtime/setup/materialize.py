@@ -1,14 +1,13 @@
-"""Give slices their initial values: sent by rank 0, read from a folder, or drawn anew.
+"""Give slices their initial values: sent by rank 0, read from a folder, or drawn.
 
-A parameter that exists is sent by rank 0, since what the ranks' modules drew may differ. One whose
-slices a run before has kept is cut anew from them, with messages only where owners change. One that
-will be recovered, as after the loss of a rank, gets no values yet. One on
-the meta device is read from the `weight_source` of a module, box by box: of a pretrained model a
-rank reads what it owns. One that lies nowhere is drawn by the model's own functions:
-`_init_weights` of the nearest module around it that has this method, as Hugging Face models do, or
-`reset_parameters`. They run on CPU, for one layer or one module outside the layers at a time, each
-with a seed of its own: weights depend neither on the plan nor on the devices, and no rank ever
-holds the whole model.
+A parameter that has values is broadcast by rank 0, since the ranks' modules may have drawn others.
+One that an earlier run left as slices is taken from them, with messages only if the slices change.
+One that will be recovered, as after the loss of a rank, is filled with NaN. One on the meta device
+is read from the `weight_source` of a module: of a pretrained model a rank reads only the rows that
+it keeps. If no source has it, the model's own functions draw it: `_init_weights` of the nearest
+module around it that has this method, as in Hugging Face models, or `reset_parameters`. They run on
+CPU, for one layer or one module outside the layers at a time, each with a seed of its own. So
+weights depend neither on the plan nor on the devices, and no rank ever holds the whole model.
 """
 
 import inspect
@@ -42,7 +41,7 @@ class _Unit:
     name: str
     parameters: tuple[str, ...]
     modules: tuple[nn.Module, ...]
-    """Those inside and then those around it, children before parents."""
+    """Modules to initialise: those inside, then those around it, children before parents."""
 
 
 def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, seed: int) -> None:
@@ -53,12 +52,12 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
             or on none.
         store: This rank's slices, still without values.
         comms: The communicators.
-        seed: What drawn weights depend on; the same on all ranks.
+        seed: Seed of drawn weights; the same on all ranks.
 
     Raises:
-        ConfigurationError: A parameter is on the meta device, or kept from a run before, on some
-            ranks only.
-        ModelError: Nothing says what a parameter or buffer on the meta device shall be.
+        ConfigurationError: A parameter is on the meta device, or left by an earlier run, on some
+            ranks only; or that run had more ranks.
+        ModelError: Nothing sets a parameter or buffer on the meta device, or a source is unfit.
     """
     layout = store.layout
     kept, awaited, absent = _find_states(store, comms)
@@ -81,11 +80,11 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
         if name in kept:
             _adopt_kept(store, comms, name, kept[name])
         elif name in awaited:
-            # What nobody recovers spoils the first loss, for everybody to see.
+            # A value that is never recovered then makes the first loss NaN.
             dtype = layout.slots[name][0].current.dtype
             store.adopt_rows(name, torch.full(store.shape_of(name), torch.nan, dtype=dtype))
         elif name not in readers:
-            # What the ranks' modules were initialised to may differ: rank 0's is what counts.
+            # The ranks' modules may have drawn different values: rank 0's are used.
             whole = layout.slots[name][0].current.detach()
             if comms.world_size > 1:
                 whole = whole.contiguous()
@@ -100,10 +99,10 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
 def _find_states(
     store: SliceStore, comms: Communicators
 ) -> tuple[dict[str, StandIn], frozenset[str], list[str]]:
-    """Return stand-ins of a run before, what will be recovered, and what is on meta; collective.
+    """Return stand-ins of an earlier run, names to be recovered, and names on meta; collective.
 
-    A stand-in is there on every rank or on none. Where values will be recovered on any rank,
-    nobody's count.
+    Every rank has a stand-in or none, else ConfigurationError is raised. If any rank awaits the
+    recovery of a parameter, all ranks do.
     """
     first = {name: slots[0].current for name, slots in store.layout.slots.items()}
     kept = {name: item for name, item in first.items() if isinstance(item, StandIn)}
@@ -145,7 +144,7 @@ def _check_owners(kept: Mapping[str, StandIn], comms: Communicators) -> None:
 
 
 def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandIn) -> None:
-    """Take this rank's slice of a parameter over from a run before; collective over all ranks."""
+    """Adopt this rank's slice of a parameter from an earlier run; collective over all ranks."""
     before, old = kept.store, kept.parameter
     own = before.masters[old].detach()
     unmoved = before.slices[old] == store.slices[name]
@@ -158,7 +157,7 @@ def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandI
 
 
 def _read_rows(store: SliceStore, name: str, read: BoxReader | None) -> Tensor:
-    """Return this rank's slice, or nothing where it keeps none."""
+    """Return this rank's slice as read from its source; it is empty if this rank keeps no rows."""
     spec = store.specs[name]
     dtype = store.layout.slots[name][0].current.dtype
     if not store.owns(name):
@@ -197,7 +196,7 @@ def _initialize(item: nn.Module, initializers: Mapping[nn.Module, _Initializer])
     if callable(reset) and any(
         _is_unset(tensor) for tensor in (*item._parameters.values(), *item._buffers.values())
     ):
-        # As on CPU, where constructors call it first.
+        # As on CPU, where constructors call it before `_init_weights` runs.
         reset()
         initializers[item](item)
 
@@ -271,7 +270,7 @@ def _fill_buffers(
 
 @contextmanager
 def _all_on_meta(layout: ModelLayout) -> Iterator[None]:
-    """Hold stand-ins in all slots, which initialisers write to without effect."""
+    """Hold meta tensors in all slots in this context: initialisers write to them without effect."""
     own = {name: slots[0].current for name, slots in layout.slots.items()}
     for name, parameter in own.items():
         layout.put(name, _on_meta(parameter))
@@ -288,7 +287,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _unset_like(tensor: Tensor) -> Tensor:
-    """Return a tensor on CPU that shows whether anything has set it; one of bool never does."""
+    """Return a CPU tensor of values that mean "unset"; one of bool always counts as unset."""
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     if tensor.is_floating_point() or tensor.is_complex():
         return whole.fill_(float("nan"))

@@ -1,8 +1,8 @@
-"""Remember on disk what running out of memory has taught, beside the measured profiles.
+"""Keep memory corrections, learnt from running out of memory, on disk beside measured profiles.
 
-One file for each device type and model, in the folder of `core.cache`. A start on the same machine
-reads it before anything is planned, and tells the other ranks. What is old, broken or of other
-versions counts for nothing.
+There is one file for each device type and model, in the folder of `core.process.cache`. A start on
+the same machine reads it before anything is planned, and shares it with the other ranks. Files that
+are older than 30 days, broken or of other versions are ignored.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _MAX_AGE = datetime.timedelta(days=30)
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionFile:
-    """Where what is known of one model on one device type is kept."""
+    """The file with the memory correction of one model on one device type."""
 
     path: Path
 
@@ -35,14 +35,14 @@ class CorrectionFile:
     def of(
         cls, specs: Iterable[ParameterSpec], compute_bytes: int, device_name: str
     ) -> "CorrectionFile":
-        """Return the file of a model that computes in values so wide on a device type."""
+        """Return the file of a model that computes in values of `compute_bytes` bytes."""
         shapes = [(spec.name, spec.shape) for spec in specs]
         key = [shapes, compute_bytes, device_name, current_versions()]
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         return cls(path=cache_folder() / f"memory-{digest}.json")
 
     def read(self) -> MemoryCorrection:
-        """Return what is known; nothing if there is no file that counts."""
+        """Return the correction; the default, which changes nothing, if there is no valid file."""
         with contextlib.suppress(ProfileError, OSError):
             age_s = datetime.datetime.now().timestamp() - self.path.stat().st_mtime
             if age_s <= _MAX_AGE.total_seconds():
@@ -50,7 +50,7 @@ class CorrectionFile:
         return MemoryCorrection()
 
     def add(self, found: MemoryCorrection) -> None:
-        """Keep the stricter of what is known and what was found.
+        """Write the stricter of the known correction and a new one.
 
         Raises:
             OSError: The folder can't be written.

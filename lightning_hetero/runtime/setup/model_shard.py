@@ -23,8 +23,8 @@ class ModelShard:
     Args:
         model: Sizes of the model.
         tp_degree: Ranks of the group.
-        num_layers: Layers that it gets.
-        device: Where it lies; bf16 on CUDA, fp32 elsewhere.
+        num_layers: Number of layers.
+        device: The device; bf16 on CUDA, fp32 elsewhere.
 
     Raises:
         ProfileError: The degree doesn't divide the model, or no reference layer has its sizes.
@@ -43,7 +43,7 @@ class ModelShard:
         self.model = whole
 
     def batch(self, lengths: Sequence[int]) -> tuple[Tensor, tuple[object, ...]]:
-        """Return token ids and what each layer takes besides the activation."""
+        """Return random token ids, (tokens,), and the layers' arguments besides the activation."""
         starts = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         token_ids = torch.randint(self.vocab_size, (starts[-1],), device=self.device)
@@ -57,7 +57,7 @@ class ModelShard:
         return token_ids, captured[0]
 
     def hidden(self, num_tokens: int) -> Tensor:
-        """Return a random activation that asks for its gradient."""
+        """Return a random activation, (tokens, hidden size), that requires a gradient."""
         width = self.model.config.hidden_size
         state = torch.randn(num_tokens, width, device=self.device, dtype=self.dtype)
         return state.requires_grad_()

@@ -1,7 +1,7 @@
-"""Keep what matrix products and attention return, for a call that computes all else again.
+"""Keep the outputs of matrix products and attention, for a call that recomputes everything else.
 
-These take nearly all of a layer's time and are about half of what autograd keeps of it. Products of
-batches of matrices don't count: such are the scores of attention that isn't one operation.
+They take nearly all of a layer's time, and are about half of what autograd keeps of it. Outputs of
+batched matrix products aren't kept: they are the scores of attention that isn't one operation.
 """
 
 import functools
@@ -25,10 +25,10 @@ class _Made(NamedTuple):
 
     operation: Any
     leaves: list[Any]
-    """Its tensors, None in place of them once somebody else keeps them, and other values."""
+    """Its tensors, replaced by None in `hand_over`, and other values."""
     form: TreeSpec
     versions: list[int]
-    """How often each tensor had been changed in place."""
+    """Version of each tensor, which a change in place increments."""
 
 
 class Products:
@@ -39,18 +39,18 @@ class Products:
         self._num_needed = 0
 
     def record(self) -> TorchDispatchMode:
-        """Return a context in which what they return is noted."""
+        """Return a context that records the outputs."""
         return _Recording(self._made)
 
     def note_saved(self) -> None:
-        """Say that autograd saves something: what has been made up to now is needed for it."""
+        """Note that autograd saves a tensor: recomputing it needs all outputs up to now."""
         self._num_needed = len(self._made)
 
     def hand_over(self) -> list[Tensor]:
-        """Return the tensors that are needed, of which this holds none any more.
+        """Return the needed output tensors, and hold them no longer.
 
         Raises:
-            ModelError: One was changed in place since.
+            ModelError: One was changed in place after it was recorded.
         """
         del self._made[self._num_needed :]
         tensors = []
@@ -63,7 +63,7 @@ class Products:
         return tensors
 
     def give(self, tensors: Sequence[Tensor]) -> TorchDispatchMode:
-        """Return a context in which they return these tensors, which `hand_over` has returned."""
+        """Return a context in which operations return `tensors`, those from `hand_over`."""
         return _Giving(self._made, tensors)
 
 
@@ -91,9 +91,9 @@ class _Recording(_Watching):  # type: ignore[no-untyped-call]
         return output
 
     def _refuse_changed(self, written: Any) -> None:
-        """Refuse that a collective works on a product in place, which counts as no change.
+        """Raise ModelError if a collective writes to a recorded output; that changes no version.
 
-        What it writes to is its first argument, inputs follow it.
+        `written` is the collective's first argument: the tensors that it writes to.
         """
         given = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
         for made in self._made:
@@ -130,7 +130,7 @@ class _Giving(_Watching):  # type: ignore[no-untyped-call]
 def _is_product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation is a matrix product, or attention that draws no random numbers.
 
-    What draws some must draw them the second time, too, or what comes after it draws others.
+    Attention with dropout must run again, else later operations would draw other numbers.
     """
     is_product, dropout_at = _look_at(func)
     if not is_product or dropout_at is None:
@@ -140,7 +140,7 @@ def _is_product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def _look_at(func: Any) -> tuple[bool, int | None]:
-    """Return whether it is a product or attention, and where its probability of dropout stands."""
+    """Return whether it is a product or attention, and the index of `dropout_p` if it has one."""
     schema: Any = getattr(func, "_schema", None)
     name = "" if schema is None else schema.name
     if "attention" not in name and "attn" not in name:
@@ -150,8 +150,8 @@ def _look_at(func: Any) -> tuple[bool, int | None]:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory without the graph that is about to be put on it."""
-    # Else a view that is made below autograd counts its own changes in place.
+    """Return an alias of a tensor that stays out of the autograd graph."""
+    # With this dispatch key, the alias shares the tensor's version counter.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

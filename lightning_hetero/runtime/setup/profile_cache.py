@@ -1,10 +1,10 @@
-"""Measure the device types of a run once, and remember it on disk.
+"""Measure the device types of a run once, and cache the profiles on disk.
 
-Each type of hardware is measured by its first rank, all types at once, unless a cached profile of
-the same model, micro-batches, device and versions is there. One that is too old, broken or of other
-versions is refused and measured again. Emulated devices are their hardware's figures times their
-slowdown, by definition. The folder is `$LIGHTNING_HETERO_CACHE`, else `lightning-hetero` in the
-user's cache folder.
+The first rank of each hardware type measures it, all types at once, unless there is a cached
+profile of the same model, micro-batches, device and versions. A profile that is too old, broken or
+of other versions is measured again. The times of an emulated device are its hardware's times its
+slowdown. The folder is `$LIGHTNING_HETERO_CACHE`, else `lightning-hetero` in the user's cache
+folder.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def profile_seats(
     """Return a profile of all device types of the run; collective over all ranks.
 
     Raises:
-        ProfileError: A rank couldn't measure; every rank raises it, with that rank's words.
+        ProfileError: A rank couldn't measure; every rank raises it, with that rank's message.
     """
     first_ranks: dict[str, int] = {}
     for global_rank, seat in enumerate(seats):
@@ -73,7 +73,7 @@ def profile_seats(
 def cached_profile(
     model: ModelSpec, options: ProfileOptions, *, device_name: str, device: torch.device
 ) -> Profile:
-    """Return the cached profile of this device, measured now if there is none that holds.
+    """Return the cached profile of this device; measure it now if there is no valid one.
 
     Raises:
         ProfileError: The model can't be measured.
@@ -85,16 +85,16 @@ def cached_profile(
         profile.device(device_name)
         return profile
     profile = measure_profile(model, options, device_name=device_name, device=device)
-    # A folder that can't be written costs only the next run's time.
+    # If the folder can't be written, only the next run has to measure again.
     with contextlib.suppress(OSError):
         write_whole(path, profile.save)
     return profile
 
 
 def slowed_profile(profile: DeviceProfile, slowdown: float, *, name: str) -> DeviceProfile:
-    """Return the figures of a device whose forwards and backwards take longer by that factor.
+    """Return a profile with the times of forward and backward passes multiplied by a factor.
 
-    The optimizer's step keeps its time: it isn't part of any action that is stretched.
+    The optimizer's step keeps its time, because emulation slows down only actions of the schedule.
     """
 
     def slower(pair: tuple[float, float]) -> tuple[float, float]:

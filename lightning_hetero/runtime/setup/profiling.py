@@ -1,8 +1,8 @@
 """Measure layers on this device: times of blocks, memory of one layer, the optimizer's step.
 
 AutoHet §III-D: blocks of 1, 2, 4, 8, ... layers at some micro-batches and TP degrees, forward and
-backward apart; embedding and head apart. One rank measures its device type, so a TP shard is
-measured without its traffic, which the cost model adds for the cluster's links. Layers are the
+backward separately; embedding and head separately. One rank measures its device type, so a TP shard
+is measured without its traffic, which the cost model adds for the cluster's links. Layers are the
 reference model's (`model_shard`).
 """
 
@@ -40,13 +40,13 @@ class ProfileOptions:
     """
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Micro-batches, each the lengths of its sequences; several lengths make a better fit."""
+    """Micro-batches, each as the lengths of its sequences in tokens; several improve the fit."""
     tp_degrees: tuple[int, ...] = (1,)
     """TP degrees whose shards are measured; each must divide heads, key-value heads and widths."""
     max_block: int = 8
     """Largest block of layers; blocks are the powers of two up to it and to the model's layers."""
     num_repeats: int = 5
-    """Repeats of which the median counts, after one that warms up."""
+    """Measurements whose median is taken, after one to warm up."""
 
     def __post_init__(self) -> None:
         numbers = (*self.tp_degrees, self.max_block, self.num_repeats)
@@ -153,9 +153,9 @@ def _measure_times(
 
 
 def _measure_memory(shard: ModelShard, microbatches: Sequence[tuple[int, ...]]) -> LayerMemory:
-    """Count what autograd keeps, so that it is exact and the same on every kind of device.
+    """Return the bytes per token that autograd keeps: exact, and the same on every device type.
 
-    The most of all micro-batches goes: attention may keep more where samples differ in length.
+    The maximum over the micro-batches counts: attention may keep more if samples differ in length.
     """
     found = [_count_memory(shard, lengths) for lengths in microbatches]
     layer, head, embedding, recomputed, selective = map(max, zip(*found, strict=True))
@@ -170,9 +170,9 @@ def _measure_memory(shard: ModelShard, microbatches: Sequence[tuple[int, ...]]) 
 
 
 def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the bytes per token of a layer, head, embedding and a recomputed layer.
+    """Return the bytes per token that autograd keeps of a layer, the head and the embedding.
 
-    That is as a whole, and but for its products.
+    Then of a layer that is recomputed as a whole, and of one that keeps its products' outputs.
     """
     token_ids, extra = shard.batch(lengths)
     hidden = shard.hidden(len(token_ids))

@@ -1,15 +1,15 @@
-"""Call a function so that its backward computes again what autograd would have kept.
+"""Call a function so that its backward recomputes the tensors that autograd would have kept.
 
-Autograd saves empty slots in place of tensors; the first one that backward wants calls the function
-a second time, as far as it takes to fill them all. `torch.utils.checkpoint` (use_reentrant=False)
-does the same with more Python: of what it adds to a short layer's time on a CPU this saves about a
-third (`python -m tests.benchmarks selective` measures both).
+Autograd saves empty slots in place of tensors. When backward needs the first of them, the function
+is called a second time, until all slots are filled. `torch.utils.checkpoint` (use_reentrant=False)
+does the same with more Python: this saves about a third of the time that it adds to a short layer
+on a CPU (`python -m tests.benchmarks selective` measures both).
 
-A call may also be computed again but for its matrix products and attention: what these return is
-kept, and the second call gets it instead of computing it. Norms, rotations and activation functions
-are cheap beside them, but keep about as much.
+Recomputation may also be selective: the outputs of matrix products and attention are kept, and the
+second call gets them instead of computing them. Norms, rotations and activation functions are cheap
+beside them, but keep about as much.
 
-As there, tensors within lists, tuples and dicts among the arguments aren't watched for changes.
+As there, changes of tensors within lists, tuples and dicts of the arguments aren't detected.
 """
 
 import weakref
@@ -29,7 +29,7 @@ __all__ = ["computed_again", "computed_again_but_products"]
 
 
 def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function returns, and keep nothing but its arguments until backward.
+    """Return a function's result, and keep only its arguments until backward.
 
     ::
 
@@ -37,9 +37,9 @@ def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         output.sum().backward()  # Calls the layer again.
 
     Args:
-        function: The second time it draws the same from torch's generators, under the same autocast
-            and default device.
-        *args: Its arguments. Tensors among them must stay as they are until backward.
+        function: Called again in backward, with the same state of torch's generators, autocast and
+            default device.
+        *args: Its arguments. Tensors among them mustn't be changed in place until backward.
         **kwargs: The same.
 
     Raises:
@@ -52,9 +52,9 @@ def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def computed_again_but_products(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function returns, and keep its arguments, matrix products and attention.
+    """Return a function's result, and keep its arguments and outputs of products and attention.
 
-    As `computed_again`, but the second call computes only what lies between those.
+    As `computed_again`, but the second call doesn't run the matrix products and attention.
     """
     products = Products()
     call = _RecomputedCall(function, args, kwargs, products)
@@ -65,7 +65,7 @@ def computed_again_but_products(function: Callable[..., Any], *args: Any, **kwar
 
 
 class _Slot:
-    """Stands for a tensor that autograd saves."""
+    """Saved by autograd in place of a tensor."""
 
     __slots__ = ("__weakref__", "form", "tensor", "version")
 
@@ -76,14 +76,14 @@ class _Slot:
 
 
 class _AllFilled(Exception):
-    """Nothing else that the function would do is needed.
+    """Ends the second call once all slots are filled.
 
-    An `Exception`, else modules would leave out the hooks that they always call.
+    An `Exception`: for others modules wouldn't call their hooks with `always_call`.
     """
 
 
 class _RecomputedCall:
-    """One call; what autograd saves of it keeps it."""
+    """One call with recomputation; autograd keeps it alive by its hooks for saved tensors."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class _RecomputedCall:
         self._autocast = {kind: _autocast_now(kind) for kind in kinds}
         self._device = torch.get_default_device()
         self._slots: list[weakref.ref[_Slot]] = []
-        """Weak: what backward has freed isn't kept when it is computed again."""
+        """Weak: a tensor that backward has freed isn't kept when it is recomputed."""
         self._num_filled = 0
         self._products = products
         self._kept_products: Any = None
 
     def reserve(self, tensor: Tensor) -> _Slot:
-        """Return what autograd saves in place of a tensor."""
+        """Return the slot that autograd saves in place of a tensor."""
         slot = _Slot(tensor)
         self._slots.append(weakref.ref(slot))
         if self._products is not None:
@@ -123,15 +123,15 @@ class _RecomputedCall:
         return slot
 
     def keep_products(self) -> None:
-        """Keep what the first call's products have returned for the second one."""
+        """Keep the outputs of the first call's products for the second call."""
         assert self._products is not None
         self._kept_products = _keep(*self._products.hand_over())
 
     def fetch(self, slot: _Slot) -> Tensor:
-        """Return the tensor that backward wants."""
+        """Return the tensor of a slot; the first time, recompute those of all slots."""
         if slot.tensor is None:
             self._call_again()
-        tensor, slot.tensor = slot.tensor, None  # It goes while backward goes on.
+        tensor, slot.tensor = slot.tensor, None  # Freed as soon as backward has used it.
         assert tensor is not None
         if tensor._version != slot.version:
             raise ModelError(
@@ -159,7 +159,7 @@ class _RecomputedCall:
             try:
                 self._call()
             except Exception:
-                # The function may have caught that all are filled, and raised something else.
+                # The function may have caught `_AllFilled`, and raised something else.
                 if self._num_filled < len(self._slots):
                     raise
         if self._num_filled < len(self._slots):
@@ -173,8 +173,8 @@ class _RecomputedCall:
 
     def _fill(self, tensor: Tensor) -> Tensor:
         if self._num_filled == len(self._slots):
-            raise _AllFilled  # The function has caught it, and goes on.
-        tensor = tensor.detach()  # Else what a node returned and saved would hold that node.
+            raise _AllFilled  # The function has caught the first one, and goes on.
+        tensor = tensor.detach()  # Else a node that saves its own output would keep itself alive.
         slot = self._slots[self._num_filled]()
         if slot is not None:
             if slot.form != (tensor.shape, tensor.dtype):
@@ -187,11 +187,11 @@ class _RecomputedCall:
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps tensors as autograd does: it sees changes in place, and others may count or offload."""
+    """Saves tensors by autograd, which detects changes in place and applies outer hooks."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        """Save them for what isn't this function's backward."""
+        """Save tensors for `_saved`; there is no backward."""
         ctx.save_for_backward(*tensors)
         return torch.empty_like(anchor)
 
@@ -199,7 +199,7 @@ class _Kept(torch.autograd.Function):
 def _keep(*tensors: Tensor) -> Any:
     """Return a tensor whose `grad_fn` has them as its `saved_tensors`.
 
-    The tensor itself must live on: torch 2.11's node lets them go with its output.
+    The caller must hold the tensor: torch 2.11's node frees them with its output.
     """
     anchor = torch.empty(0, requires_grad=True)
     return _Kept.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
@@ -211,7 +211,7 @@ def _saved(anchor: Any, what: str) -> tuple[Tensor, ...]:
         tensors: tuple[Tensor, ...] = anchor.grad_fn.saved_tensors
     except RuntimeError as error:
         if "inplace" not in str(error):
-            raise  # Of hooks around the call, which keep tensors elsewhere.
+            raise  # Of outer hooks for saved tensors, which keep them elsewhere.
         raise ModelError(
             f"{what} that is computed again in backward was changed in place after the layer got "
             f"it. Let it be, or don't recompute the layer. ({error})"
@@ -231,7 +231,7 @@ def _autocast_now(kind: str) -> dict[str, Any] | None:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """Return a tensor for the second call: hooks on it must not run in this backward, too."""
+    """Return an alias of a tensor for the second call, in which its hooks must not run again."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 

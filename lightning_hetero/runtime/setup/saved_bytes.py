@@ -11,16 +11,16 @@ __all__ = ["SavedBytes"]
 
 
 class SavedBytes:
-    """Counts what is saved inside its context, each storage once.
+    """Counts the bytes that autograd saves inside its context, each storage once.
 
     ::
 
         with SavedBytes(without=layer.parameters()) as saved:
             output = layer(hidden)
-        print(saved.total)  # As long as `output` lives, so do they.
+        print(saved.total)  # Bytes that stay in use as long as `output` lives.
 
     Args:
-        without: Tensors that there are in any case; what lies in their memory doesn't count.
+        without: Tensors that exist anyway; tensors that share their storages don't count.
     """
 
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
@@ -49,4 +49,4 @@ class SavedBytes:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._known:
             self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # Else what a node returned and saved would hold that node.
+        return tensor.detach()  # Else a node that saves its own output would keep itself alive.

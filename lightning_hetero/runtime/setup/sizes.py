@@ -1,14 +1,14 @@
 """Guess a `ModelSpec` from a module, so that its plans can be predicted.
 
-What is exact: the number of layers, the parameters of the largest layer's matrices (which make its
-FLOPs; plans count on as much of each layer) and of the largest tables outside. What is inferred:
+Exact: the number of layers, the number of parameters in the largest layer's matrices (which gives
+its FLOPs; all layers are planned as if as large) and in the largest tables outside. Inferred:
 
-- hidden size: the commonest extent among the layers' parameters of one dim (norms and biases), or
-  among all if there are none,
+- hidden size: the most frequent length of the layer's one-dimensional parameters (norms and
+  biases), or of the dims of its matrices if there are none,
 - vocabulary: rows of the largest matrix outside the layers that has the hidden size as its other
   dim,
 - heads: from attributes such as `num_heads` of modules or configs, else hidden size / 64,
-- MLP width: whatever makes a layer's matrices as large as they are, attention being 4 · hidden²,
+- MLP width: such that a layer's matrices have their true size, with 4 · hidden² for attention,
 - causal attention, unless the config says otherwise.
 """
 
@@ -30,14 +30,14 @@ _HEAD_NAMES = ("num_heads", "num_attention_heads", "n_head")
 
 
 def infer_model_spec(module: nn.Module, layout: ModelLayout) -> ModelSpec | None:
-    """Return the sizes of a module, None if it has no layers or no hidden size can be told."""
+    """Return the sizes of a module, None if it has no layers or no hidden size is found."""
     if not layout.layers:
         return None
     config = _spec_of_config(module)
     guessed = _spec_of_shapes(module, layout, config)
     if guessed is None or config is None:
         return guessed
-    # Families differ in what a layer holds: its true matrices win over the config's.
+    # Families differ in a layer's matrices: sizes from shapes are used if the config's differ.
     if abs(config.matrix_params_per_layer / guessed.matrix_params_per_layer - 1) > 0.01:
         return guessed
     return replace(config, num_layers=layout.num_layers)
@@ -87,7 +87,7 @@ def _spec_of_shapes(
 
 
 def _largest_layer(layout: ModelLayout) -> list[ParameterSpec]:
-    """Return the parameters of the layer that has most."""
+    """Return the parameters of the layer with the most elements."""
     layers: dict[int, list[ParameterSpec]] = {}
     for spec in layout.specs:
         if spec.layer is not None:

@@ -1,4 +1,4 @@
-"""Take back what a set-up has done to a module's calls, if it doesn't come to its end."""
+"""Restore a module's forwards and hooks if a set-up fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ _CALLS = ("forward", "_compiled_call_impl")
 
 @contextmanager
 def undone_if_it_fails(module: nn.Module) -> Iterator[None]:
-    """Give modules their own forwards and hooks back if this context raises.
+    """Restore the forwards and hooks of a module and its submodules if this context raises.
 
-    Parameters stay as they are: to keep the old ones meanwhile would take their memory twice.
+    Parameters aren't restored: keeping the old ones meanwhile would take their memory twice.
     """
     before = [(item, _calls(item), _hooks(item)) for item in module.modules()]
     try:

@@ -26,7 +26,7 @@ class WeightSource(Protocol):
         """Shapes of the parameters and buffers that it has, by their names in the module."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of one of them that isn't empty, on CPU, in any dtype."""
+        """Return a box, which isn't empty, of the named tensor, on CPU, in any dtype."""
 
 
 class WeightSources:
@@ -40,10 +40,10 @@ class WeightSources:
         ]
 
     def find(self, names: Iterable[str], shape: tuple[int, ...]) -> BoxReader | None:
-        """Return what reads a tensor with one of these names, None where nothing does.
+        """Return a reader of the tensor with one of these names, None if no source has it.
 
         Raises:
-            ModelError: It has another shape there.
+            ModelError: A source has it in another shape.
         """
         for name in names:
             for prefix, source in self._sources:
@@ -59,9 +59,9 @@ class WeightSources:
         return None
 
     def check_all_used(self, module: nn.Module, drawn: Sequence[str]) -> None:
-        """Raise ModelError if there are weights for names that the module doesn't have any more.
+        """Raise ModelError if sources have weights for names that the module no longer has.
 
-        Then some that are about to be drawn anew may be pretrained ones under a new name.
+        Parameters in `drawn`, about to be drawn anew, may then be such weights under a new name.
         """
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in module.named_buffers()}

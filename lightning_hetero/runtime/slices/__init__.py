@@ -1,1 +1,1 @@
-"""Parameters as slices with one owner each, and what computes with all of a parameter."""
+"""Parameters as slices with one owner each, and refusals of code that needs whole parameters."""

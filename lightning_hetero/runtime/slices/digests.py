@@ -1,6 +1,6 @@
-"""A number that stands for all bits of a tensor.
+"""Digests of tensors: integers that depend on every bit.
 
-It is a sum of the bits as integers, each times an odd number that follows from its place.
+A digest is the sum of the elements' bits as integers, each times an odd number given by its index.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(rows: Tensor) -> Tensor:
-    """Return a number, int64 on the rows' device, that depends on each of their bits."""
+    """Return the digest of a tensor as an int64 scalar on its device."""
     bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten()
     digest = torch.zeros((), dtype=torch.int64, device=rows.device)
     for first in range(0, len(bits), _AT_ONCE):
@@ -29,9 +29,9 @@ def digest_of(rows: Tensor) -> Tensor:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a number for each tensor's bits; the host waits for them.
+    """Return the digest of each tensor; the host waits for its device.
 
-    So changes are found that bump no version, such as `weight.data.clamp_(...)` in a forward pass.
+    They show changes that increment no version, such as `weight.data.clamp_(...)` in a forward.
     """
     digests = list(map(digest_of, tensors.values()))
     numbers = torch.stack(digests).tolist() if digests else []
@@ -39,8 +39,8 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def is_looked_at(iteration: int) -> bool:
-    """Return whether what seldom differs is compared in an iteration, counted from 1.
+    """Return whether costly checks run in an iteration, counted from 1.
 
-    Few are, so that a step costs nothing: a change that comes with each is found in the first.
+    They run in few, so that steps stay fast; a fault of every iteration is found in the first.
     """
     return iteration in _LOOKED_AT

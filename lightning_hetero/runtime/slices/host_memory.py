@@ -1,7 +1,7 @@
 """Bring tensors from a rank's device to its host and back, for slices that live on the host.
 
-On CUDA the host's ends are pinned, so copies are enqueued like kernels and run at the link's rate.
-Where device and host are one, nothing is copied.
+On CUDA the host's tensors are pinned, so copies are enqueued like kernels and run at the link's
+rate. If slices live on the device, nothing is copied.
 
 Per iteration and owned parameter: a pull takes the compute dtype's bytes to the device, a push
 4 bytes (fp32 sums) to the host, where they are scaled and the optimizer's step reads and writes.
@@ -20,17 +20,17 @@ _ALIGNMENT_BYTES = 64
 
 
 class PinnedBlocks:
-    """Pinned memory for many tensors that stay, in few blocks.
+    """Pinned memory for many long-lived tensors, in few blocks.
 
-    torch rounds each pinned allocation up to a power of two, so tensors one by one may take twice
-    their bytes. Each block is the largest power of two that the tensors to come still fill. ::
+    torch rounds each pinned allocation up to a power of two, so separate tensors may take twice
+    their bytes. Each block is the largest power of two that the remaining tensors still fill. ::
 
         memory = PinnedBlocks(4 * num_elements)
         masters = [memory.empty(shape, torch.float32) for shape in shapes]
 
     Args:
-        expected_bytes: Of all tensors together; there may be more.
-        allocate: Returns a number of bytes, (bytes,), for tests without CUDA.
+        expected_bytes: Bytes of all tensors together; more may be asked for.
+        allocate: Returns a uint8 tensor of a number of bytes; for tests without CUDA.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PinnedBlocks:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of any values."""
+        """Return an uninitialised tensor."""
         num_bytes = math.prod(shape) * dtype.itemsize
         aligned = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if aligned > self._left.numel():
@@ -49,7 +49,7 @@ class PinnedBlocks:
             self._left = self._allocate(1 << max(filled, (aligned - 1).bit_length()))
         part, self._left = self._left[:num_bytes], self._left[aligned:]
         self._expected_bytes = max(0, self._expected_bytes - aligned)
-        return part.view(dtype).view(tuple(shape)).data  # Each counts its own changes in place.
+        return part.view(dtype).view(tuple(shape)).data  # With a version counter of its own.
 
 
 def _pin(num_bytes: int) -> Tensor:
@@ -57,7 +57,7 @@ def _pin(num_bytes: int) -> Tensor:
 
 
 def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return tensors in one dim on a device, (elements,); all come from there or from its host."""
+    """Return tensors end to end on a device, (elements,); all are on it, or all on its host."""
     if tensors[0].device == device:
         lines = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
         packed = torch.empty(sum(map(Tensor.numel, lines)), dtype=dtype, device=device)
@@ -79,12 +79,12 @@ def arrive_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until what this thread has enqueued on a device is done; a CPU has done it."""
+    """Let the host wait for the work that this thread has enqueued; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _passing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory of the host for what comes from a device or goes there; torch reuses it."""
+    """Return a host tensor for a copy from or to a device; torch reuses its memory."""
     is_pinned = device.type == "cuda"
     return torch.empty(tuple(shape), dtype=dtype, device=_HOST, pin_memory=is_pinned)

@@ -1,8 +1,8 @@
-"""Parameters whose shape is told and whose values are not: whoever uses a value is refused by name.
+"""Parameters that answer with the whole shape; uses of their values raise ConfigurationError.
 
-While an optimizer is configured a rank's slices answer with the shape of the whole, and after a
-run the module holds stand-ins for weights that are slices on all ranks. What takes another tensor's
-shape only (`torch.zeros_like`) gets the shape of what lies there.
+While an optimizer is configured, a rank's slices answer with the shape of the whole, and after a
+run the module holds stand-ins for weights that are slices on all ranks. `torch.zeros_like` and the
+like make tensors of the shape that is stored here.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ SIZES: frozenset[Any] = frozenset(
         *(Tensor.__len__, Tensor.stride, torch.numel),
     }
 )
-"""Questions for sizes: answered for the whole parameter."""
+"""Functions that ask for sizes: answered for the whole parameter."""
 _OWN: frozenset[Any] = frozenset(
     {
         *_getters("requires_grad", "grad", "grad_fn", "retains_grad", "is_leaf", "dtype", "layout"),
@@ -54,13 +54,13 @@ _OWN: frozenset[Any] = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     }
 )
-"""Answered by the tensor that lies here."""
+"""Other functions that use no values: answered by the tensor that is stored here."""
 ASKS_FOR_NO_VALUE = SIZES | _OWN
-"""All of them: what the values of a parameter don't matter to."""
+"""All functions that don't use a parameter's values."""
 
 
 class KnownByShape(nn.Parameter):
-    """A parameter that answers with a whole shape and refuses whatever asks for values."""
+    """A parameter that answers with a whole shape, and refuses functions that use values."""
 
     _whole: Tensor
     _refusal: str
@@ -124,11 +124,11 @@ class StandIn(KnownByShape):
 
 
 class Awaited(KnownByShape):
-    """Stands in a module for a parameter whose values are recovered when it is cut again."""
+    """Stands in a module for a parameter whose values will be recovered, after a rank was lost."""
 
     @classmethod
     def like(cls, master: Tensor, name: str, shape: tuple[int, ...]) -> Self:
-        """Return what stands for a parameter of which this rank had a slice."""
+        """Return the stand-in of a parameter, whose slice on this rank was `master`."""
         whole = torch.empty(shape, dtype=master.dtype, device="meta")
         made: Self = torch.Tensor._make_subclass(cls, whole, master.requires_grad)
         made._whole = whole
@@ -140,7 +140,7 @@ class Awaited(KnownByShape):
 
 
 def hide_values(parameter: Any, shape: tuple[int, ...], refusal: str) -> None:
-    """Let a parameter be known by a shape alone; it stays the very tensor that it is."""
+    """Make a parameter answer with a shape, and refuse uses of its values; changes it in place."""
     if not hasattr(parameter, "_whole"):
         parameter._whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
         parameter._refusal = refusal
@@ -148,7 +148,7 @@ def hide_values(parameter: Any, shape: tuple[int, ...], refusal: str) -> None:
 
 
 def show_values(parameters: Iterable[Any]) -> None:
-    """Give parameters whose values were hidden their values back."""
+    """Undo `hide_values`."""
     for parameter in parameters:
         parameter.__class__ = nn.Parameter
 
@@ -164,7 +164,7 @@ def hide_again(parameters: Iterable[Any]) -> None:
 def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
     """Let a store's slices answer with the shapes of the whole parameters in this context.
 
-    They stay the very tensors that they are, so that an optimizer made of them holds the slices.
+    They remain the same objects, so an optimizer made of them holds the slices.
     """
     for name, master in store.masters.items():
         hide_values(

@@ -1,7 +1,7 @@
-"""Which of torch's functions give a row what others have, or take rows by their places.
+"""Tell which torch functions mix the rows of a tensor, or depend on their positions.
 
-Their results may be as large as the slice, so shapes don't tell (`whole_shapes`). A row is what has
-one place in the dim that is cut.
+Their results may be as large as the slice, so shapes don't show it (`whole_shapes`). A row is one
+index of the dim that is cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,26 +28,26 @@ _ALONG = {
     "fliplr": (1, 1), "flipud": (1, 0), "msort": (1, 0), "vsplit": (2, 0), "hsplit": (2, 1),
     "fft_fft": (2, -1), "fft_ifft": (2, -1), "glu": (1, -1), "gumbel_softmax": (4, -1),
 }
-"""Functions along dims: the place of that argument, and what it is if nothing is given."""
+"""Functions along dims: the position of the argument `dim`, and its default."""
 _ACROSS = {"renorm"}
-"""Those of them that take whole rows of their dim, and so go along all others."""
+"""Those of them that run along all dims but the given one."""
 _BY_PLACE = {"tril", "triu", "fill_diagonal", "diagonal", "diag", "trace", "rot90", "t"}
-"""Functions of places in a matrix."""
+"""Functions that depend on positions in a matrix."""
 _BY_NUMBER = {"take", "put", "index_put", "masked_scatter", "as_strided"}
-"""Functions of places in all elements."""
+"""Functions that depend on positions among all elements."""
 _BY_LAST_DIMS = {"layer_norm", "rms_norm"}
 _OF_SIGNALS = ("fft_", "conv", "group_norm", "batch_norm", "instance_norm", "interpolate")
 # fmt: on
 
 
 def mixes_rows(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int | None) -> bool:
-    """Return whether a function mixes the rows of its first argument, or numbers them.
+    """Return whether a function mixes the rows of its first argument, or uses their positions.
 
     Args:
-        name: Of the function.
+        name: Name of the function.
         args: Its arguments, a slice first.
-        kwargs: Others by name.
-        dim: In which the slice is cut; None if nobody knows, then any dim may be it.
+        kwargs: Its keyword arguments.
+        dim: The dim along which the slice is cut; None if unknown, then any dim may be it.
     """
     ndim: int = args[0].ndim
     if name in ("getitem", "setitem"):
@@ -75,7 +75,7 @@ def _dims_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _chooses(index: Any, ndim: int, dim: int | None) -> bool:
-    """Whether an index takes places in the dim that is cut by their numbers."""
+    """Whether an index selects positions of the dim that is cut; of any dim if that is None."""
     items = list(index) if isinstance(index, tuple) else [index]
     if dim is None:
         return not all(_takes_all(item) for item in items)
@@ -90,7 +90,7 @@ def _chooses(index: Any, ndim: int, dim: int | None) -> bool:
 
 
 def _num_dims(item: Any) -> int:
-    """Return how many dims of a tensor a part of an index is for."""
+    """Return how many dims of a tensor an item of an index is for."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if _is_mask(item) else 1

@@ -1,8 +1,8 @@
-"""Sizes of a parameter that is a slice here: numbers of the whole that can make tensors like it.
+"""Sizes of a parameter that is a slice here: integers of the whole that carry the slice's size.
 
-In hooks `p.shape` and `p.numel()` are read for two ends: as numbers, where they are those of the
-whole, and to make a tensor that goes with `p`, which must be as large as the slice. So each is a
-whole number that knows the slice's, too: Python computes with the one, torch is given the other.
+Hooks read `p.shape` and `p.numel()` for two purposes: as numbers, which must be those of the whole,
+and to make a tensor like `p`, which must be as large as the slice. So each size is an integer with
+the slice's as an attribute: Python computes with the first, torch functions get the second.
 """
 
 import operator
@@ -27,19 +27,19 @@ class SliceSize(int):
     """
 
     own: int
-    """That of the slice."""
+    """Size of the slice."""
     parameter: str
     """The parameter's name."""
 
     @classmethod
     def of(cls, whole: int, *, own: int, parameter: str = "") -> "SliceSize":
-        """Return the size of a whole with its slice's."""
+        """Return the size `whole` of a parameter that carries its slice's size `own`."""
         made = cls(whole)
         made.own, made.parameter = own, parameter
         return made
 
     def __add__(self, other: int) -> Any:
-        """Add to both; so do the others, which floats make plain numbers of the whole."""
+        """Add to both sizes; with floats, operators return plain numbers of the whole."""
         return self._computed(operator.add, other)
 
     def __mul__(self, other: int) -> Any:
@@ -64,14 +64,14 @@ class SliceSize(int):
 def size_of_whole(
     func: Any, own: Any, args: Any, kwargs: Any, shape: tuple[int, ...], parameter: str
 ) -> Any:
-    """Return what a question for the sizes of a slice is answered with.
+    """Return the answer to a question for a slice's sizes: those of the whole, as `SliceSize`.
 
     Args:
         func: One of `SIZES`.
-        own: The slice's answer.
-        args: Its arguments, the slice first.
-        kwargs: Others by name.
-        shape: Of the whole.
+        own: The answer for the slice.
+        args: Arguments of `func`, the slice first.
+        kwargs: Its keyword arguments.
+        shape: Shape of the whole.
         parameter: The parameter's name.
     """
     assert func in SIZES
@@ -85,7 +85,7 @@ def size_of_whole(
 
 
 def for_slice(value: Any) -> Any:
-    """Return an argument of a torch function with sizes of the slice where those of a whole are."""
+    """Return an argument of a torch function with each `SliceSize` replaced by the slice's size."""
     if isinstance(value, SliceSize):
         return value.own
     if isinstance(value, list | tuple):

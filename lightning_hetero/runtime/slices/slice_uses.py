@@ -1,18 +1,18 @@
-"""Refuse what hooks and optimizers make of slices that would be something else of the whole.
+"""Refuse uses of slices in hooks and optimizers whose results would differ for whole parameters.
 
-Adding, scaling and whatever else goes by elements, or by rows, does to a slice what it does to the
-whole; rows are places in the dim that is cut, which tensor parallelism makes the second of some. A
-norm, a mean, a place in a parameter or a matrix product doesn't: each rank would have its own. So
-functions of parameters and gradients that aren't whole here are watched, from the end of a training
-step on. What makes no slice of what it would make of the whole is refused, which shapes tell
-(`whole_shapes`), and so is what mixes rows (`rows_mixed`). Watching costs time, so that is done
-after few steps: a use that comes with each step is found after the first.
+Functions of single elements or single rows do to a slice what they do to the whole. (A row is an
+index of the dim that is cut, which is the second dim of some parameters under tensor parallelism.)
+A norm, a mean, a position in a parameter or a matrix product differs from rank to rank. So torch
+functions of parameters and gradients that aren't whole here are watched after training steps. A
+function is refused if its result isn't a slice of the whole's result, judged by shapes
+(`whole_shapes`), or if it mixes rows (`rows_mixed`). Watching costs time, so it is done after few
+steps: a use in every step is found after the first.
 
-A gradient may be whole here and None on all other ranks, which then leave it out. So hooks may make
-no numbers of it, either; the optimizer of whole matrices may.
+A gradient may be whole here and None on all other ranks, which then skip it. So hooks may compute
+no numbers of it, either; an optimizer of whole matrices may.
 
-Sizes are answered for the whole (`slice_sizes`), so who reads them after a step is watched from
-then on. Whether gradients are finite is known: those that aren't never come to hooks.
+Sizes are answered for the whole (`slice_sizes`): once hooks ask for them, every step is watched.
+Hooks may ask whether gradients are finite: they never get gradients that aren't.
 """
 
 import sys
@@ -38,14 +38,14 @@ from lightning_hetero.runtime.slices.whole_shapes import KnownTensor, cut_dim_of
 __all__ = ["KnownUses", "SliceUses"]
 
 _TELLING = {"numpy", "tolist", "item", "array", "allclose", "is_nonzero"}
-"""Names of functions that give values away."""
+"""Names of functions that return values to Python."""
 _COPYING = {nn.Parameter.__deepcopy__.__code__, Tensor._typed_storage.__code__}
-"""Torch's own code that asks for values to copy or save them."""
+"""Torch's own code that reads values to copy or save them."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 _OF_LISTS = "foreach_"
-"""How functions begin that do to each tensor of a list what they would do to it by itself."""
+"""Prefix of functions that process each tensor of a list separately."""
 _OF_FORM = "new_"
-"""How functions begin that take nothing of a tensor but its dtype and device."""
+"""Prefix of methods that use nothing of a tensor but its dtype and device."""
 # fmt: off
 _TAKING_SIZES = {
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "normal", "view", "reshape",
@@ -55,7 +55,7 @@ _TAKING_SIZES = {
 _MADE_OF_SIZES = {"zeros", "ones", "empty", "full"}
 _MADE_OF_SIZES |= {f"new_{name}" for name in _MADE_OF_SIZES}
 _TAKING_VALUE = {"setitem", "full", "new_full"}
-"""Those of them whose last argument is a number."""
+"""Functions whose last argument is a value, not a size."""
 _DRAWING = {
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "uniform",
     "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric", "randperm",
@@ -63,17 +63,17 @@ _DRAWING = {
 }
 _REPEATING = {"repeat", "tile"}
 _COUNTING = {"arange", "linspace", "logspace", "eye", "getitem", "narrow"} | _REPEATING
-"""Functions whose elements depend on how many there are, or on where they lie."""
+"""Functions whose results depend on the number of elements, or on their positions."""
 # fmt: on
 _TURNED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 _ASKING_FOR_FINITE = {"isfinite", "isnan", "isinf"}
 _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
-"""Names of functions that take rows by their numbers."""
+"""Names of functions that take rows by index."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call as one device would make it."""
+    """A call with the arguments that one device would have."""
 
     func: Callable[..., Any]
     name: str
@@ -83,17 +83,17 @@ class _Call:
 
 @dataclass
 class KnownUses:
-    """What is known of the hooks of a run, which are the same in each of its generations."""
+    """What is known of a run's hooks, which are the same in each of its generations."""
 
     were_watched: bool = False
     """Whether they were watched after an iteration."""
     ask_first: bool = False
-    """Whether any asks for sizes before the first step, and must be answered in each generation."""
+    """Whether any asks for sizes before the first step, so that each generation watches there."""
     ask_later: bool = False
-    """Whether any does after a step."""
+    """Whether any asks for sizes after a step, so that each step is watched."""
 
     def learn(self, told: Iterable["KnownUses"]) -> None:
-        """Take in what any rank knows."""
+        """Merge in what the ranks know."""
         for other in told:
             self.were_watched |= other.were_watched
             self.ask_first |= other.ask_first
@@ -105,8 +105,8 @@ class SliceUses(TorchFunctionMode):
 
     Args:
         store: The rank's slices.
-        others_lack: Whether what is whole here isn't on other ranks.
-        known: Is told of those who ask for sizes.
+        others_lack: Whether other ranks lack the parameters that are whole here.
+        known: Updated when hooks ask for sizes.
     """
 
     def __init__(
@@ -116,17 +116,17 @@ class SliceUses(TorchFunctionMode):
         self._known = known or KnownUses()
         self._store = store
         self.others_lack = others_lack
-        """Whether what is whole here isn't on other ranks."""
+        """Whether other ranks lack the parameters that are whole here."""
         self._names: dict[int, tuple[ReferenceType[Tensor], KnownTensor]] = {}
-        """Slices, and what is made of them."""
+        """Marked tensors by id: slices, and tensors made of them."""
         self._whole: dict[int, str] = {}
         """Names of the parameters that other ranks lack."""
         self.is_after_step = False
-        """Whether what is watched comes after a training step, as often as they do."""
+        """Whether the code that is watched runs after a training step, so after each of them."""
         self._is_active, self._are_hooks = False, True
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start watching, unless there is nothing to watch."""
         if self._is_active:
             return
         for name, master in self._store.masters.items():
@@ -140,27 +140,27 @@ class SliceUses(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> bool:
-        """Watch no longer; returns whether it did."""
+        """Stop watching; return whether this has watched."""
         if not self._is_active:
             return False
-        # What was entered over it, and not left, keeps its place: then it looks at nothing.
+        # Under a mode that was entered later, this one must stay; it then looks at nothing.
         if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
             self.__exit__(None, None, None)
         self._is_active = False
-        # What somebody keeps is what it was.
+        # Tensors that somebody has kept stay marked.
         kept = self._names.items()
         self._names = {key: item for key, item in kept if item[1].is_cut and item[0]() is not None}
         self._whole.clear()
         return True
 
     def leave_hooks(self) -> None:
-        """Let the optimizer, which steps now, do what it likes with whole parameters."""
+        """Stop watching whole parameters: the optimizer steps now."""
         self._are_hooks = False
         if self._is_active:
             self._names = {key: item for key, item in self._names.items() if item[1].is_cut}
 
     def return_to_hooks(self) -> None:
-        """Look at whole parameters again."""
+        """Watch whole parameters again, after the optimizer's step."""
         self._are_hooks = True
 
     def __torch_function__(
@@ -170,7 +170,7 @@ class SliceUses(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at what torch is asked."""
+        """Run a torch function with the slices' sizes, and refuse it if it isn't allowed."""
         name = _name_of(func)
         kwargs = kwargs or {}
         if name in _DRAWING and self._is_active:
@@ -203,14 +203,14 @@ class SliceUses(TorchFunctionMode):
         return result
 
     def _know_made(self, given: Sequence[Any], made: Tensor) -> None:
-        """Know of a tensor of a slice's sizes, which goes with the slice."""
+        """Mark a tensor that was made with a slice's sizes as cut like the slice."""
         sizes = [item for item in tree_leaves(given) if isinstance(item, int)]
         cut = next(filter(_is_cut, sizes), None)
         if isinstance(cut, SliceSize) and len(sizes) == made.ndim:
             self._mark(made, KnownTensor(cut.parameter, True, tuple(map(int, sizes))))
 
     def _follow_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Know of a gradient that somebody asks for."""
+        """Mark a gradient that somebody reads."""
         if gradient is None:
             return
         if id(parameter) in self._whole:
@@ -220,16 +220,16 @@ class SliceUses(TorchFunctionMode):
             self._mark(gradient, known)
 
     def _is_known_of_all(self, name: str, args: Sequence[Any], result: Any) -> bool:
-        """Whether all ranks are told the same, though by different slices."""
+        """Whether a function returns the same on all ranks, though for different slices."""
         if name not in _ASKING_FOR_FINITE or not isinstance(result, Tensor):
             return False
-        # Each rank has looked at the gradients that it made, before anybody stepped on them.
+        # Ranks have checked that gradients are finite before hooks get them.
         known = self._known_of(args[0])
         is_gradient = known is not None and args[0] is self._store.masters[known.parameter].grad
         return is_gradient and bool(result.all() if name == "isfinite" else ~result.any())
 
     def _check_drawing(self, name: str, args: Sequence[Any], kwargs: Any) -> None:
-        """Refuse random numbers for slices: one device draws those of all parameters in a row."""
+        """Refuse random numbers for slices: one device draws them for each whole parameter."""
         for item in tree_leaves((args, kwargs)):
             if isinstance(item, Tensor) and (known := self._known_of(item)) is not None:
                 self._refuse(name, known.parameter)
@@ -237,17 +237,17 @@ class SliceUses(TorchFunctionMode):
                 self._refuse(name, self._whole.get(id(item), "that is cut"))
 
     def _check_counting(self, name: str, args: Sequence[Any], kwargs: Any) -> None:
-        """Refuse elements that depend on how many there are, or that lie where the whole's do."""
+        """Refuse functions of a slice's sizes that depend on numbers or positions of elements."""
         given = tree_leaves((args, kwargs))
         bounds = [i for item in given if isinstance(item, slice) for i in (item.start, item.stop)]
         cut = next(filter(_is_cut, (*given, *bounds)), None)
-        # The same row again and again is the same in each slice.
+        # A single row that is repeated is the same in each slice.
         is_one = name in _REPEATING and args[0].shape[:1] in ((), (1,))
         if isinstance(cut, SliceSize) and not is_one:
             self._refuse(name, cut.parameter)
 
     def _size(self, func: Any, own: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Answer a question for the sizes of what may be a slice."""
+        """Return the answer to a question for sizes: those of the whole if it is of a slice."""
         known = self._known_of(args[0])
         name = self._whole.get(id(args[0])) if known is None else known.parameter
         if name is None or is_asked_by_library():
@@ -260,11 +260,11 @@ class SliceUses(TorchFunctionMode):
         self._known.ask_first |= not self.is_after_step
         answer = size_of_whole(func, own, args, kwargs, shape, name)
         if func == Tensor.__len__ and answer != own:
-            self._refuse("len", name)  # Python keeps no more of it than a number.
+            self._refuse("len", name)  # Python makes a plain `int` of it.
         return answer
 
     def _whole_shape_of(self, tensor: Tensor, name: str) -> tuple[int, ...] | None:
-        """Return the shape that a tensor like a slice, or like all its elements, would have."""
+        """Return the whole's shape for a tensor shaped like a slice or its flat elements."""
         whole, own = tuple(self._store.specs[name].shape), self._store.masters[name]
         if tensor.shape == own.shape:
             return whole
@@ -272,7 +272,7 @@ class SliceUses(TorchFunctionMode):
         return (prod(whole),) if is_flat else None
 
     def _whole_of(self, name: str, *, is_cut: bool) -> KnownTensor:
-        # A scalar's slice has a dim that the scalar has not.
+        # A scalar's slice has one dim, but the scalar has none.
         return KnownTensor(name, is_cut, tuple(self._store.specs[name].shape) or None)
 
     def _look(self, call: "_Call", args: Sequence[Any], kwargs: Any, result: Any) -> None:
@@ -306,7 +306,7 @@ class SliceUses(TorchFunctionMode):
     def _follow_target(
         self, func: Callable[..., Any], target: Tensor, first: Tensor, told: KnownTensor
     ) -> None:
-        """Know of a tensor that may have been changed in place, as averages are."""
+        """Mark the first argument, which may have been changed in place, as averages are."""
         if target is first:
             return
         if target.shape == first.shape:
@@ -315,7 +315,7 @@ class SliceUses(TorchFunctionMode):
             self._mark(target, replace(told, whole=None))
 
     def _look_at_lists(self, call: "_Call", args: Sequence[Any], made: Sequence[Tensor]) -> None:
-        """Know of what is made, or changed, of the tensors at one place in several lists."""
+        """Mark the results, or the changed tensors, of a function of lists, index by index."""
         lists = [item for item in args if isinstance(item, list | tuple) and item]
         for place, target in enumerate(made or lists[0] if lists else ()):
             sources = [item[place] for item in lists if place < len(item)]
@@ -328,7 +328,7 @@ class SliceUses(TorchFunctionMode):
     def _check_rows(
         self, name: str, args: Sequence[Any], kwargs: Any, cut: Sequence[tuple[Tensor, KnownTensor]]
     ) -> None:
-        """Refuse functions of rows' places, and of different rows of several parameters."""
+        """Refuse functions that mix rows, or combine different rows of several parameters."""
         tensor, known = cut[0]
         direct = set(map(id, args))
         if args and args[0] is tensor and mixes_rows(name, args, kwargs, cut_dim_of(*cut[0])):
@@ -340,7 +340,7 @@ class SliceUses(TorchFunctionMode):
                 self._refuse(name, other.parameter)
 
     def _known_among(self, given: Sequence[Tensor]) -> list[tuple[Tensor, KnownTensor]]:
-        """Return the tensors of which a parameter is known."""
+        """Return the marked tensors with what is known of them."""
         return [(item, known) for item in given if (known := self._known_of(item)) is not None]
 
     def _known_of(self, tensor: Tensor) -> KnownTensor | None:
@@ -354,7 +354,7 @@ class SliceUses(TorchFunctionMode):
         """Refuse a use, unless it is the package's own.
 
         Raises:
-            StepError: It is the user's, or an optimizer's.
+            StepError: The use is the user's, or an optimizer's.
         """
         frame = calling_frame()
         if frame is None or is_own(frame):
@@ -377,7 +377,7 @@ def _is_cut(size: Any) -> bool:
 def _made_of_wholes(
     known: Sequence[tuple[Tensor, KnownTensor]], made: Sequence[Tensor], *, keeps: bool
 ) -> list[KnownTensor | None]:
-    """Return what is known of tensors made of what is whole here and lacking elsewhere."""
+    """Judge tensors made of parameters that other ranks lack; None for those to refuse."""
     rows = {item.shape[:1] for item, _ in known}
     largest = max(item.numel() for item, _ in known)
     are_kept = [keeps or m.shape[:1] in rows or m.numel() >= largest for m in made]
@@ -385,7 +385,7 @@ def _made_of_wholes(
 
 
 def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a function writes into its first argument, whose shape may be another."""
+    """Whether a function writes into its first argument, which may have another shape."""
     name = func.__name__
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
@@ -395,6 +395,6 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _copies(name: str) -> bool:
-    """Whether torch asks for values to copy or save them."""
-    # From here over the look and the mode to who called.
+    """Whether torch reads values to copy or save them."""
+    # Frame 1 is `_look`, 2 is `__torch_function__`, 3 is its caller.
     return name in ("clone", "untyped_storage") and sys._getframe(3).f_code in _COPYING

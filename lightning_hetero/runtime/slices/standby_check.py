@@ -1,4 +1,4 @@
-"""Compare each slice with its standby's copy: a device that silently computes wrongly is found.
+"""Compare each slice with its standby's copy, to find devices that silently compute wrongly.
 
 Both copies get the same gradients and make the same steps, so they are equal bit for bit. Their
 digests are compared: one pass over the slices, and 8 bytes for each pair of ranks.
@@ -30,7 +30,7 @@ class _Account:
 
     device: str
     digests: dict[_Pair, dict[str, int]]
-    """Of each slice that both ranks of a pair keep, it being one of them."""
+    """Digests by pair that this rank is in, then by the slices that both ranks keep."""
 
 
 class StandbyCheck:
@@ -48,7 +48,7 @@ class StandbyCheck:
         self._num_steps = num_steps if store.has_standbys else 0
         self._steps = 0
         self._shared: dict[_Pair, list[tuple[str, int, int]]] = defaultdict(list)
-        """(parameter, first row, last row + 1) of what this rank keeps with another one."""
+        """By pair that this rank is in: (parameter, first row, last row + 1) that both keep."""
         for names, items in list_owners(store.slices):
             for item in items:
                 if item.standby is not None and store.global_rank in item.keepers:
@@ -56,7 +56,7 @@ class StandbyCheck:
                     self._shared[item.owner, item.standby] += rows
 
     def after_step(self) -> None:
-        """Count an optimizer's step, and compare if it is time.
+        """Count an optimizer's step, and compare if it is due; then it is collective.
 
         Raises:
             StepError: A slice and its standby differ; on every rank.

@@ -1,4 +1,4 @@
-"""Bring slices together into whole tensors, and cut whole tensors into slices again.
+"""Gather slices into whole tensors, and cut whole tensors into slices.
 
 A checkpoint is consolidated: it holds whole tensors under the module's own names, so plain
 Lightning reads it, and it resumes under any plan. Whole tensors exist one at a time, on CPU, and
@@ -6,7 +6,7 @@ together only on the rank that writes them.
 
 Callbacks such as Lightning's `WeightAveraging` copy the module in their `setup`, before its
 parameters become slices. Such a copy is cut like the module, so that a rank averages its own slices
-only; what it saves is put together again, and what it loads is cut.
+only; its state is gathered when it is saved, and cut when it is loaded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,9 +43,9 @@ __all__ = [
 def gather_rows(
     store: SliceStore, comms: Communicators, name: str, own: Tensor, *, everywhere: bool
 ) -> Tensor | None:
-    """Return the whole tensor whose rows the owners have: on rank 0, or on every rank.
+    """Return a whole tensor, on CPU, from its owners' rows: on rank 0, else None, or everywhere.
 
-    Collective over all ranks, in the same order of calls. `own` is like this rank's slice.
+    Collective over all ranks, in the same order of calls. `own` is shaped like this rank's slice.
     """
     spec = store.specs[name]
     own = own.detach().cpu().contiguous()
@@ -71,9 +71,9 @@ def gather_rows(
 
 @contextmanager
 def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Hold whole tensors in the module's slots, what was there before again afterwards.
+    """Hold whole tensors in the module's slots in this context.
 
-    What a user has put into a slot after the run stays there.
+    A parameter that the user has put into a slot after the run stays there.
     """
     before = []
     for name, tensor in tensors.items():
@@ -151,7 +151,7 @@ def leave_stand_ins(store: SliceStore) -> None:
 
 
 def stand_for_awaited(store: SliceStore) -> list[tuple[Slot, Awaited]]:
-    """Return what is to stand in each slot for values that will be recovered."""
+    """Return each slot with the stand-in that it is to hold until its values are recovered."""
     found = []
     for name, slots in store.layout.slots.items():
         awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
@@ -204,15 +204,15 @@ def agree_on_groups(
 ) -> None:
     """Give each of the optimizer's groups the parameters that it has on any rank; collective.
 
-    Callbacks that thaw parameters leave out what equals a parameter in the optimizer already, and
-    all slices without rows are equal.
+    Callbacks that thaw parameters skip those that equal a parameter in the optimizer, and all
+    slices without rows are equal.
     """
     names = iter(_names_of(store, optimizer))
     groups = [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
     gathered = comms.gather_objects(groups)
     most = max(gathered, key=len)
     if any(len(item) < len(most) for item in gathered):
-        # Where nothing was left of a new group it wasn't added.
+        # A rank on which a new group was empty hasn't added it.
         options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -234,7 +234,7 @@ def _gather_kinds(
     names: Sequence[str],
     state: Mapping[int, Mapping[str, Any]],
 ) -> list[dict[str, tuple[bool, torch.dtype | None]]]:
-    """Return for each parameter its state's keys, whether they are cut like it, and dtypes."""
+    """Return each parameter's state keys, whether they are cut like it, and dtypes; collective."""
     own: dict[int, dict[str, tuple[bool, torch.dtype | None]]] = {}
     for index, values in state.items():
         name = names[index]
@@ -262,7 +262,7 @@ def _kind(store: SliceStore, name: str, key: str, value: Any) -> tuple[bool, tor
 
 
 def _from_owner(comms: Communicators, owner: int, value: Any) -> Any:
-    """Return on rank 0 what the owner has."""
+    """Return the owner's value on rank 0, to which the owner sends it; None on other ranks."""
     if owner == 0:
         return value
     if comms.global_rank == owner:

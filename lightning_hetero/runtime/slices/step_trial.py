@@ -1,11 +1,11 @@
 """Find out by trial whether an optimizer steps a slice and its copy alike, bit for bit.
 
-A rank and the one that stands by for it keep some rows in common and others besides. Whatever makes
-a row's step depend on the other rows lets the copies drift apart: a norm over the tensor, random
-numbers, and even kernels whose vectorised and remaining elements round differently (SGD's with
-`fused=True` on CPUs). No list of names knows that for sure. So a copy of the optimizer, with its
-own options, makes a few steps on a few small tensors and on pieces of them, on the rank's device.
-What differs is refused, and so is what can't be tried.
+An owner and its standby keep some rows in common, and each keeps other rows besides. If a row's
+step depends on other rows, the copies drift apart: by a norm over the tensor, by random numbers,
+and even by kernels whose vectorised and remaining elements round differently (SGD's with
+`fused=True` on CPUs). No list of names is sure to have all of them. So a copy of the optimizer,
+with its own options, makes a few steps on small tensors and on pieces of them, on the rank's
+device. It is refused if results differ, or if it can't be tried.
 """
 
 import pickle
@@ -36,9 +36,9 @@ _SHAPES: dict[frozenset[int], tuple[tuple[int, ...], ...]] = {
     frozenset({2}): ((67, 3), (61, 5)),
     frozenset({1, 2}): ((67, 3), (203,)),
 }
-"""Two tensors for a group, by the dims of its parameters; no multiples of a vector's size."""
+"""Two tensors for a group, by the dims of its parameters; no sizes are multiples of a vector's."""
 _PIECES: tuple[slice, ...] = (slice(0, 58), slice(3, None))
-"""Rows that a shorter or another slice would have."""
+"""Rows of a slice that is shorter, and of one that begins elsewhere."""
 
 _Parts = Callable[[list[Tensor]], list[Tensor]]
 
@@ -48,9 +48,9 @@ class Verdict:
     """What a trial has shown of an optimizer on this rank."""
 
     refusal: str | None
-    """Why an optimizer can't have standbys."""
+    """Why the optimizer can't have standbys; None if it can."""
     digest: int
-    """Of what its steps made, which must be the same on the ranks of a pair."""
+    """Digest of the steps' results, which must be the same on the ranks of a pair."""
 
 
 def check_steps_alike(
@@ -65,11 +65,11 @@ def check_steps_alike(
         optimizers: Those of the run.
         store: Has the slices.
         comms: The communicators.
-        known: What earlier generations have found of optimizers that were made alike; new verdicts
-            are added.
+        known: Verdicts of earlier generations, by `_digest_of` their optimizers; new ones are
+            added.
 
     Raises:
-        ConfigurationError: On every rank.
+        ConfigurationError: An optimizer is refused, or devices round differently; on every rank.
     """
     is_cut = any(len(items) > 1 for items in store.slices.values())
     own = [_judge(optimizer, known, is_cut=is_cut) for optimizer in optimizers]
@@ -103,7 +103,7 @@ def _judge(optimizer: Optimizer, known: dict[bytes, Verdict], *, is_cut: bool) -
 
 
 def _digest_of(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
-    """Return a digest of all that decides what a trial shows, None where that can't be told."""
+    """Return a digest of all that a trial depends on, None if it has state or can't be pickled."""
     if optimizer.state:
         return None
     groups = [
@@ -112,8 +112,8 @@ def _digest_of(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
     ]
     try:
         told = pickle.dumps((type(optimizer), _kept_of(optimizer), groups, is_cut))
-        return sha256(told).digest()  # It may hold tensors, and is kept for the run.
-    except Exception:  # Anything that a user's optimizer holds may be what can't be pickled.
+        return sha256(told).digest()  # Hashed: it may hold tensors, and is kept for the run.
+    except Exception:  # A user's optimizer may hold objects that can't be pickled.
         return None
 
 
@@ -143,7 +143,7 @@ def _try(optimizer: Optimizer, *, is_cut: bool) -> Verdict:
 
 
 def try_steps(optimizer: Optimizer, *, is_cut: bool) -> int | None:
-    """Return a digest of a few steps' results, None if pieces of tensors are stepped otherwise.
+    """Return a digest of a few steps' results, None if pieces of tensors are stepped differently.
 
     Args:
         optimizer: It isn't changed, nor its parameters.
@@ -213,7 +213,7 @@ def _run(
     for group, (values, *gradients) in zip(_groups_of(optimizer), drawn, strict=True):
         options = deepcopy(_options_of(group))
         if "lr" in options and not options["lr"]:
-            options["lr"] = 1e-2  # At the start of a warm-up nothing would move.
+            options["lr"] = 1e-2  # With 0, as at the start of a warm-up, nothing would change.
         items = [nn.Parameter(tensor) for tensor in parts(_copies(values))]
         copy.param_groups.append({**options, "params": items})
         copy.state.update({item: state for item in items if (state := _begun(optimizer, item))})
@@ -239,7 +239,7 @@ def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _begun(optimizer: Optimizer, item: Tensor) -> dict[str, Any]:
-    """Return the state with which an optimizer is made, as Adagrad's is, for another tensor."""
+    """Return an optimizer's initial state, such as Adagrad's, in the shape of another tensor."""
     state: dict[str, Any] = {}
     for own, values in optimizer.state.items():
         for key, value in values.items() if own.ndim and own.numel() else ():

@@ -2,7 +2,7 @@
 
 Outside of steps every parameter of the module is the rank's own slice (fp32 master), possibly
 empty: that is what optimizers, clipping, EMA and checkpoints see. During steps the slots hold
-*compute weights*: the rank's shard of what its stage needs, in the compute dtype. Parameters
+*compute weights*: the rank's shards of its stage's parameters, in the compute dtype. Parameters
 used only by other stages are *stubs*: unknown tensors of the full shape, which take no memory.
 """
 
@@ -81,7 +81,7 @@ class SliceStore:
         self.kept: dict[str, tuple[Interval, ...]] = {}
         """The rows of each parameter that this rank keeps, as owner or standby: its slice."""
         self.owned: dict[str, tuple[Interval, ...]] = {}
-        """Those that it owns, which only it counts and saves."""
+        """The rows that it owns: only their owner saves them, and counts them in norms."""
         self.has_standbys = False
         """Whether ranks keep more than they own."""
         for names, items in list_owners(slices):
@@ -104,7 +104,7 @@ class SliceStore:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's rows of a whole parameter, a view unless they are several intervals.
 
-        A scalar has one dim.
+        The result of a scalar has one dim.
         """
         spec, kept = self.specs[name], self.kept[name]
         if len(kept) > 1:
@@ -112,13 +112,13 @@ class SliceStore:
         return narrow_rows(whole, spec, *(kept[0] if kept else (0, 0)))
 
     def rows(self, name: str, own: Tensor, start: int, stop: int) -> Tensor:
-        """Return rows of the parameter, which this rank keeps, out of a tensor like its slice."""
+        """Return rows [start, stop) of a parameter out of `own`, shaped like this rank's slice."""
         local = local_rows(self.kept[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not kept here"
         return narrow_rows(own, self.specs[name], *local)
 
     def owned_parts(self, name: str, own: Tensor) -> list[Tensor]:
-        """Return what this rank owns out of a tensor like its slice; all, without standbys."""
+        """Return the rows that this rank owns out of `own`, shaped like its slice, as views."""
         if not self.has_standbys:
             return [own]
         return [self.rows(name, own, *rows) for rows in self.owned[name]]
@@ -126,7 +126,7 @@ class SliceStore:
     def adopt(self, name: str, whole: Tensor) -> None:
         """Keep this rank's slice of a whole parameter and register it in the module.
 
-        The slots' previous tensor is let go, so a module is adopted one parameter at a time.
+        The slots drop their previous tensor, so its memory is freed parameter by parameter.
         """
         rows = self.cut(name, whole.detach())
         if name in self.masters:
@@ -148,11 +148,11 @@ class SliceStore:
         self.register(name)
 
     def owns(self, name: str) -> bool:
-        """Whether this rank has any rows of a parameter."""
+        """Whether this rank keeps any rows of a parameter, as owner or standby."""
         return any(stop > start for start, stop in self.kept[name])
 
     def stub(self, name: str, dtype: torch.dtype) -> nn.Parameter:
-        """Return what stands for a parameter where its values are unknown; made once."""
+        """Return the stub of a parameter, for stages that don't have its values; made once."""
         kind = dtype if self.masters[name].is_floating_point() else self.masters[name].dtype
         if name not in self._stubs:
             self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
@@ -169,7 +169,7 @@ class SliceStore:
         return tensors | {name: tensors[name].to(masters[name].dtype) for name in others}
 
     def follow_freezing(self) -> bool:
-        """Take note of what the user has frozen or thawed since; returns whether there is any."""
+        """Update the specs of parameters that were frozen or thawed; return whether any were."""
         specs = self.specs
         changed = [
             name
@@ -220,15 +220,15 @@ class ComputeWeights:
         self._homes = {name: master.data for name, master in store.masters.items()}
         self._addresses = [home.data_ptr() for home in self._homes.values()]
         self._gradient_dtype: torch.dtype | None = None
-        """In which gradients are summed."""
+        """Dtype in which gradients are summed."""
         self._replaced: dict[str, Tensor] = {}
-        """The memory of slices that lie elsewhere, outside of iterations."""
+        """What `take_in` has overwritten, by parameter."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()
             for slot in store.layout.slots[name]
         ]
-        """Where a module keeps its parameters, and what is there in an iteration."""
+        """The slots of all parameters, with the parameter that each holds in an iteration."""
 
     def _hold(
         self,
@@ -268,17 +268,17 @@ class ComputeWeights:
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return global rows of this rank's shard as a view."""
+        """Return rows [start, stop) of a parameter out of this rank's shard, as a view."""
         local = local_rows(self.intervals[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not held here"
         return narrow_rows(self.shards[name].detach(), self.store.specs[name], *local)
 
     def written(self, name: str) -> Tensor:
-        """Return this rank's shard as a pull writes it: that counts as no change of the weight."""
+        """Return the shard's data for a pull to write to: that doesn't increment its version."""
         return self.shards[name].data
 
     def home(self, name: str) -> Tensor:
-        """Return where a pull finds this rank's slice, wherever somebody has put its data since."""
+        """Return the memory where a pull reads this rank's slice, even if its data was replaced."""
         return self._homes[name]
 
     def __enter__(self) -> None:
@@ -292,9 +292,9 @@ class ComputeWeights:
             slots[attribute] = masters[name]
 
     def in_step(self) -> AbstractContextManager[None] | None:
-        """Hide what is cut from the user's step; the modules that compute with it show it.
+        """Return a context that hides shards from the user's step; None if no weight is cut.
 
-        None where nothing is cut.
+        The modules that compute with shards show them while they run.
         """
         return self._hiding_cut() if self._cut else None
 
@@ -308,7 +308,7 @@ class ComputeWeights:
             show_values(self._cut.values())
 
     def take_in(self) -> None:
-        """Let what travels and computes have the values of slices whose data somebody replaced."""
+        """Copy slices whose `data` was replaced to the memory that pulls read, for an iteration."""
         where = [*map(Tensor.data_ptr, self.store.masters.values())]
         if where == self._addresses or self._replaced:
             return
@@ -319,7 +319,7 @@ class ComputeWeights:
                 home.copy_(master.detach())
 
     def give_back(self) -> None:
-        """Leave there what was there before: who replaced it may put it back later."""
+        """Undo `take_in`: the replaced data may be put back later."""
         for name, before in self._replaced.items():
             self._homes[name].copy_(before)
         self._replaced.clear()
@@ -348,7 +348,7 @@ class ComputeWeights:
 
 
 def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the full shape whose values nobody can read, in no memory."""
+    """Return a parameter of the full shape without memory, whose values can't be read."""
     place, after = f"It belongs to layer {spec.layer}, which another stage computes.", ""
     if spec.layer is None:
         place = (

@@ -1,9 +1,9 @@
-"""What torch's functions would make of whole parameters, told by shapes alone.
+"""Judge by shapes whether a function of slices returns a slice of what it returns for the whole.
 
-A function of a slice is right if what it makes is a slice of what it would make of the whole, cut
-in one dim as the slice is. So it is called on tensors of the whole shapes, too, which have no
-values: where both results have the same shape the cut is lost in it (a norm, a mean over the dim
-that is cut), where they differ in two dims it holds products of this rank's rows alone.
+A function of a slice is allowed if its result is a slice of its result for the whole, cut along one
+dim. So it is also called on meta tensors of the whole shapes. If both results have the same shape,
+it reduces over the dim that is cut (a norm, a mean). If they differ in two dims, it multiplies only
+this rank's rows with each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ Shape = tuple[int, ...]
 _KEEPING_ORDER = {"view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as"}
 _MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "detach", "clone"}
 _MOVING |= {"get", "zeros_like", "ones_like", "full_like", "empty_like"}
-"""Functions that keep each element in its place; "get" is what gives a tensor's `data`."""
+"""Functions that keep each element in its place; "get" is the getter of a tensor's `data`."""
 _OF_OPERATORS = {"truediv": "div", "itruediv": "div", "rtruediv": "div", "and": "bitwise_and"}
-"""Operators that torch has another name for."""
+"""Operators whose functions in torch have other names."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class KnownTensor:
     parameter: str
     """The parameter's name."""
     is_cut: bool
-    """Whether this rank has a part of it only."""
+    """Whether this rank has only a part of the tensor."""
     whole: Shape | None
-    """Shape of the tensor that one device would have; None if nobody knows where its rows are."""
+    """Shape of the tensor that one device would have; None if its rows' positions are unknown."""
 
 
 def cut_dim_of(tensor: Tensor, known: KnownTensor) -> int | None:
-    """Return the dim along which this rank has a part of a tensor; None if nobody knows."""
+    """Return the dim along which this rank has a part of a tensor; None if unknown."""
     dims = _dims_that_differ(tuple(tensor.shape), known.whole)
     return dims[0] if len(dims) == 1 else None
 
@@ -58,15 +58,15 @@ def made_of_slices(
     """Return what is known of each tensor that a function has made of slices.
 
     Args:
-        name: Of the function.
+        name: Name of the function.
         func: The function.
-        args: Its arguments, sizes of slices among them as those of wholes.
-        kwargs: Others by name.
+        args: Its arguments, with sizes of wholes in place of slices' sizes.
+        kwargs: Its keyword arguments.
         known: What is known of arguments, by id; at least one is cut.
         made: The tensors of its result.
 
     Returns:
-        For each of them None if it is no part of what one device would have made.
+        One item for each tensor; None if it isn't a part of what one device would have made.
     """
     given = tensors_in((args, kwargs))
     cut = [
@@ -79,7 +79,7 @@ def made_of_slices(
         return [first] * len(made)
     wholes = _shapes_made(func, args, kwargs, known)
     if wholes is None or len(wholes) != len(made):
-        # Sizes of other tensors may be the slice's own: then only what goes by elements is known.
+        # Other tensors may have the slice's own sizes: then only pointwise functions are known.
         fits = [item.shape == tensor.shape and goes_by_elements for item in made]
         return [first if fit else None for fit in fits]
     return [_known_of(name, item, whole, cut) for item, whole in zip(made, wholes, strict=True)]
@@ -99,7 +99,7 @@ def _known_of(
             continue
         length, whole_length = tensor.shape[source], known.whole[source]
         if name in _KEEPING_ORDER:
-            # A run of elements stays one if what lies outside of the cut dim stays outside.
+            # The slice stays one run of elements per index of the dims before the one that is cut.
             is_run = prod(own[:dim]) == prod(tensor.shape[:source])
             is_plain = is_run and own[dim] * whole_length == whole[dim] * length
         else:
@@ -117,7 +117,7 @@ def _shapes_made(
     kwargs: Mapping[str, Any],
     known: Mapping[int, KnownTensor],
 ) -> list[Shape] | None:
-    """Return the shapes of what a function makes of whole tensors; None if it can't be asked."""
+    """Return the shapes of a function's results for whole tensors; None if unknown."""
     items = [item for item in tensors_in((args, kwargs)) if id(item) in known]
     alike = {tuple(item.shape): known[id(item)].whole for item in items}
     if None in alike.values():
@@ -132,7 +132,7 @@ def _shapes_made(
         forms = tree_map_only(Tensor, form_of, (tuple(args), dict(kwargs)))
         try:
             made = _shapes_called(func, forms[0], tuple(forms[1].items()))
-        except TypeError:  # A list can't be looked up.
+        except TypeError:  # A list can't be hashed for the cache.
             made = _shapes_called.__wrapped__(func, forms[0], tuple(forms[1].items()))
         if made is not None:
             return list(made)
@@ -141,7 +141,7 @@ def _shapes_made(
 
 @dataclass(frozen=True)
 class _Form:
-    """Stands for a tensor."""
+    """Stands for a tensor of this shape and dtype."""
 
     shape: Shape
     dtype: torch.dtype
@@ -159,7 +159,7 @@ def _shapes_called(
         with torch.no_grad():
             result = func(*given[0], **given[1])
     except Exception:
-        return None  # Whatever it is: nothing is known then.
+        return None  # Whatever the reason: the shapes are unknown then.
     return tuple(tuple(item.shape) for item in tensors_in(result))
 
 
@@ -171,7 +171,7 @@ def _dims_that_differ(own: Shape, whole: Shape | None) -> list[int]:
 
 @cache
 def _is_pointwise(name: str) -> bool:
-    """Whether torch says of a function, or of what an operator calls, that it goes by elements."""
+    """Whether torch tags a function, or the function of an operator, as pointwise."""
     for prefix in ("", "i", "r"):
         packet: Any = getattr(
             torch.ops.aten, _OF_OPERATORS.get(name, name).removeprefix(prefix), None

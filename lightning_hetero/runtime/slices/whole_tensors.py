@@ -1,10 +1,10 @@
-"""Refuse what looks at whole tensors where every rank has slices of them only.
+"""Refuse optimizers and clipping that need whole tensors while ranks have only slices.
 
 An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole. One that
 orthogonalises a matrix, or keeps a factor for each of its rows and columns, would run on a slice
-without complaint and train something else. So would one that takes a number from all parameters
-together, such as a line search, wherever they have several owners, and so would clipping by the
-norm of one rank's slices.
+without an error, but train differently. So would one that computes a number from all parameters
+together, such as a line search, if they have several owners, and so would clipping by the norm of
+one rank's slices.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ def needs_whole_matrices(optimizer: Optimizer) -> bool:
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known, by its class's name, to look at all of them at once."""
+    """Return whether an optimizer is known, by its class's name, to need all parameters at once."""
     return _is_named(optimizer, _ALL_PARAMETERS_NAMES)
 
 
@@ -53,10 +53,10 @@ def _is_named(optimizer: Optimizer, known: Sequence[str]) -> bool:
 def check_optimizers(
     optimizers: Iterable[Optimizer], slices: Mapping[str, Sequence[Slice]]
 ) -> None:
-    """Refuse a known whole-matrix optimizer where any parameter has more than one owner.
+    """Refuse a known whole-matrix optimizer if any parameter has more than one owner.
 
-    And one that needs all parameters where they have more than one owner together, or several
-    losses a step.
+    Also refuse one that needs all parameters at once if these have more than one owner together,
+    and one that needs several losses a step.
 
     Raises:
         ConfigurationError: On every rank alike, since all know all slices.
@@ -93,7 +93,7 @@ class NoNorms:
 
     def __init__(self, store: SliceStore) -> None:
         self._store = store
-        # It takes no hook, and its users have imported it long ago: what it calls is replaced.
+        # Users have imported `clip_grad_norm_` itself, so the function that it calls is replaced.
         self._original: Any = vars(clip_grad)["_get_total_norm"]
 
     def __enter__(self) -> None:

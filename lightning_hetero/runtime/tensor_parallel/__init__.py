@@ -1,1 +1,1 @@
-"""A stage on several ranks that each hold a part of its matrices."""
+"""Tensor parallelism: a stage on several ranks, each of which holds a part of its matrices."""

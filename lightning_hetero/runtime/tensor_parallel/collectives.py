@@ -1,13 +1,13 @@
-"""Differentiable collectives of a tensor-parallel group, and what its ranks share while they run.
+"""Differentiable collectives of a tensor-parallel group, and the group's state on a rank.
 
-What a rank of the group computes with is either *whole* (the same on all ranks), a *shard* (its own
-piece along one dim) or *partial* (a summand). Each function says what it turns into what; its
-backward does the mirror image to gradients: the gradient of something whole that is used with
-shards of weights is partial, the gradient of a sum is whole (Megatron-LM's conjugate operators f
-and g, and their versions for sharded tokens).
+A tensor on a rank of the group is either *whole* (the same on all ranks), a *shard* (the rank's
+piece along one dim) or *partial* (a summand). Each function converts between two of them, and its
+backward does the conjugate to the gradient: the gradient of a whole tensor that is used with shards
+of weights is partial, the gradient of a sum is whole (Megatron-LM's operators f and g, and their
+versions for sharded tokens). All ranks of the group call them in the same order.
 
-A length need not be divisible by the group: see `core.slices.piece_of`. Under sequence parallelism
-an activation is cut along its tokens where the stage begins, and put together where it ends.
+A length need not be divisible by the group's size: see `core.slices.piece_of`. Under sequence
+parallelism an activation is cut along its tokens where a stage begins, and gathered where it ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,13 +57,13 @@ def piece_sizes(length: int, count: int) -> list[int]:
 
 
 def local_index(index: Tensor, length: int, peers: TPGroup) -> tuple[Tensor, Tensor]:
-    """Return where a rank's piece of a length has what whole indices name, and which lie elsewhere.
+    """Return indices into this rank's piece of a length, and a mask of those in others' pieces.
 
-    Those that lie in other ranks' pieces are 0 here. Those that lie in nobody's stay outside, on
-    every rank: what looks them up refuses them, as it does without tensor parallelism.
+    Masked indices are 0. Indices outside of the length stay out of range on every rank, so that a
+    lookup refuses them, as it does without tensor parallelism.
 
     Raises:
-        IndexError: Some lie in nobody's; on a CPU, where looking costs no waiting.
+        IndexError: An index is outside of the length; only on a CPU, where checking needs no wait.
     """
     start, stop = piece_of(length, peers.tp_rank, peers.degree)
     exists = (index >= 0) & (index < length)
@@ -116,9 +116,9 @@ def _as_it_is(tensor: Tensor, _peers: TPGroup) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Does one thing to a tensor on its way forward, and another to its gradient on its way back.
+    """Applies one function to a tensor in forward, and another to its gradient in backward.
 
-    Both take the same arguments after the tensor.
+    Both get the same arguments after the tensor.
     """
 
     @staticmethod
@@ -135,12 +135,12 @@ def _run_move(tensor: Tensor, there: _Step, back: _Step, *arguments: Any) -> Ten
     return _Move.apply(tensor, there, back, *arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# torch 2.11 would capture the sums in backward, too, and compute other gradients.
+# torch 2.11 would compile the sums in backward, too, and compute different gradients.
 _move: Callable[..., Tensor] = torch.compiler.disable(_run_move)  # type: ignore[no-untyped-call]
 
 
 def sum_gradients(tensor: Tensor, peers: TPGroup) -> Tensor:
-    """Return something whole as it is; its partial gradients are summed over the group."""
+    """Return a whole tensor unchanged; backward sums its partial gradients over the group."""
     return _move(tensor, _as_it_is, _all_reduce, peers)
 
 
@@ -150,17 +150,17 @@ def reduce_partial(tensor: Tensor, peers: TPGroup) -> Tensor:
 
 
 def gather_shards(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-    """Return what the ranks' shards are together; used alike by all ranks afterwards."""
+    """Return the whole tensor of the ranks' shards, for uses that are the same on all ranks."""
     return _move(tensor, _all_gather, _own_piece, dim, sizes, peers)
 
 
 def split_shards(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-    """Return this rank's shard of something whole."""
+    """Return this rank's shard of a whole tensor; backward gathers the gradient."""
     return _move(tensor, _own_piece, _all_gather, dim, sizes, peers)
 
 
 def gather_tokens(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-    """Return all tokens from shards of them; used with shards of weights afterwards."""
+    """Return all tokens from the ranks' shards of them, for uses with shards of weights."""
     return _move(tensor, _all_gather, _reduce_scatter, dim, sizes, peers)
 
 
@@ -174,7 +174,7 @@ TOKENS = -2
 
 
 class StageGroup:
-    """A rank's tensor-parallel group under the plan that runs, and the micro-batch at work in it.
+    """A rank's tensor-parallel group under the plan that runs, and its current micro-batch.
 
     Args:
         sequence_parallel: Whether activations between sharded regions are cut along tokens.
@@ -192,11 +192,15 @@ class StageGroup:
         return self
 
     def cuts_tokens(self) -> bool:
-        """Return whether each rank of the group has some of the tokens between sharded regions."""
+        """Return whether the group's ranks divide the tokens between sharded regions."""
         return self.peers is not None and self._sequence_parallel
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what the stage's first layer gets of a whole activation."""
+        """Return a whole activation as the first layer gets it: this rank's tokens if cut.
+
+        Raises:
+            ModelError: There are fewer tokens than ranks.
+        """
         self._copied = None
         if self.peers is None or not self.cuts_tokens():
             return hidden
@@ -210,7 +214,7 @@ class StageGroup:
         return split_shards(hidden, TOKENS, sizes, self.peers)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Return the whole activation that the stage's last layer made."""
+        """Return the last layer's output as a whole activation; gathers tokens if they are cut."""
         self._copied = None
         if self.peers is None or not self.cuts_tokens():
             return hidden
@@ -219,7 +223,7 @@ class StageGroup:
         whole = gather_shards(hidden, TOKENS, sizes, self.peers)
 
         def restore(_: Tensor) -> None:
-            # Layers that are computed again in backward must find their own micro-batch's length.
+            # Layers that are recomputed in backward need their own micro-batch's length.
             self._num_tokens = num_tokens
 
         if whole.requires_grad:
@@ -227,13 +231,13 @@ class StageGroup:
         return whole
 
     def form_of_whole(self, hidden: Tensor) -> Tensor:
-        """Return a tensor without values of the form of the activation that this is a piece of."""
+        """Return a meta tensor with the shape and dtype of the whole activation of a piece."""
         shape = list(hidden.shape)
         shape[TOKENS] = self._num_tokens
         return torch.empty(shape, dtype=hidden.dtype, device="meta")
 
     def token_sizes(self, tensor: Tensor, *, whole: bool) -> list[int]:
-        """Return the ranks' tokens where rows are tokens, or several sequences' tokens."""
+        """Return each rank's number of rows along TOKENS; `whole` if `tensor` has those of all."""
         assert self.peers is not None
         sizes = piece_sizes(self._num_tokens, self.peers.degree)
         own = self._num_tokens if whole else sizes[self.peers.tp_rank]
@@ -241,7 +245,7 @@ class StageGroup:
         return [size * (tensor.shape[TOKENS] // own) for size in sizes]
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a whole input for sharded weights; siblings with one input share its gradient."""
+        """Return `sum_gradients` of a tensor; modules with the same input share one all-reduce."""
         assert self.peers is not None
         if self._copied is None or self._copied[0] is not tensor:
             self._copied = tensor, sum_gradients(tensor, self.peers)

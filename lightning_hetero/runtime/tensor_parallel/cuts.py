@@ -1,12 +1,12 @@
-"""Decide which dim of which parameter tensor parallelism shards, and which modules run otherwise.
+"""Decide along which dim tensor parallelism shards each parameter, and which modules it wraps.
 
-What is said of a module or of a bare parameter (see `styles`) makes cuts of parameters. A tied
-parameter is sharded in all its places or in none.
+The styles of modules and of bare parameters (see `styles`) determine the cuts of parameters. A tied
+parameter is sharded in all its slots or in none.
 
 Sequence parallelism gathers tokens at the modules around sharded pairs. A *region* is the module
 that holds both ends of a pair (query and output projection, gate and down projection), or a module
-of experts. Inside it all tokens meet shards of weights; outside it whole weights meet shards of
-tokens, so their gradients are summands.
+of experts. Inside a region all tokens are used with shards of weights; outside, shards of tokens
+are used with whole weights, whose gradients are therefore partial.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class ParameterCut:
     """How one parameter is sharded."""
 
     dim: int | None
-    """None: every rank of a group holds it."""
+    """None if every rank of a group holds the whole parameter."""
     blocks: int = 1
     uneven: bool = False
     partial: bool = False
@@ -44,7 +44,7 @@ class ParameterCut:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedModule:
-    """A module whose forward runs otherwise in a tensor-parallel group."""
+    """A module whose forward is wrapped for a tensor-parallel group."""
 
     name: str
     module: nn.Module
@@ -65,7 +65,7 @@ class ModelCuts:
     def of(
         cls, root: nn.Module, layout: ModelLayout, option: Mapping[str, str] | None = None
     ) -> "ModelCuts":
-        """Apply a plan to a module's names.
+        """Return the cuts that a tensor-parallel plan makes in a module.
 
         Raises:
             ModelError: There is no plan, or it contradicts itself or the modules.
@@ -92,7 +92,7 @@ class ModelCuts:
         return cls(cuts=cuts, modules=tuple(modules.values()))
 
     def annotate(self, layout: ModelLayout) -> ModelLayout:
-        """Return the layout whose parameters know how they are sharded."""
+        """Return the layout with the cuts in its parameters' specs."""
         specs = tuple(
             replace(
                 spec,
@@ -124,7 +124,7 @@ def _cut_of_slot(
     slot: Slot,
     num_dims: int,
 ) -> ParameterCut | None:
-    """Return what is said of a parameter in one of its places; None if nothing is."""
+    """Return the cut of a parameter in one of its slots; None if the plan has none for it."""
     owner_name = slot.name.rpartition(".")[0]
     sharded = modules.get(owner_name)
     rule = rule_of_module(styled, owner_name, slot.module)
@@ -137,7 +137,7 @@ def _cut_of_slot(
 
 
 def _cut_of_bare(rule: Rule, num_dims: int) -> ParameterCut | None:
-    """Output features are the last dim but one, input features the last, experts come first."""
+    """Return the cut of a bare parameter, ([experts,] output features, input features)."""
     if rule.style in _COLUMNS:
         return ParameterCut(dim=max(num_dims - 2, 0), blocks=rule.blocks)
     if rule.style in _ROWS:
@@ -188,7 +188,7 @@ def _agree(
     found: Sequence[ParameterCut | None],
     modules: dict[str, ShardedModule],
 ) -> ParameterCut:
-    """Return the one cut of a parameter; a tied one is sharded in all its places or in none."""
+    """Return the one cut of a parameter; a tied one is sharded in all its slots or in none."""
     said = [cut for cut in found if cut is not None]
     sharded = next((cut for cut in said if cut.dim is not None), None)
     if sharded is None:
@@ -206,7 +206,7 @@ def _agree(
 
 
 def _shard_too(name: str, slot: Slot, cut: ParameterCut, modules: dict[str, ShardedModule]) -> None:
-    """Wrap the other end of a tied parameter, so that it is whole outside there too."""
+    """Wrap the module at another slot of a tied parameter, so that its output is whole, too."""
     owner = slot.name.rpartition(".")[0]
     style = None
     if cut.dim == 0 and cut.blocks == 1:
@@ -216,7 +216,7 @@ def _shard_too(name: str, slot: Slot, cut: ParameterCut, modules: dict[str, Shar
         elif isinstance(slot.module, nn.Linear):
             style = TPStyle.GATHERED
         elif slot.attribute == "bias":
-            return  # Kept beside a Linear for naming (BERT's head), which alone uses it.
+            return  # Another name for the bias of a Linear (BERT's head), which alone uses it.
     if style is None:
         raise ModelError(
             f"Parameter {name} is sharded and also registered as {slot.name} in a "
@@ -259,7 +259,7 @@ def find_regions(root: nn.Module, layout: ModelLayout, cuts: ModelCuts) -> dict[
 
 
 def with_partial_gradients(layout: ModelLayout, regions: Mapping[str, nn.Module]) -> ModelLayout:
-    """Return the layout whose layers' whole weights have partial gradients."""
+    """Return the layout with partial gradients of the layers' whole weights, if any `regions`."""
     specs = tuple(
         replace(spec, tp_partial=True)
         if regions and spec.layer is not None and spec.tp_dim is None

@@ -1,11 +1,11 @@
-"""Stand in for the forwards of sharded modules.
+"""Wrap the forwards of sharded modules.
 
-A forward looks at the weights it finds: if they are whole (degree 1, a stub of another stage, a
-probe), the module runs as it is. If they are shards, inputs and outputs pass through the group's
-collectives, so that everything outside sharded modules is the same on all ranks of the group.
+A wrapper looks at the module's current weights. If they are whole (degree 1, a stub of another
+stage, a probe), the module runs unchanged. If they are shards, inputs and outputs pass through the
+group's collectives, so that activations outside sharded modules are the same on all its ranks.
 
 Under sequence parallelism the activation outside sharded regions is cut along the tokens: a
-region gathers them where it begins, and scatters the sum where it ends in place of an all-reduce.
+region gathers them where it begins, and reduce-scatters where it ends, instead of an all-reduce.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ __all__ = ["RegionForward", "ShardedForward"]
 
 
 class ShardedForward:
-    """Stands in for the forward of a sharded module; an object, so that it can be pickled."""
+    """Replaces the forward of a sharded module; an object, so that it can be pickled."""
 
     def __init__(
         self, stage: StageGroup, layout: ModelLayout, item: ShardedModule, *, in_region: bool
@@ -62,7 +62,7 @@ class ShardedForward:
         }[item.style]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module by its style if its weights are shards, else as it is."""
+        """Run the module by its style if its weights are shards, else unchanged."""
         peers = self._stage.peers
         if peers is None or not _is_sharded(self._anchor):
             return self._forward(*args, **kwargs)
@@ -82,7 +82,7 @@ class ShardedForward:
         return reduce_to_tokens(tensor, TOKENS, sizes, peers)
 
     def _linear(self, tensor: Tensor, *, bias: bool = True) -> Tensor:
-        """Run the module itself on its shard."""
+        """Run the module's own forward on its shard, without its bias if `bias` is False."""
         module: Any = self._item.module
         with _without_bias(module, active=not bias):
             if is_transposed(module):
@@ -145,7 +145,7 @@ class ShardedForward:
 
 
 class RegionForward:
-    """Gathers the tokens of a sharded region's inputs."""
+    """Replaces the forward of a sharded region: gathers the tokens of its inputs first."""
 
     def __init__(
         self, stage: StageGroup, layout: ModelLayout, name: str, module: nn.Module
@@ -155,12 +155,12 @@ class RegionForward:
         self._anchor = _find_anchor(layout, name, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the region on all tokens if its weights are shards, else as it is."""
+        """Run the region on all tokens if its weights are shards, else unchanged."""
         peers = self._stage.peers
         if peers is None or not _is_sharded(self._anchor):
             return self._forward(*args, **kwargs)
         if args and isinstance(args[0], Tensor):
-            # Experts get the tokens' routes besides their states, as many rows of each.
+            # Experts also get the tokens' routes, with as many rows as their states.
             rows = args[0].shape[TOKENS]
             tokens = [
                 isinstance(arg, Tensor) and arg.ndim > 1 and arg.shape[TOKENS] == rows
@@ -222,7 +222,7 @@ def _without_bias(module: nn.Module, *, active: bool) -> Iterator[None]:
 
 @contextmanager
 def _local_padding(module: Any, start: int, stop: int) -> Iterator[None]:
-    """Count the padding index, whose vector gets no gradient, from the shard's first row."""
+    """Shift `padding_idx` to the shard's rows in this context; None if it isn't one of them."""
     whole = module.padding_idx
     if whole is None:
         yield

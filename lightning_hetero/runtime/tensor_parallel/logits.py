@@ -1,10 +1,11 @@
-"""Decide when logits whose vocabulary is sharded become whole: only where something needs that.
+"""Keep logits sharded along the vocabulary until a function needs them whole.
 
-A head of style `vocab_loss` returns `ShardedLogits`. Reshapes, casts and slices of tokens keep the
-shards, and a cross entropy of class indices is computed on them: per token the largest logit, the
-sum of exponentials and the target's logit are reduced over the group, three numbers instead of a
-row of the vocabulary. Any other function gets the gathered logits, so results never depend on it.
-Without gradients the head gathers at once, since predictions leave the group.
+A head of style `vocab_loss` returns `ShardedLogits`. Reshapes that keep the vocabulary as the last
+dim, and `float`, keep the shards, and a cross entropy of class indices is computed on them: per
+token the largest logit, the sum of exponentials and the target's logit are reduced over the group,
+three numbers instead of a row of the vocabulary. Any other function gets the gathered logits, so
+results are the same as without shards. Without gradients the head gathers at once, since
+predictions leave the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape}
 
 
 class ShardedLogits(Tensor):
-    """A rank's columns of logits, (…, shard of the vocabulary), that look like all of them."""
+    """A rank's columns of logits, (…, shard of the vocabulary), with the shape of the whole."""
 
     peers: TPGroup
     length: int
@@ -41,7 +42,7 @@ class ShardedLogits(Tensor):
 
     @classmethod
     def wrap(cls, shard: Tensor, peers: TPGroup, length: int) -> "ShardedLogits":
-        """Return a shard that knows what it is a shard of."""
+        """Return a shard as logits over a vocabulary of `length`."""
         logits = shard.as_subclass(cls)
         logits.peers, logits.length = peers, length
         return logits

@@ -1,17 +1,17 @@
-"""Run the layers of a stage on a tensor-parallel group, whatever its degree is.
+"""Run the layers of a stage on a tensor-parallel group of any degree.
 
-The forward of every module that a `ModelCuts` names is wrapped once (see `tp_forward`). Around
-whole weights the wrapper does nothing, around shards it adds the group's collectives, so that
-everything outside sharded modules is the same on all ranks of the group: Megatron-LM's scheme on
-plain local tensors. So one run may mix degrees, and another plan needs no other module.
+The forward of every module that a `ModelCuts` names is wrapped once (see `forward`). With whole
+weights the wrapper does nothing; with shards it adds the group's collectives, so that activations
+outside sharded modules are the same on all ranks of the group: Megatron-LM's scheme on plain local
+tensors. So one run may mix degrees, and a change of plan doesn't change the module.
 
 With sequence parallelism the activation between sharded regions (attention, MLP) is itself cut
-along the tokens: a region gathers them where it begins and scatters the sum where it ends, in place
-of an all-reduce, and gradients of norms outside the regions are summands of one rank's tokens.
+along the tokens: a region gathers them where it begins and reduce-scatters where it ends, instead
+of an all-reduce, and gradients of norms outside the regions are partial: of one rank's tokens.
 
-Random numbers are drawn alike on all ranks of a group. So dropout on whole activations is the same
-on all, and dropout inside a region (attention probabilities) draws the same numbers for the heads
-of one rank as for those of another.
+All ranks of a group draw the same random numbers. So dropout on whole activations is the same on
+all, and dropout inside a region (attention probabilities) draws the same numbers for the heads of
+one rank as for those of another.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class TensorParallel:
     Args:
         root: The user's module, its parameters still whole.
         layout: Its layers and parameters.
-        option: A plan by names; None to take the module's own.
+        option: Styles by name pattern; None takes the module's own plan.
         sequence_parallel: Whether activations between sharded regions are cut along tokens.
 
     Raises:
@@ -90,7 +90,7 @@ class TensorParallel:
         module.forward = forward
 
     def remove(self) -> None:
-        """Give the modules their own forward back."""
+        """Restore the modules' own forwards."""
         for module, own in reversed(self._wrapped):
             module.__dict__.pop("forward", None)
             if own is not None:
@@ -105,7 +105,7 @@ class TensorParallel:
         return None if self.stage.peers is None else self.stage.peers.group
 
     def enter_plan(self, plan: ParallelPlan, comms: Communicators) -> None:
-        """Take this rank's place in a plan; collective where the plan has new groups.
+        """Set this rank's group to that of a plan; collective if the plan has new groups.
 
         Raises:
             ModelError: A degree doesn't divide heads or features.
@@ -137,7 +137,7 @@ class TensorParallel:
 
 
 def _show_inside(module: nn.Module) -> list[RemovableHandle]:
-    """Show the values of weights inside a module while it computes, where they are hidden."""
+    """Register hooks that show hidden weights of a module while it runs; return their handles."""
     were_hidden = False
 
     def show(*_: Any) -> None:
@@ -161,7 +161,7 @@ def _largest_degree(
 ) -> tuple[str, int]:
     """Return the largest possible degree, and the name of a parameter that limits it.
 
-    A parameter limits it to its features, or to its heads where the module around it has heads.
+    A parameter's limit is its features, or the heads of the module around it if that has any.
     """
     styles = {item.name: item.style for item in modules}
     limits: dict[str, int] = {}

@@ -1,9 +1,9 @@
-"""Say by names how tensor parallelism shards modules and parameters: patterns and styles.
+"""Tensor-parallel plans: name patterns of modules and parameters, and the styles that shard them.
 
-A plan maps name patterns to styles. It is, in this order: the strategy's option, the attribute
-`tp_plan` of a module, a Hugging Face model's own `_tp_plan`, a known plan for its family. Patterns
-match whole names or their ends (`self_attn.q_proj`), a `*` stands for one component; a later
-pattern wins.
+A plan maps name patterns to styles. The first of these is used: the strategy's option, a Hugging
+Face model's own `_tp_plan`, a module's attribute `tp_plan` (either with a `*` in some pattern), a
+known plan for the model's family. Patterns match whole names or their ends (`self_attn.q_proj`), a
+`*` matches one component; of several patterns that match a name the last one is used.
 
 =============================  ====================================================================
 style                          what happens to the module (or the bare parameter) of that name
@@ -59,7 +59,7 @@ _KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "h.*.mlp.c_proj": "rowwise",
     },
 }
-"""By `config.model_type`, whatever the head: families to which transformers gives no plan."""
+"""By `config.model_type`, for models with any head: families without a plan in transformers."""
 
 
 class TPStyle(StrEnum):
@@ -121,13 +121,13 @@ class Rule:
             ) from None
 
     def matches(self, name: str) -> bool:
-        """Whether a name, or its end, is one of these."""
+        """Whether the pattern matches a name or its last components."""
         expression = re.escape(self.pattern).replace(r"\*", r"[^.]+")
         return re.fullmatch(rf"(?:.*\.)?{expression}", name) is not None
 
 
 def rules_of(root: nn.Module, option: Mapping[str, str] | None) -> dict[str, Rule]:
-    """Return what a plan says of the modules and parameters that it names.
+    """Return the rules of the modules and parameters that a plan names, by name.
 
     Raises:
         ModelError: There is no plan.
@@ -177,7 +177,7 @@ def _plans(
 def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
     family = getattr(getattr(module, "config", None), "model_type", None)
     for plan in (getattr(module, "_tp_plan", None), getattr(module, "tp_plan", None)):
-        # A head's plan alone says nothing of the layers: then the family has none.
+        # A plan without a `*` is of a head alone, so the family has no plan for its layers.
         if isinstance(plan, Mapping) and any("*" in str(pattern) for pattern in plan):
             return plan
     return None if family is None else _KNOWN_PLANS.get(family)
@@ -193,7 +193,7 @@ def _no_plan(root: nn.Module) -> ModelError:
 
 
 def rule_of_module(styled: Mapping[str, Rule], name: str, module: nn.Module) -> Rule | None:
-    """Return what is said of a module, or of its weight where that alone is named."""
+    """Return the rule of a module, or of its weight if only that is named; None without any."""
     rule = styled.get(name)
     if rule is None and isinstance(module, nn.Linear | nn.Embedding):
         rule = styled.get(f"{name}.weight" if name else "weight")

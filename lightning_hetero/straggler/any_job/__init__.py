@@ -1,1 +1,1 @@
-"""Stragglers of any job, without Lightning and without a plan: what it recorded, or let record."""
+"""Find stragglers of any job, without Lightning or a plan, from recordings and traces."""

@@ -1,8 +1,8 @@
-"""Find the iterations of any job in what was recorded of it, and the changes of their times.
+"""Find the iterations of any job in a recording of it, and the changes of their times.
 
-A file is one rank's: a torch profiler's trace, an NCCL flight recorder's dump, what `record` wrote,
-or a plain list of iteration times. Its kind shows in its content. Where operations were recorded,
-the iteration is what repeats (`period`); where the steps of optimizers were, they end it.
+A file is one rank's: a torch profiler's trace, an NCCL flight recorder's dump, a file of `record`,
+or a plain list of iteration times; its content shows which. If it has steps of an optimizer, these
+end the iterations; else an iteration is the period with which operations repeat (`period`).
 """
 
 import json
@@ -42,7 +42,7 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTimes:
-    """The iterations of a job, as one record of it tells them."""
+    """The iterations of a job that were found in one file."""
 
     source: str
     """How they were found, in words."""
@@ -58,7 +58,7 @@ def is_event_log(path: str | Path) -> bool:
 
 
 def read_times(path: str | Path) -> IterationTimes:
-    """Return the iterations that a file tells of.
+    """Return the iterations that are found in a file.
 
     Raises:
         ConfigurationError: The file is of no known kind, or nothing in it repeats.
@@ -80,7 +80,7 @@ def read_times(path: str | Path) -> IterationTimes:
 
 
 def find_changes(times_s: Sequence[float]) -> list[Event]:
-    """Return every iteration and, after it, the change that the detector found with it."""
+    """Return events of all iterations, each followed by the change that it completes, if any."""
     detector = BocdDetector()
     events: list[Event] = []
     for step, time_s in enumerate(times_s):
@@ -114,9 +114,9 @@ def _is_recording(content: bytes) -> bool:
 
 
 def _from_recording(content: bytes, path: str | Path) -> IterationTimes:
-    """Return the iterations of what `record` wrote: between steps of the optimizer, if there are.
+    """Return the iterations in a file of `record`: between optimizer steps, if it has any.
 
-    Of several optimizers the one with the most parameters counts.
+    Of several optimizers the one with the most bytes of parameters counts.
     """
     ops = []
     lines = content.split(b"\n")

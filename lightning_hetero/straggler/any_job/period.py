@@ -3,7 +3,7 @@
 Greyhound infers the iteration time without the framework's help: training repeats the same
 operations, so the first lag at which their autocorrelation reaches 0.95 is the number of operations
 in an iteration. Operations are categories (name, size, group), so the autocorrelation is that of
-their one-hot codes: the share of operations that equal the one `lag` later, less what chance gives.
+their one-hot codes: the share of operations that equal the one `lag` later, corrected for chance.
 Lags are computed all at once by FFT: O(k·n log n) for n operations of k kinds.
 
 Where all operations look alike (one gradient bucket size), the gaps between them are the
@@ -133,7 +133,7 @@ def _autocorrelation(codes: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _starts(codes: NDArray[np.int64], lag: int) -> list[int]:
-    """Return where iterations start: at the kind that stands once in an iteration, if there is one.
+    """Return where iterations start: at a kind that occurs once in each iteration, if there is one.
 
     Following one kind keeps step after operations that don't belong (a validation, a log); without
     such a kind every `lag`-th operation is a start.
@@ -142,7 +142,7 @@ def _starts(codes: NDArray[np.int64], lag: int) -> list[int]:
     counts = Counter(codes.tolist())
     once = [k for k, count in counts.items() if abs(count - num_iterations) <= 0.1 * num_iterations]
     if once:
-        # Of the kinds that stand once, the one that is first in the stream.
+        # Of the kinds that occur once, the one that is first in the stream.
         first = {kind: int(np.flatnonzero(codes == kind)[0]) for kind in once}
         anchor = min(once, key=lambda kind: (abs(counts[kind] - num_iterations) > 1, first[kind]))
         return [int(i) for i in np.flatnonzero(codes == anchor)]

@@ -1,10 +1,10 @@
 """Record any job in the background: one line in its script, no Lightning, no plan.
 
-Greyhound hooks NCCL from outside; this stands in for the public functions of `torch.distributed`,
-so it needs no preloaded library and works with any backend. FSDP, tensor and pipeline parallelism
-call them. DistributedDataParallel reduces its gradients in C++, unseen from Python, but its
-optimizer steps as every other, and steps are recorded, too; a profiler trace (`traces`) has its
-buckets. A thread appends what was seen to a file, once a second.
+Greyhound hooks NCCL from outside; this module wraps the public functions of `torch.distributed`, so
+it needs no preloaded library and works with any backend. FSDP, tensor and pipeline parallelism call
+these. DistributedDataParallel reduces its gradients in C++, invisible from Python; but optimizer
+steps are recorded, too, and a profiler trace (`traces`) has its buckets. A thread appends the
+operations to a file once a second.
 """
 
 import atexit
@@ -67,7 +67,7 @@ class CommunicationRecorder:
         self._local = threading.local()
 
     def note(self, op: CommunicationOp) -> None:
-        """Add an operation that was seen in another way."""
+        """Add an operation that was observed in another way."""
         self._ops.append(op)
 
     def take(self) -> list[CommunicationOp]:
@@ -171,7 +171,7 @@ class Recording:
         return self._path
 
     def stop(self) -> None:
-        """Write what is left and let the job alone; a second call does nothing."""
+        """Write the operations that are left and unhook from the job; later calls do nothing."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -204,7 +204,7 @@ class Recording:
             try:
                 self._write()
             except OSError:
-                # A full disk costs the recording, not the job.
+                # A full disk ends the recording, not the job.
                 return
 
     def _write(self) -> None:
@@ -226,8 +226,8 @@ def record(folder: str | Path = "stragglers") -> Recording:
     ```
 
     It communicates with nobody and waits for no device: a Python call and a clock for each
-    operation, and a thread that writes once a second. Where kernels run asynchronously, times are
-    those at which the host got there, whose differences are the iterations' all the same.
+    operation, and a thread that writes once a second. If kernels run asynchronously, times are
+    those of the host, whose differences are still the times of iterations.
 
     Args:
         folder: Where each rank writes `rank<global rank>.jsonl`.

@@ -1,4 +1,4 @@
-"""Read communication operations from what others recorded: profiler traces, NCCL flight recorders.
+"""Read communication operations from recordings of other tools: torch's profiler, NCCL's recorder.
 
 - **torch profiler, Chrome JSON** (`export_chrome_trace`; `.json` or `.json.gz`). Complete events
   (`ph` "X") whose name begins with `nccl:`, `gloo:`, `mpi:` or `c10d::`, or is

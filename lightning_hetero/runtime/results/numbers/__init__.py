@@ -1,1 +1,1 @@
-"""Of which kind the numbers of a step are: means, sums or extremes over samples, or constants."""
+"""Detect the kind of a step's numbers: means, sums or extremes over samples, or constants."""

@@ -1,7 +1,7 @@
 """Numbers that are functions of means, sums and extremes over samples, such as a perplexity.
 
-The exponential of a batch's mean isn't the mean of its micro-batches' exponentials. So of what is
-logged as `exp(loss)` the loss is joined, and then the function is called once, on the batch's.
+The exponential of a batch's mean isn't the mean of its micro-batches' exponentials. So if a step
+logs `exp(loss)`, the micro-batches' losses are joined, and the function is called once, on that.
 """
 
 import math
@@ -43,7 +43,7 @@ _OF_FLOATS: dict[str, Callable[[float], float]] = {
     "log2": math.log2,
     "log10": math.log10,
 }
-"""Functions that Python computes without torch's knowing it."""
+"""Functions that Python computes, which torch doesn't see."""
 _LIMITS = {"clamp", "clip"}
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in _OF_ONE},
@@ -54,21 +54,21 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 _NUM_ARGUMENTS = {**dict.fromkeys(_OF_ONE, 1), **dict.fromkeys((*_OF_TWO, *_REFLECTED), 2)}
 _BY_COUNT = {*_OF_TWO, *_REFLECTED} - {"pow", "rpow"}
 _MOST = 8
-"""Parts of a number."""
+"""Most parts of a number."""
 _KEEPING = {"detach", "float", "double", "clone", "cpu", "item", "to", "squeeze"}
 """Functions of one number that return it."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A function of functions of a number's parts."""
+    """An expression of a number's parts, by a function of constants and other formulas."""
 
     function: str
-    """ "part" takes the part whose place is the argument."""
+    """Name of the function; "part" returns the part whose index is the argument."""
     arguments: tuple[_Argument, ...]
 
     def compute(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the number that is made of these parts."""
+        """Return the number that the formula gives for these parts."""
         if self.function == "part":
             return parts[int(self.arguments[0])]  # type: ignore[arg-type]
         given: list[Any] = [
@@ -87,7 +87,7 @@ class Formula:
         return sum(item.num_parts for item in self.arguments if isinstance(item, Formula))
 
     def after(self, num_parts: int) -> "Formula":
-        """Return the same of parts that come after others."""
+        """Return the formula with `num_parts` added to the indices of its parts."""
         if self.function == "part":
             return _part(int(self.arguments[0]) + num_parts)  # type: ignore[arg-type]
         moved = (i.after(num_parts) if isinstance(i, Formula) else i for i in self.arguments)
@@ -102,15 +102,15 @@ class Made:
     parts: tuple[Any, ...]
     """Numbers over samples, and constants."""
     versions: tuple[int, ...]
-    """How often each had been changed in place."""
+    """Version of each part, which a change in place increments."""
 
 
 class Formulas:
     """The numbers of a step that functions have made of numbers over samples.
 
     Args:
-        known: Tells what is known of a number.
-        num_samples: Of the micro-batch; 0 if nobody knows.
+        known: Returns what is known of a number.
+        num_samples: Samples of the micro-batch; 0 if unknown.
     """
 
     def __init__(self, known: Callable[[Any], Reduction | None], num_samples: int) -> None:
@@ -120,7 +120,7 @@ class Formulas:
         self._told: list[float] = []
 
     def follow(self, call: TorchCall, result: Any) -> None:
-        """Look at what a function made of single numbers."""
+        """Note how a function has made its result of single numbers."""
         made = self._made_by(call)
         if made is not None:
             # With the object, so that no other gets its id.
@@ -145,7 +145,7 @@ class Formulas:
         return None
 
     def forget(self) -> None:
-        """Hold nothing that a step has made."""
+        """Forget all numbers, and hold no objects of a step."""
         self._made.clear()
         self._told.clear()
 
@@ -174,7 +174,7 @@ class Formulas:
         return Made(Formula(name, tuple(arguments)), parts, versions)
 
     def _may_count(self, name: str, given: Sequence[Any]) -> bool:
-        """Whether a number over samples meets one that may be their number in this micro-batch."""
+        """Whether a number over samples is combined with one that may count this micro-batch's."""
         known = [None if id(item) in self._made else self._known(item) for item in given]
         kinds = [None if item is None else item.kind for item in known]
         reflects = name in _REFLECTED
@@ -187,7 +187,7 @@ class Formulas:
         return are_others and any(kind in JOINABLE for kind in kinds)
 
     def _may_be_rows(self, number: int, *, is_left: bool) -> bool:
-        """Whether it may be a number of this micro-batch's samples, or of some that were chosen."""
+        """Whether a number may count this micro-batch's samples, or a selection of them."""
         may_be_all = not (self._num_samples and number % self._num_samples)
         return may_be_all or bool(constant_of(number, is_left=is_left).count)
 
@@ -211,7 +211,7 @@ def _part(place: int) -> Formula:
 
 
 def _is_function_of(value: float, told: float, function: Callable[[float], float]) -> bool:
-    """Whether a number can only be the function of another one: 1 is the root of 1, too."""
+    """Whether a number is recognised as a function of another one; 0 and 1 never are."""
     try:
         made = function(told)
     except (ValueError, OverflowError):

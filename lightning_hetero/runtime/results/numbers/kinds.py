@@ -1,9 +1,9 @@
-"""Say of which kind a number over samples is, and make one number of those of micro-batches.
+"""Kinds of numbers over samples, how arithmetic changes them, and how to join micro-batches' ones.
 
-A mean and a mean make a sum of means, a sum over a sum is a mean over the divisor, a mean times a
-constant is a mean, and so on. What these rules don't cover is `UNKNOWN`, never guessed here, and
-what is known to need all samples of a batch at once, such as a root of their mean or each sample's
-product with each other, is `TOGETHER`: no weights of micro-batches make it.
+A mean plus a mean is a sum of means, a sum divided by a sum is a mean over the divisor, a mean
+times a constant is a mean, and so on. Numbers that no rule covers are `UNKNOWN`, never guessed
+here. Numbers that need all samples of a batch at once, such as a root of their mean or products of
+samples with each other, are `TOGETHER`: no weights of micro-batches give them.
 """
 
 import math
@@ -61,28 +61,28 @@ class Reduction:
     count: Count = 0
     """Number of elements that a mean averages over, or that a sum adds."""
     value: Count = 0
-    """The number itself, for a sum without the floor that was put under it."""
+    """The number itself; for a sum its value before a floor such as `clamp` was applied."""
     others: tuple[Count, ...] = ()
-    """The same of further means that were added to this one."""
+    """The counts of further means that were added to this one."""
     num_places: int = 0
-    """Targets of a loss function, whether they count or not; 0 of other numbers."""
+    """Targets of a loss function, whether they count or not; 0 for other numbers."""
 
 
 CONSTANT = Reduction(Kind.CONSTANT)
-"""Of a number that doesn't depend on the samples."""
+"""For a number that doesn't depend on the samples."""
 WRITTEN = Reduction(Kind.CONSTANT, value=1)
-"""Of one that is written in the step, so that it is the batch's, too."""
+"""For a number written in the step's code, which is therefore the batch's, too."""
 UNKNOWN = Reduction(Kind.UNKNOWN)
-"""Of a number that no rule covers."""
+"""For a number that no rule covers."""
 TOGETHER = Reduction(Kind.TOGETHER)
-"""Of what each sample of a batch has a part in, also of rows that others had a part in."""
+"""For a number that mixes samples of a batch, also for rows that other samples have changed."""
 _MIXED = Reduction(Kind.MIXED)
 
 NO_RATIO = (float("inf"), -float("inf"))
 """The least and the largest of no ratios."""
 
 _SMALL = 1e-3
-"""A number up to this that is added to a divisor only keeps it from being 0."""
+"""Largest constant that, added to a divisor, is taken only to keep it from being 0."""
 LINEAR = (Kind.MEAN, Kind.SUM)
 """Kinds that a constant factor keeps."""
 JOINABLE = (*LINEAR, Kind.MAX, Kind.MIN)
@@ -122,7 +122,7 @@ def _multiply(left: Reduction, right: Reduction) -> Reduction:
     if right.kind is not Kind.CONSTANT or left.kind not in (*LINEAR, Kind.MIXED, Kind.CONSTANT):
         return UNKNOWN
     if right is not CONSTANT and not isinstance(right.value, Tensor) and right.value == 0:
-        return CONSTANT  # It only lets gradients be zeros instead of none.
+        return CONSTANT  # The product with 0 only makes gradients zeros instead of None.
     if left.kind is Kind.SUM and _may_average(left, right):
         return UNKNOWN
     # A mean times a whole number may be a sum by hand.
@@ -130,12 +130,12 @@ def _multiply(left: Reduction, right: Reduction) -> Reduction:
 
 
 def _may_count(factor: Reduction) -> bool:
-    """Return whether a constant may count what is in this micro-batch."""
+    """Return whether a constant may count samples or elements of this micro-batch."""
     return factor is not CONSTANT and bool(factor.count)
 
 
 def _may_average(total: Reduction, factor: Reduction) -> bool:
-    """Return whether a factor may be one over the samples or elements of this micro-batch."""
+    """Return whether a factor may be 1 / (number of this micro-batch's samples or elements)."""
     if not isinstance(factor.value, float) or not 0 < factor.value < 1:
         return False
     divisor, count = round(1 / factor.value), total.count
@@ -177,7 +177,7 @@ def operation_called(
 ) -> tuple[Callable[[Reduction, Reduction], Reduction] | None, bool]:
     """Return the operation of a function such as `add`, `iadd` or `radd`; whether it is reflected.
 
-    A reflected one has its numbers the other way round.
+    A reflected operation has its operands swapped.
     """
     is_reflected = name.startswith("r") and name[1:] in OPERATIONS
     found = OPERATIONS.get(name[1:] if is_reflected or name[:1] == "i" else name)
@@ -190,14 +190,14 @@ def join_values(kind: str, values: Tensor, weights: Tensor) -> Tensor:
     Args:
         kind: One of `JOINABLE`; anything else is averaged, as a mean is.
         values: (num_microbatches, ...).
-        weights: What each mean averages over, (num_microbatches,).
+        weights: The count that each mean averages over, (num_microbatches,).
     """
     if kind == Kind.SUM:
         return values.sum(0)
     if kind in (Kind.MAX, Kind.MIN):
         return values.amax(0) if kind == Kind.MAX else values.amin(0)
     shaped = weights.reshape(-1, *[1] * (values.ndim - 1))
-    # A weight of 0 may belong to a value that is no number, such as the mean of no targets.
+    # A weight of 0 may belong to a NaN, such as the mean of no targets.
     weighted = torch.where(shaped > 0, values * shaped, 0.0).sum(0)
     total = weights.sum()
     return torch.where(total > 0, weighted / total, values.mean(0))
@@ -212,9 +212,9 @@ def as_weight(count: Count, device: torch.device) -> Tensor:
 
 
 def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
-    """Return per how much of `weight` the other means of a sum average, if there are any.
+    """Return the counts of a sum's other means, added up and divided by `weight`; [] without any.
 
-    Each other mean has a factor, so that means whose targets only add up alike are told apart.
+    Each count has a factor of its own, so that different counts with the same sum differ.
     """
     if not others:
         return []
@@ -224,7 +224,7 @@ def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
 
 
 def ends_of(ratios: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the least and the largest ratio; 0 / 0 is none."""
+    """Return the least and the largest ratio, `NO_RATIO` without any; 0 / 0 counts as none."""
     if not ratios:
         return [as_weight(end, device) for end in NO_RATIO]
     least, largest = NO_RATIO

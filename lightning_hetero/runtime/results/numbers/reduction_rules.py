@@ -1,4 +1,4 @@
-"""Judge torch's functions by name: of samples, of numbers given to them, of one reduction."""
+"""Judge the results of torch functions by name: of samples, of constants, of one reduction."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ REDUCTIONS = {
     "amin": Kind.MIN,
     "min": Kind.MIN,
 }
-"""Functions that make one number of many, and what it is over samples."""
+"""Functions that make one number of many, and its kind over samples."""
 # fmt: off
 _OTHER_REDUCTIONS = {
     "var", "std", "norm", "vector_norm", "prod", "median", "logsumexp", "nanmean", "nanmedian",
@@ -65,19 +65,19 @@ KEEPING = {
     "squeeze", "unsqueeze", "reshape", "view", "flatten", "ravel", "expand", "long", "int", "cpu",
     "cuda", "item", "nan_to_num", "neg", "alias", "get",
 }
-"""Functions that return the numbers that they are given, or nearly so."""
+"""Functions that return the numbers that they are given, perhaps in another form."""
 FACTORIES = {
     "tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full", "arange", "zeros_like",
     "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "linspace",
     "logspace", "eye", "tril_indices", "triu_indices",
 }
-"""Functions that make tensors of no other's values."""
+"""Functions that make tensors without the values of others."""
 # fmt: on
 _FILLED = {
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "new_tensor"), 0),
     **dict.fromkeys(("full", "full_like", "new_full"), 1),
 }
-"""Those of them that are given numbers: the place in the user's call."""
+"""Those of them that take values, and the index of that argument in the user's call."""
 WITH_DIMS = REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 """Functions that run along dims."""
 FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
@@ -85,9 +85,9 @@ FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
 """Functions that make one tensor of several."""
 NONLINEAR = {"sqrt", "rsqrt", "square"}
-"""Functions of one number whose mean is not that of its mean."""
+"""Functions f of one number, where the mean of f isn't f of the mean."""
 REORDERING = {"flip", "flipud", "roll", "getitem", "index_select"}
-"""Functions that may give samples other places."""
+"""Functions that may change the positions of samples."""
 NOT_BY_ELEMENT = (
     WITH_DIMS
     | FACTORIES
@@ -96,16 +96,16 @@ NOT_BY_ELEMENT = (
     | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
     | {"select", "narrow", "batch_norm"}
 )
-"""Functions that may make more of samples than other samples."""
+"""Functions whose results of samples may be something else than samples."""
 _MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
 """Functions over samples that may be means or sums, or run over something else where dim 0 is time.
 """
 ZERO = Reduction(Kind.CONSTANT)
-"""Of a zero, with which a sum may begin."""
+"""For a zero, with which a sum may begin."""
 
 
 def made_anew(call: TorchCall, result: Tensor) -> Reduction:
-    """Judge what is made of numbers."""
+    """Judge the result of one of `FACTORIES`."""
     if result.numel() != 1:
         return CONSTANT
     is_filled = call.name in _FILLED
@@ -120,7 +120,7 @@ def made_anew(call: TorchCall, result: Tensor) -> Reduction:
 def reduced(
     call: TorchCall, tensors: Sequence[Tensor], known: Sequence[Reduction | None], result: Tensor
 ) -> Reduction | None:
-    """Judge a function of elements that are no reductions yet."""
+    """Judge a function of tensors that are no reductions; None if its result is none, either."""
     name, source = call.name, tensors[0]
     if len(tensors) == 2 and known[1] is None and is_product(name, call.args, tensors[1]):
         is_known = known[0] is None and is_of_each_with_each(name, *tensors)
@@ -145,19 +145,19 @@ def reduced(
 
 
 def of_one(call: TorchCall, known: Reduction) -> Reduction | None:
-    """Judge a function of one reduction and no other tensor."""
+    """Judge a function of one reduction and no other tensor; None if no rule covers it."""
     name = call.name
     if name in KEEPING and (name != "neg" or known.kind in LINEAR):
         return known
     if name in REDUCTIONS and len(call.args) + len(call.kwargs) == 1:
-        # Of a vector of such numbers.
+        # The source is a vector of such numbers.
         kind = REDUCTIONS[name]
         return known if known.kind is kind or {known.kind, kind} <= set(LINEAR) else UNKNOWN
     return None
 
 
 def some_dims(call: TorchCall, tensors: Sequence[Tensor]) -> Sequence[int]:
-    """Return the dims along which a function runs of one tensor; none if it runs along all."""
+    """Return the dims along which a function of one tensor runs; none if it runs along all."""
     if call.name not in WITH_DIMS or len(tensors) != 1 or tensors[0].ndim < 2:
         return ()
     dims = call.dims(tensors[0].ndim) or ()
@@ -167,7 +167,7 @@ def some_dims(call: TorchCall, tensors: Sequence[Tensor]) -> Sequence[int]:
 def constant_of(value: float, *, is_left: bool) -> Reduction:
     """Judge a number that the user's code gives to an operation, on its left or its right."""
     value = value.item() if isinstance(value, np.generic) else value
-    # Whole numbers may count what is in this micro-batch; others do if that is written.
+    # Integers may count samples of this micro-batch; other numbers do only if the code shows it.
     rows = rows_of_operand(is_left=is_left)
     counts = bool(rows) or (rows is None and type(value) is int)
     return Reduction(Kind.CONSTANT, count=counts, value=value)

@@ -1,8 +1,8 @@
-"""Watch torch's functions to know which numbers of a step are means, sums or extremes over samples.
+"""Follow torch functions to know which numbers of a step are means, sums or extremes over samples.
 
-Before the layers and after them: a full mean is a mean over its input's elements, and what becomes
-of it follows the rules of `kinds`. They take it that dim 0 counts samples (or tokens).
-Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
+They are followed before and after the layers. A full mean is a mean over its input's elements, and
+later operations follow the rules of `kinds`. Dim 0 is assumed to count samples (or tokens).
+Results that mix samples other than by sums, means and extremes are `TOGETHER`.
 """
 
 import math
@@ -75,8 +75,8 @@ class Reductions:
 
     Args:
         constants: Tensors that don't depend on the samples, besides parameters.
-        num_samples: Of the micro-batch; 0 if nobody knows. Dim 0 of a tensor counts samples, or a
-            multiple of them, where it may.
+        num_samples: Samples of the micro-batch; 0 if unknown. Dim 0 of a tensor is taken to count
+            samples, or a multiple of them, where its size allows it.
     """
 
     def __init__(self, constants: Iterable[Tensor] = (), num_samples: int = 0) -> None:
@@ -84,19 +84,19 @@ class Reductions:
             id(item): (item, CONSTANT) for item in constants
         }
         self.num_samples = num_samples
-        """Of the micro-batch; 0 if nobody knows."""
+        """Samples of the micro-batch; 0 if unknown."""
         self.formulas = Formulas(self.of, num_samples)
         """Numbers that are functions of those over samples."""
         self.told: dict[int, Reduction | None] = {}
-        """Whole numbers that tensors have told."""
+        """Integers that were read from tensors, with what is known of these."""
         self.averaged: list[int] = []
-        """Numbers of each sample that each mean along other dims than the first has averaged."""
+        """For each mean along dims other than the first: the elements per sample it averages."""
         self._turned: dict[int, Tensor] = {}
-        """Samples whose first dim is another one, or counts what was stacked."""
+        """Tensors of samples whose first dim doesn't count samples."""
         self.parts = SampleParts(num_samples)
-        """Some of the batch's samples, taken by their places."""
+        """Tensors of some of the batch's samples, taken by position."""
         self._shuffles: dict[int, Tensor] = {}
-        """Random orders, and random numbers that may become some."""
+        """Random permutations, and random numbers that may become some."""
 
     def of(self, value: Any) -> Reduction | None:
         """Return what is known of a tensor or number; None if it is no reduction."""
@@ -110,7 +110,7 @@ class Reductions:
         return id(self.of(value)) in _CONSTANTS
 
     def is_any_together(self, values: Iterable[Any]) -> bool:
-        """Whether samples have met in any of these tensors and numbers."""
+        """Whether samples were mixed in any of these tensors and numbers."""
         for value in values:
             found = self._known.get(id(value))
             if found is not None and found[1].kind is Kind.TOGETHER:
@@ -128,7 +128,7 @@ class Reductions:
     def keep(self, value: Any, reduction: Reduction | None) -> None:
         """Remember what is known of a function's result."""
         if reduction is not None:
-            # With the object, so that no other gets its id.
+            # The object is held, so that no other one gets its id.
             self._known[id(value)] = value, reduction
         else:
             self._known.pop(id(value), None)
@@ -138,16 +138,16 @@ class Reductions:
         return dict(self._known)
 
     def restore(self, known: dict[int, tuple[Any, Reduction]]) -> None:
-        """Know what was known then, and nothing more."""
+        """Return to what was known when `snapshot` returned `known`."""
         self._known = dict(known)
 
     @property
     def has_shuffled(self) -> bool:
-        """Whether orders were drawn by chance."""
+        """Whether random permutations were drawn."""
         return bool(self._shuffles)
 
     def forget(self) -> None:
-        """Know nothing, and hold nothing that a step has made."""
+        """Forget all that is known, and hold no objects of a step."""
         self._known, self.told = {}, {}
         self._turned, self._shuffles = {}, {}
         if self.parts.are_any:
@@ -157,7 +157,7 @@ class Reductions:
     def follow(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Look at a call of a torch function."""
+        """Note what a call of a torch function tells of its result."""
         if type(result) in NO_NUMBERS:
             if type(result) is int and name_of(func) in ("item", "int"):
                 self.told[result] = self.of(args[0])
@@ -192,7 +192,7 @@ class Reductions:
             self._note_random(name, args, result)
 
     def _note_place(self, name: str, source: Any, result: Tensor) -> None:
-        """Remember which samples have gone to another dim, or are some of the batch's."""
+        """Note if the result's samples are along another dim, or only some of the batch's."""
         is_turned = id(source) in self._turned
         if name in TURNS and turns_samples(source, result, self.num_samples, is_turned=is_turned):
             is_turned = not is_turned
@@ -209,7 +209,7 @@ class Reductions:
             self.formulas.follow(call, result)
 
     def _note_random(self, name: str, args: Sequence[Any], result: Tensor) -> None:
-        """Remember numbers that are drawn by chance, and orders made of them."""
+        """Note random numbers, and permutations made of them."""
         is_kept = name in KEEPING or name == "argsort"
         # Orders have one dim; noise, which may be large, isn't held.
         if (name in _BY_CHANCE and result.ndim == 1) or (
@@ -218,7 +218,7 @@ class Reductions:
             self._shuffles[id(result)] = result
 
     def _see_several(self, call: TorchCall, results: Sequence[Any]) -> None:
-        """Look at what a function with several results makes."""
+        """Note what is known of the results of a function with several."""
         known = [self.of(item) for item in call.tensors()]
         if TOGETHER in known or (known and set(map(id, known)) <= _CONSTANTS):
             for item in tensors_among(results):
@@ -229,26 +229,26 @@ class Reductions:
             self.parts.take(call, results)
 
     def _see_chosen(self, call: TorchCall, results: Sequence[Any]) -> None:
-        """Look at values that are chosen along a dim, with their indices."""
+        """Note what is known of values that are chosen along a dim, and of their indices."""
         source = call.argument(0, "input")
         if not chooses_samples(call, source) or not self._has_samples(source):
             return
         if self.of(source) is None and id(source) not in self._shuffles:
-            for item in results[: 1 if call.name == "sort" else 2]:  # To sort samples mixes none.
+            for item in results[: 1 if call.name == "sort" else 2]:  # Sorting indices mix none.
                 self.keep(item, TOGETHER)
 
     def _has_samples(self, tensor: Tensor, *others: Tensor) -> bool:
-        """Whether dim 0 may count samples, or where two tensors meet, one of the first two dims."""
+        """Whether dim 0 may count samples or, for several tensors, one of the first two dims."""
         sizes = tensor.shape[: 2 if others else 1]
         return any(not (self.num_samples and size % self.num_samples) for size in sizes)
 
     def _source(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor | Reduction | None:
-        """Return what a function makes its result of, where that is simple; None where it isn't.
+        """Return the samples, or CONSTANT, that a result is made of in simple cases, else None.
 
-        It makes samples of samples, by themselves or with constants, or constants of constants.
-        That is most of what steps call, so it is found out by less than `_judge` takes.
+        In simple cases samples are made of samples, alone or with constants, or constants of
+        constants. These are most calls of steps, and need less time here than in `_judge`.
         """
         known, is_product = self._known, name in PRODUCTS
         may_be_samples = is_product or name not in NOT_BY_ELEMENT
@@ -284,7 +284,7 @@ class Reductions:
         try:
             return self._judge_tensors(call, call.tensors(), result)
         except (TypeError, ValueError, IndexError):
-            # Arguments take forms that no rule expects, which is no reason to end a step.
+            # Arguments in forms that no rule expects are no reason to end a step.
             return UNKNOWN
 
     def _judge_tensors(
@@ -323,7 +323,7 @@ class Reductions:
             is_second = self._has_samples(tensors[0].transpose(0, 1))
             return None if is_second and 1 not in dims else UNKNOWN
         if self.parts.are_any and self.parts.has(tensors[:1]):
-            # Of all parts together sums are the batch's.
+            # Sums over all parts add up to the batch's sum.
             kind = REDUCTIONS.get(call.name)
             if kind and (kind is not Kind.SUM or self.parts.are_written(tensors[:1])):
                 return UNKNOWN
@@ -331,7 +331,7 @@ class Reductions:
         else:
             self.parts.take(call, (result,))
         if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
-            return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
+            return UNKNOWN  # Made of scalars of which nothing is known: they are no samples.
         judged = reduced(call, tensors, known, result) if tensors else None
         return UNKNOWN if judged is TOGETHER and not self._has_samples(*tensors) else judged
 
@@ -347,13 +347,13 @@ class Reductions:
         if call.name in FLOORS and first is not None and first.kind is Kind.SUM:
             return first if set(map(id, known[1:])) <= _CONSTANTS else UNKNOWN
         if call.name in JOINING:
-            # One number of one sample: a list of samples' numbers, which count alike, or of losses?
+            # With one sample it may be a list of samples' numbers, or a list of losses.
             is_open = len(known) == self.num_samples == 1
             return UNKNOWN if is_open else fold([item or UNKNOWN for item in known])
         return self._combine(call)
 
     def _needs_all(self, call: TorchCall, known: Sequence[Reduction | None]) -> bool:
-        """Whether a function's result, even if it is rows, needs all samples of the batch."""
+        """Whether a function's result, even one row of it, needs all samples of the batch."""
         name = call.name
         if TOGETHER in known:
             return True
@@ -370,7 +370,7 @@ class Reductions:
         return name in REORDERING and self._reorders(call)
 
     def _reorders(self, call: TorchCall) -> bool:
-        """Whether a function gives samples, of which nothing else is known, others' places."""
+        """Whether a function changes the positions of samples, of which nothing else is known."""
         source = call.argument(0, "input")
         if not isinstance(source, Tensor) or not self._has_samples(source):
             return False

@@ -1,9 +1,9 @@
-"""Notice which groups of samples a step asks for, and which of them aren't there.
+"""Detect which groups of samples a step asks for, and which of them a micro-batch lacks.
 
 Losses of tasks or classes are summed group by group: `if mask.any(): loss += f(x[mask], y[mask])`.
-A micro-batch without a group leaves that group's mean out, where one device, with the whole batch,
-takes it in. What is left has the form of a mean that fits a weight, and fits the means of other
-micro-batches only if these leave out the same groups.
+A micro-batch without a group leaves out that group's mean, where one device, with the whole batch,
+includes it. The remaining loss looks like a mean with a weight, but it can be joined with other
+micro-batches' means only if these lack the same groups.
 """
 
 import math
@@ -24,25 +24,25 @@ class SampleGroups:
     """What a step asks of the samples of one micro-batch.
 
     Args:
-        num_samples: Of the micro-batch; 0 if nobody knows.
+        num_samples: Samples of the micro-batch; 0 if unknown.
     """
 
     def __init__(self, num_samples: int) -> None:
         self.absent = 0.0
-        """A number for the groups that were asked for and aren't there: 0 for none of them, and
-        another one for others."""
+        """A number that identifies the set of groups that were asked for and are absent; 0 for the
+        empty set."""
         self._shape = (num_samples,)
         self._num_questions = 0
         self._masks: dict[int, Tensor] = {}
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of what may be asked: that, and what is 0 where the group is absent."""
+        """By id: a tensor that a step may read, and the count that is 0 if its group is absent."""
         self._chosen: dict[int, Tensor] = {}
-        """What was made of samples that such a mask has chosen."""
+        """Tensors made of samples that such a mask has selected."""
 
     def follow(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Look at a call of a torch function."""
+        """Note masks, questions about them, and samples selected by them, in a torch call."""
         source = args[0] if args else None
         if not isinstance(result, Tensor):
             if isinstance(result, int | float) and id(source) in self._counts:
@@ -62,15 +62,15 @@ class SampleGroups:
                 self._chosen[id(result)] = result
 
     def _answer(self, count: Tensor) -> None:
-        """Note the answer to a question, for which the step has waited already."""
+        """Note the answer to a question; the step has waited for the count already."""
         self._num_questions += 1
         if not count:
             self.absent += math.sqrt(1 + self._num_questions)
 
     def are_in(self, value: object) -> bool:
-        """Whether groups are absent of which others have made a number."""
+        """Whether groups are absent, and others of them are in a number."""
         return bool(self.absent) and id(value) in self._chosen
 
     def forget(self) -> None:
-        """Hold nothing that a step has made."""
+        """Forget all masks, and hold no objects of a step."""
         self._masks, self._counts, self._chosen = {}, {}, {}

@@ -1,7 +1,7 @@
-"""Where samples lie in a tensor: which functions move them, or take some of them by their places.
+"""Positions of samples in tensors: functions that move them, or take some of them by position.
 
-A mean over one sample out of a batch, or over the steps of sequences that have gone to the first
-dim, has the form of a mean over samples and is none.
+A mean over one sample of a batch, or over the time steps of sequences that were moved to the first
+dim, looks like a mean over samples but is none.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -31,16 +31,16 @@ __all__ = [
 TURNING: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
 )
-"""Questions for a tensor that is turned."""
+"""Getters of transposed tensors."""
 CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
 """Functions that return values and their indices along one dim, the last one unless told."""
 TURNS = {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"}
-"""Names of functions that give dims other places."""
+"""Names of functions that permute dims."""
 _CUTTING = {
     **dict.fromkeys(("unbind", "select", "narrow"), 1),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), 2),
 }
-"""Functions that take parts along a dim, and the place of that argument."""
+"""Functions that take parts along a dim, and the index of that argument."""
 _TAKING = {"getitem", *_CUTTING}
 
 
@@ -48,10 +48,10 @@ def turns_samples(source: Tensor, result: Tensor, num_samples: int, *, is_turned
     """Whether one of `TURNS` moves samples from the first dim, or back there.
 
     Args:
-        source: What it turns.
-        result: What it has made.
-        num_samples: Of the micro-batch.
-        is_turned: Whether they aren't in the source's first dim.
+        source: Its argument.
+        result: Its result.
+        num_samples: Samples of the micro-batch.
+        is_turned: Whether samples aren't along the source's first dim.
     """
     if source.ndim < 2 or (result.shape[0], result.stride(0)) == (
         source.shape[0],
@@ -62,10 +62,10 @@ def turns_samples(source: Tensor, result: Tensor, num_samples: int, *, is_turned
 
 
 class SampleParts:
-    """The tensors of one micro-batch that are made of some of its samples, taken by their places.
+    """The tensors of one micro-batch that are made of some of its samples, taken by position.
 
     Args:
-        num_samples: Of the micro-batch.
+        num_samples: Samples of the micro-batch.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -73,15 +73,15 @@ class SampleParts:
         """Whether there are any."""
         self._num_samples = num_samples
         self._tensors: dict[int, tuple[Tensor, bool]] = {}
-        """By id, and whether their samples' places stand in the user's code."""
+        """By id: tensors, and whether their samples' positions are written in the user's code."""
 
     def keep(self, tensor: Tensor, sources: Iterable[object]) -> None:
-        """Remember a tensor that is made of sources, parts and others."""
+        """Note a tensor that is made of sources, of which some are parts."""
         self.are_any = True
         self._tensors[id(tensor)] = tensor, self.are_written(sources)
 
     def take(self, call: TorchCall, results: Sequence[object]) -> None:
-        """Remember the results of a function if it takes some of all samples."""
+        """Note the results of a function if it takes some of all samples."""
         if call.name not in _TAKING or not self._is_of_all(call):
             return
         is_written = self._takes_written(call)
@@ -95,18 +95,18 @@ class SampleParts:
         return any(id(value) in self._tensors for value in values)
 
     def are_written(self, values: Iterable[object]) -> bool:
-        """Whether any are samples whose places stand in the user's code, as in `x[0]`.
+        """Whether any are samples whose positions are written in the user's code, as in `x[0]`.
 
         Sums of others may be parts of a sum over all of them: `sum(x[i].sum() for i in ...)`.
         """
         return any(self._tensors.get(id(value), (None, False))[1] for value in values)
 
     def forget(self) -> None:
-        """Hold nothing that a step has made."""
+        """Forget all parts, and hold no objects of a step."""
         self._tensors, self.are_any = {}, False
 
     def _takes(self, call: TorchCall) -> bool:
-        """Whether a function takes one of several samples, or some, by their places."""
+        """Whether a function takes one of several samples, or some, by position."""
         if call.name == "getitem":
             first = _first_index(call)
             if isinstance(first, slice):
@@ -116,9 +116,9 @@ class SampleParts:
         return place is not None and call.argument(place, "dim", 0) == 0
 
     def _takes_written(self, call: TorchCall) -> bool:
-        """Whether it takes rows by numbers that stand in the code, and may leave out others.
+        """Whether it takes rows by indices written in the user's code, and may leave out others.
 
-        Of a micro-batch that has no more `x[:2]` are all.
+        `x[:2]` leaves out none if the micro-batch has fewer samples.
         """
         if call.name != "getitem":
             return False
@@ -151,12 +151,12 @@ def chooses_samples(call: TorchCall, source: object) -> bool:
 
 
 def gives_other_places(call: TorchCall, source: Tensor, shuffles: Container[int]) -> bool:
-    """Whether a function that changes an order gives samples the places of others.
+    """Whether one of `REORDERING` changes the positions of samples.
 
     Args:
-        call: The function's.
+        call: The call of the function.
         source: The samples.
-        shuffles: Ids of orders by chance.
+        shuffles: Ids of random permutations.
     """
     name, args = call.name, call.args
     if name in ("getitem", "index_select"):
@@ -171,14 +171,14 @@ def gives_other_places(call: TorchCall, source: Tensor, shuffles: Container[int]
 def sample_groupings(
     shape: Sequence[int], num_samples: int, starts: Tensor | None
 ) -> list[tuple[int, Tensor]]:
-    """Return the dims along which samples may lie, with the sample at each place.
+    """Return the dims along which samples may lie, each with the sample of each index, (size,).
 
-    If shapes leave open which it is there are several.
+    There are several if shapes don't show which one it is.
 
     Args:
-        shape: Of a tensor of the samples.
-        num_samples: How many there are.
-        starts: Where each begins, and the last one ends, if they are packed.
+        shape: Shape of a tensor of the samples.
+        num_samples: Number of samples.
+        starts: Where each begins, and the last one ends, if they are packed end to end.
     """
     found: list[tuple[int, Tensor]] = []
     for dim in range(min(len(shape) - 1, 2)):

@@ -1,7 +1,7 @@
-"""Calls of torch's functions as a watch sees them: names, arguments, and what isn't a tensor.
+"""Calls of torch functions as a watch sees them: names, arguments, and types that aren't tensors.
 
-Names and shapes alone, no values, tell where a function of two tensors brings the rows of one
-together with all of the other.
+Names and shapes, without values, show whether a function of two tensors combines each row of one
+with all rows of the other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 NO_NUMBERS = frozenset((torch.Size, torch.dtype, torch.device, bool, int, str))
-"""Answers to questions about a tensor's form."""
+"""Types of the answers to questions about a tensor's form."""
 NO_TENSORS = NO_NUMBERS | {float, type(None)}
-"""Arguments that a function gets besides tensors."""
+"""Types of the arguments that a function gets besides tensors."""
 PRODUCTS = {"matmul", "mm", "rmatmul", "cdist", "linear"}
 """Names of functions whose second matrix may be samples, too."""
 
@@ -41,7 +41,7 @@ class TorchCall(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def argument(self, place: int, name: str, otherwise: Any = None) -> Any:
-        """Return an argument that is given by its place or by its name."""
+        """Return an argument that is given by its position or by its name."""
         return self.kwargs.get(name, self.args[place] if len(self.args) > place else otherwise)
 
     def tensors(self) -> list[Tensor]:
@@ -78,7 +78,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def is_parameter(value: object) -> bool:
-    """Whether a value is a parameter, as `isinstance` has it, which takes several times as long."""
+    """Whether a value is a parameter; as `isinstance`, which takes several times as long."""
     kind: Any = type(value)
     if kind is Tensor or kind is nn.Parameter:
         return kind is nn.Parameter
@@ -99,7 +99,7 @@ def integers_among(values: Iterable[Any]) -> list[int]:
 
 
 def is_product(name: str, args: Sequence[Any], other: Tensor) -> bool:
-    """Whether a function of two tensors brings the rows of one together with all of the other."""
+    """Whether a function of two tensors combines each row of one with all rows of the other."""
     if name == "einsum" and isinstance(args[0], str):
         left, _, right = args[0].replace(" ", "").partition("->")[0].partition(",")
         return left[:1] != right[:1]
@@ -107,7 +107,7 @@ def is_product(name: str, args: Sequence[Any], other: Tensor) -> bool:
 
 
 def is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
-    """Whether it is a product of rows with rows, or over rows, as shapes have it."""
+    """Whether a product is of rows with rows, or sums over rows, judged by shapes."""
     if name == "cdist" or left.ndim != 2:
         return name == "cdist"
     num_others = right.shape[0 if name in ("einsum", "linear") else 1]
@@ -116,7 +116,7 @@ def is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
 
 
 def is_outer(left: Tensor, right: Tensor) -> bool:
-    """Whether broadcasting makes as many columns of one tensor's rows as the other has rows."""
+    """Whether broadcasting combines each row of one tensor with each row of the other."""
     ndim = max(left.ndim, right.ndim)
     if ndim < 2:
         return False

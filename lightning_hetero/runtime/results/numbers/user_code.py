@@ -1,6 +1,6 @@
 """Find the user's code that has called a function, as a syntax tree.
 
-Where the source isn't there, as in an interactive session, nothing is found.
+If there is no source, as in an interactive session, nothing is found.
 """
 
 import ast
@@ -30,7 +30,7 @@ Function = ast.FunctionDef | ast.Lambda
 
 
 def frame_of_user() -> FrameType | None:
-    """Return the frame of the user's code that called, through libraries, what asks."""
+    """Return the innermost frame of the user's code among this function's callers, if any."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame):
         frame = frame.f_back
@@ -39,7 +39,7 @@ def frame_of_user() -> FrameType | None:
 
 @lru_cache(maxsize=256)
 def has_number(code: CodeType, instruction: int) -> bool:
-    """Whether an operation has a number that is written there: most have."""
+    """Whether an operand of an operation is a literal, as in most operations with a number."""
     found = node_at(code, instruction)
     node = None if found is None else found[1]
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
@@ -48,7 +48,10 @@ def has_number(code: CodeType, instruction: int) -> bool:
 
 @lru_cache(maxsize=256)
 def node_at(code: CodeType, instruction: int) -> tuple[Function, ast.AST] | None:
-    """Return the function of a code object, and the call or operation of an instruction in it."""
+    """Return the function of a code object, and the call or operation of one of its instructions.
+
+    None if the source doesn't show them.
+    """
     place = next(islice(code.co_positions(), instruction // 2, None), None)
     for function in functions_in(code.co_filename):
         decorators: list[ast.expr] = getattr(function, "decorator_list", [])
@@ -68,7 +71,7 @@ def _place_of(node: Any) -> tuple[int | None, ...]:
 
 @lru_cache(maxsize=16)
 def functions_in(filename: str) -> list[Function]:
-    """Return the functions of a file, also those inside of others."""
+    """Return the functions of a file, also nested ones."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
@@ -77,7 +80,7 @@ def functions_in(filename: str) -> list[Function]:
 
 
 def operands_of(node: ast.AST, *, is_left: bool) -> Sequence[ast.expr]:
-    """Return what an operation may have on its left, or on its right."""
+    """Return the expressions that may be an operation's left, or right, operand."""
     match node:
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return left, right  # Torch calls `2 * x` and `x * 2` alike.
@@ -89,7 +92,7 @@ def operands_of(node: ast.AST, *, is_left: bool) -> Sequence[ast.expr]:
 
 
 def argument_of(call: ast.AST, argument: int | str, key: str | None) -> ast.expr | None:
-    """Return an argument of a call by its place or name, or the item of a dict that it gives."""
+    """Return an argument of a call by its position or name, or an item of `log_dict`'s dict."""
     if not isinstance(call, ast.Call):
         return None
     named = {item.arg: item.value for item in call.keywords}
@@ -112,9 +115,9 @@ def _item_of(given: ast.expr | None, key: str) -> ast.expr | None:
 
 @lru_cache(maxsize=64)
 def assignments(function: Function) -> dict[str, list[ast.expr | None]]:
-    """Return by name all that a function assigns to it; None for what isn't written, as in loops.
+    """Return by name the expressions that a function assigns to it; None for others, as in loops.
 
-    Attributes are there with a point before them.
+    Names of attributes begin with a dot.
     """
     written: dict[ast.expr, ast.expr] = {}
     for node in ast.walk(function):

@@ -1,8 +1,8 @@
 """Read in the user's code whether a whole number counts the rows of a batch or is a constant.
 
-Python's numbers don't say where they come from: of a micro-batch with one row, `len(x)` and the 1
-that counts batches are the same. What is written in the call that logs it, or where a loss is
-multiplied or divided by it, says it.
+A number in Python doesn't show where it comes from: for a micro-batch with one row, `len(x)` and
+the 1 that counts batches are the same. So the expression is read in the call that logs the number,
+or where a loss is multiplied or divided by it.
 """
 
 import ast
@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 Rows = tuple[int, ...] | None
-"""Rows of the tensors that a number counts, none if it is a constant; None if nobody knows."""
+"""Rows of the tensors that a number counts, none if it is a constant; None if unknown."""
 
 TOLD: Rows = (-1,)
-"""Of a number that a tensor has told by `.item()`."""
+"""For a number that was read from a tensor by `.item()`."""
 _CONSTANT: Rows = ()
 _SOMEHOW: Rows = (-2,)
-"""Of a number that depends on rows, but not in proportion to them, or nobody knows how."""
+"""For a number that depends on rows, but not in proportion to them, or in an unknown way."""
 _ONCE = {"__init__", "setup", "configure_model"}
-"""Functions that know of no batch."""
+"""Functions that run without a batch."""
 _SIZES = {"len", "shape", "size", "numel", "nelement"}
 _COPYING = {"array", "asarray", "tensor", "as_tensor"}
 _SAME_ROWS = {"numpy", "cpu", "detach", "float", "long", "contiguous", "clone"}
@@ -63,14 +63,14 @@ def _is_whole(value: object) -> bool:
 
 
 def may_count(value: object) -> bool:
-    """Whether a number can be one of rows, if it isn't known to be something else."""
+    """Whether a number may count rows, if it isn't known to be something else."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.requires_grad
     return _is_whole(value)
 
 
 def count_of(value: Any, num_samples: int) -> Reduction | None:
-    """Return what a whole number is if it may count a micro-batch's samples or tokens."""
+    """Return a SUM if a whole number may count a micro-batch's samples or tokens, else None."""
     if not _is_whole(value) or not value or not num_samples or value % num_samples:
         return None
     return Reduction(Kind.SUM, count=value, value=value)
@@ -79,13 +79,13 @@ def count_of(value: Any, num_samples: int) -> Reduction | None:
 def known_by_rows(
     value: Any, rows: Rows, told: Mapping[int, Reduction | None], num_samples: int
 ) -> Reduction | None:
-    """Return what a number is of which its call says what it counts.
+    """Return what is known of a number by the rows that it counts; None if nothing.
 
     Args:
         value: The number.
-        rows: What it counts.
-        told: What whole numbers are that tensors have told.
-        num_samples: Of the micro-batch; 0 if nobody knows.
+        rows: The rows that it counts.
+        told: What is known of integers that were read from tensors.
+        num_samples: Samples of the micro-batch; 0 if unknown.
     """
     if rows == TOLD:
         return told.get(value)
@@ -96,28 +96,28 @@ def known_by_rows(
 
 
 def rows_counted(argument: int | str, key: str | None = None) -> Rows:
-    """Return what an argument of the user's call counts, of a function that was called by users.
+    """Return what an argument counts in the user's call that is running; None if unknown.
 
     Args:
-        argument: Its place or name.
-        key: Of its item, where the call may give a dict.
+        argument: Its position or name.
+        key: Key of its item, if the call may be of `log_dict`.
     """
     rows = _read_in_code(lambda node: [argument_of(node, argument, key)], frame_of_user())
     return None if rows == _SOMEHOW else rows
 
 
 def rows_in_argument(place: int) -> Rows:
-    """Return what is counted in an argument, in proportion or not; see `rows_counted`."""
+    """Return what an argument counts, in proportion to rows or not; see `rows_counted`."""
     return _read_in_code(lambda node: [argument_of(node, place, None)], frame_of_user())
 
 
 def rows_of_operand(*, is_left: bool) -> Rows:
-    """Return what the number counts with which the user's code multiplies or divides a tensor.
+    """Return what a number counts that is the other operand of a tensor in the user's code.
 
     It needn't be in proportion to the rows.
 
     Args:
-        is_left: Whether it stands before the tensor.
+        is_left: Whether the number is the left operand.
     """
     frame = frame_of_user()
     if frame is not None and has_number(frame.f_code, frame.f_lasti):
@@ -128,7 +128,7 @@ def rows_of_operand(*, is_left: bool) -> Rows:
 def _read_in_code(
     find: Callable[[ast.AST], Sequence[ast.expr | None]], frame: FrameType | None
 ) -> Rows:
-    """Return what the first of some expressions counts that counts anything."""
+    """Return what the expressions of `find` count: the first of them that counts anything."""
     found = None if frame is None else node_at(frame.f_code, frame.f_lasti)
     if frame is None or found is None:
         return None
@@ -142,9 +142,9 @@ def _read_in_code(
 
 @lru_cache(maxsize=256)
 def _sets_sizes(filename: str, attribute: str) -> bool | None:
-    """Whether functions of a file set an attribute to what is made of sizes; None if none sets it.
+    """Whether functions of a file set an attribute to a value made of sizes; None if none sets it.
 
-    Without those that know of no batch.
+    Functions in `_ONCE` are ignored.
     """
     lines = linecache.getlines(filename)
     if not any("." + attribute in line for line in lines):
@@ -164,7 +164,7 @@ def _mentions_sizes(value: ast.expr) -> bool:
 
 
 def _rows_of_attribute(owner: object, name: str) -> Rows:
-    """Return what a module's attribute counts, as far as the code of its class tells."""
+    """Return what a module's attribute counts, as far as the code of its classes shows."""
     rows = _CONSTANT
     for kind in type(owner).__mro__:
         if is_of_library(kind.__module__):
@@ -242,7 +242,7 @@ class _Reader(NamedTuple):
         return self._read_inside(node)
 
     def _shaped(self, node: ast.expr) -> ast.expr | None:
-        """Return what an expression is the whole shape of, as a tuple or an array."""
+        """Return the expression of the tensor whose shape is given, in any form; None if none."""
         match node:
             case (
                 ast.Attribute(value=counted, attr="shape")
@@ -258,7 +258,7 @@ class _Reader(NamedTuple):
 
     def _read_name(self, name: str) -> Rows:
         if name in self.under_way:
-            return _CONSTANT  # What it was before decides.
+            return _CONSTANT  # Its earlier value decides.
         assigned = assignments(self.function).get(name)
         if assigned is not None:
             self.under_way.add(name)
@@ -290,7 +290,7 @@ class _Reader(NamedTuple):
         return isinstance(node, ast.Name) and isinstance(self.values.get(node.id), nn.Module)
 
     def _value(self, node: ast.expr) -> Any:
-        """Return the object that is meant.
+        """Return the object that an expression refers to.
 
         Raises:
             LookupError: It would have to be computed.
@@ -318,7 +318,7 @@ def _rows_of(value: Any) -> Rows:
         return (value.shape[0],) if value.ndim and not isinstance(value, nn.Parameter) else None
     if isinstance(value, list) and not any(isinstance(item, Tensor) for item in value):
         return (len(value),)  # Samples that are no tensors, such as texts.
-    # Lightning's batches are lists, tuples and dicts of columns; what others count nobody knows.
+    # Lightning's batches are lists, tuples and dicts of columns; for other types it is unknown.
     is_known = isinstance(value, list | tuple | dict | str | range | nn.Module)
     return _CONSTANT if is_known else None
 
