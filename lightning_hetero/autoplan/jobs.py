@@ -112,7 +112,8 @@ class Job:
             ),
             profile=profile,
         )
-        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+        # A run is to start soon, and plans for losses of ranks are many.
+        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1, thorough=False)
         return PlanningTask(basis=basis, options=searching)
 
 

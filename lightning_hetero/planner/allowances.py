@@ -22,6 +22,8 @@ __all__ = ["Scores", "smaller_allowances"]
 
 _MOST_TYPES = 5
 """Most types of which every subset is tried; of more types, the best n, and all but one."""
+_LEAST_PRICE = 1e-9
+"""Price of nodes that cost nothing, as a share of the dearest node's."""
 _MOST_CHOICES = 400
 """Most subsets of whole nodes, up to swapping equal nodes, for which all of them are tried."""
 
@@ -38,12 +40,16 @@ class Scores:
         self._times = times
         self._nodes = times.cost.cluster.nodes
         self._is_price = objective is Objective.COST
+        # Of nodes that cost nothing the fastest are best, so that they need some price.
+        prices = [node.price_per_hour or 0.0 for node in self._nodes]
+        self._least_price = _LEAST_PRICE * (max(prices) or 1.0)
         self._speeds: dict[tuple[int, ...], list[float]] = {}
 
     def weigh(self, time_s: float, nodes: Sequence[int]) -> float:
         """Return the score of an iteration of `time_s` seconds on some nodes: seconds, or price."""
         if self._is_price:
-            return time_s / 3600 * (self._times.cost.cluster.price_of(nodes) or 0.0)
+            price = self._times.cost.cluster.price_of(nodes) or 0.0
+            return time_s / 3600 * max(price, self._least_price)
         return time_s
 
     def least(self, part: Sequence[int], tp_degrees: Sequence[int]) -> float:

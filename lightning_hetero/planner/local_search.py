@@ -7,13 +7,14 @@ begins and on the order, so many plans are moved a little, in two orders, and th
 the end.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.moves import MOVES, ORDERS, RESIZES, Family
 
-__all__ = ["WORTH_IMPROVING", "has_equal_shares", "improve", "improve_best"]
+__all__ = ["WORTH_IMPROVING", "escape_optima", "has_equal_shares", "improve", "improve_best"]
 
 WORTH_IMPROVING = 1.03
 """A score may be so much above the best to be improved for its number of pipelines."""
@@ -27,6 +28,11 @@ _WORK_AT_FIRST = 20_000
 """Of a plan that is then improved further only if it is among the best."""
 _WORK_OF_A_PLAN = 60_000
 _MOST_BUDGETS = 5
+_ESCAPES = 4
+"""Local optima, of different arrangements, from which a way out is looked for."""
+_WORTH_ESCAPING = 1.06
+"""A local optimum's score may be so much above the best one's."""
+_WORK_OF_AN_ESCAPE = 400_000
 _WORTH_GOING_ON = 0.002
 """A budget that gained so large a share is followed by another."""
 
@@ -35,6 +41,8 @@ def improve_best(
     candidates: Sequence[Candidate],
     judge: Judge,
     estimators: Sequence[Estimator],
+    *,
+    effort: int = 1,
 ) -> list[Candidate]:
     """Return the candidates and improved ones, best first.
 
@@ -44,16 +52,17 @@ def improve_best(
         candidates: Candidates that fit.
         judge: Scores them.
         estimators: For equal shares, and for unequal ones if they are allowed.
+        effort: Factor on the plans that are improved and on the work that may take.
     """
     found = list(candidates)
     begun: set[Candidate] = set()
     for estimator in estimators:
         equal = estimator.equal_microbatches
-        work, start = _WORK_EQUAL if equal else _WORK, judge.work_done
+        work, start = effort * (_WORK_EQUAL if equal else _WORK), judge.work_done
         open_to_it = [item for item in found if not equal or has_equal_shares(item)]
         moved: dict[Candidate, None] = {}
         for candidate in _worth_improving(open_to_it, judge):
-            if len(moved) >= _IMPROVED and judge.work_done > start + work // 2:
+            if len(moved) >= effort * _IMPROVED and judge.work_done > start + work // 2:
                 break
             if candidate in begun:
                 continue
@@ -61,10 +70,55 @@ def improve_best(
             for moves in ORDERS:
                 moved[_improve_by(moves, candidate, judge, estimator, _WORK_AT_FIRST)] = None
         for number, candidate in enumerate(sorted(moved, key=judge.score)):
-            if number < _IMPROVED or judge.work_done < start + work:
+            if number < effort * _IMPROVED or judge.work_done < start + work:
                 found.append(_improve_on(candidate, judge, estimator))
         found += moved
     return sorted(dict.fromkeys(found), key=judge.score)
+
+
+def escape_optima(
+    ranked: Sequence[Candidate], judge: Judge, estimator: Estimator
+) -> list[Candidate]:
+    """Return candidates and what lies beyond the best local optima among them, best first.
+
+    No move helps a local optimum, but from a plan a move away that is a little slower, moves may
+    lead to a faster one (iterated local search).
+    """
+    optima: dict[object, Candidate] = {}
+    for candidate in ranked:
+        optima.setdefault(tuple(sorted(judge.estimator.keys(candidate.arrangement))), candidate)
+    worst = judge.score(ranked[0]) * _WORTH_ESCAPING
+    found = list(ranked)
+    for candidate in [*optima.values()][:_ESCAPES]:
+        if judge.score(candidate) <= worst:
+            found.append(_escape(candidate, judge, estimator))
+    return sorted(dict.fromkeys(found), key=judge.score)
+
+
+def _escape(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candidate:
+    """Return the best plan that is found from those a move away, again and again."""
+    best, seen = candidate, {candidate}
+    limit = judge.work_done + _WORK_OF_AN_ESCAPE
+    while judge.work_done < limit:
+        score = judge.score(best)
+        near: dict[Candidate, None] = {}
+        for moved in itertools.chain.from_iterable(m(best, estimator) for m in RESIZES + MOVES):
+            if judge.work_done >= limit:
+                break
+            found = judge.better(moved, estimator, below=score * WORTH_IMPROVING)
+            if found and found not in seen:
+                near[found] = None
+        seen |= near.keys()
+        improved = (
+            _improve_by(RESIZES + MOVES, other, judge, estimator, _WORK_AT_FIRST, seen)
+            for other in sorted(near, key=judge.score)
+            if judge.work_done < limit
+        )
+        better = min(improved, key=judge.score, default=best)
+        if judge.score(better) >= score * (1 - _MIN_GAIN):
+            break
+        best = better
+    return best
 
 
 def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candidate:
@@ -115,7 +169,9 @@ def _improve_by(
     judge: Judge,
     estimator: Estimator,
     budget: int,
+    seen: set[Candidate] | None = None,
 ) -> Candidate:
+    """Return the candidate after the moves that help; `seen` are those whose ways are known."""
     best, score = candidate, judge.score(candidate)
     limit = judge.work_done + budget
     improved = True
@@ -127,6 +183,10 @@ def _improve_by(
                     return best
                 enough = score * (1 - _MIN_GAIN)
                 found = judge.better(moved, estimator, below=enough)
+                if found and seen is not None:
+                    if found in seen:
+                        return best
+                    seen.add(found)
                 if found:
                     best, score, improved = found, judge.score(found), True
                     break

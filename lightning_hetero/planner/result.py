@@ -24,6 +24,13 @@ class PlannedCandidate:
     price_per_hour: float | None
     """Price of the nodes that it uses; None if one has none."""
 
+    def score(self, objective: Objective) -> float:
+        """Return an iteration's seconds, or their price if that is the objective and is known."""
+        time_s, price = self.simulation.iteration_time_s, self.price_per_hour
+        return (
+            price / 3600 * time_s if objective is Objective.COST and price is not None else time_s
+        )
+
     def money_per_token(self, num_tokens: int) -> float | None:
         """Return the price of a token, given the tokens of an iteration."""
         if self.price_per_hour is None:
@@ -58,10 +65,7 @@ class PlanningResult:
     @property
     def score(self) -> float:
         """The objective of the best plan: seconds of an iteration, or their price."""
-        time_s, price = self.best.simulation.iteration_time_s, self.best.price_per_hour
-        if self.objective is Objective.COST and price is not None:
-            return price / 3600 * time_s
-        return time_s
+        return self.best.score(self.objective)
 
     @property
     def gap(self) -> float:

@@ -23,7 +23,12 @@ from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import WORTH_IMPROVING, has_equal_shares, improve_best
+from lightning_hetero.planner.local_search import (
+    WORTH_IMPROVING,
+    escape_optima,
+    has_equal_shares,
+    improve_best,
+)
 from lightning_hetero.planner.parts import WORTH_SIMULATING, LikelyParts
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
@@ -49,6 +54,11 @@ _SIMULATED = 12
 _SIMULATED_DEVICES = 600
 """Devices of all that are simulated on small clusters."""
 _SIMULATED_WORK = 1_500_000  # about microseconds
+_FEWEST_DEVICES = 32
+"""Up to here there is time to improve more plans and to look beyond local optima."""
+_MOST_EFFORT = 2
+_NEAR_BOUND = 1.1
+"""A score at most so much above the lower bound leaves little to be found."""
 _FEW_DEVICES = 64
 """Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
@@ -148,7 +158,7 @@ class PlanSearch:
             replace(item, plan=owning, simulation=simulation)
             for item, (owning, simulation) in zip(found.candidates, pairs, strict=True)
         ]
-        candidates.sort(key=lambda item: item.simulation.iteration_time_s)
+        candidates.sort(key=lambda item: item.score(self.options.objective))
         return replace(found, candidates=tuple(candidates))
 
     def run_near(self, score: float) -> PlanningResult | None:
@@ -158,7 +168,11 @@ class PlanSearch:
         if not candidates:
             return None
         self.progress("Improving the best plans", 0.6)
-        ranked = improve_best(candidates, self.judge, self.estimators)
+        effort = _MOST_EFFORT if self._is_worth_effort(candidates[0]) else 1
+        ranked = improve_best(candidates, self.judge, self.estimators, effort=effort)
+        if self._is_worth_effort(ranked[0]):
+            self.progress("Looking beyond the best plans", 0.8)
+            ranked = escape_optima(ranked, self.judge, self.estimator)
         self._likely |= {item.arrangement: self.judge.score(item) for item in reversed(ranked)}
         self.progress("Bounding", 0.95)
         chosen = []
@@ -179,6 +193,17 @@ class PlanSearch:
             num_estimated=self.num_estimated,
             num_simulated=self.judge.num_simulated,
         )
+
+    def _is_worth_effort(self, candidate: Candidate) -> bool:
+        """Return whether more may be found, and devices are so few that there is time for it."""
+        is_small = _MAX_ENUMERATED_DEVICES < self.cost.cluster.num_ranks <= _FEWEST_DEVICES
+        if not self.options.thorough or not is_small:
+            return False
+        seconds = self.judge.plan(candidate)[1].iteration_time_s
+        bound, bound_price = self.lower_bounds(seconds)
+        if self.options.objective is Objective.COST:
+            bound = bound_price or 0.0
+        return self.judge.score(candidate) > bound * _NEAR_BOUND
 
     def lower_bounds(self, upper_s: float) -> tuple[float, float | None]:
         """Return seconds, and the price, that every plan takes at least.

@@ -13,7 +13,12 @@ from dataclasses import replace
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.estimating.memory_fit import own_microbatches, settle_memory
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
-from lightning_hetero.planner.workload import PlanningOptions, Workload, valid_tp_degrees
+from lightning_hetero.planner.workload import (
+    Objective,
+    PlanningOptions,
+    Workload,
+    valid_tp_degrees,
+)
 from lightning_hetero.simulator import CostModel, Simulation, StageShape, simulate
 
 __all__ = ["sizes_of", "with_unequal_sizes"]
@@ -41,7 +46,9 @@ def with_unequal_sizes(
     if options.equal_microbatches:
         return result
     first = result.best
-    best = _improved(first, cost, result.workload)
+    # Nodes that only own would have to be paid for as well.
+    idle_may_own = result.objective is Objective.THROUGHPUT
+    best = _improved(first, _Sizes(cost, result.workload, idle_may_own=idle_may_own))
     if best is first:
         return result
     degrees = valid_tp_degrees(cost, result.workload, options)
@@ -62,11 +69,10 @@ def sizes_of(result: PlanningResult) -> str:
     return " and ".join(map(str, sorted(sizes)))
 
 
-def _improved(candidate: PlannedCandidate, cost: CostModel, workload: Workload) -> PlannedCandidate:
+def _improved(candidate: PlannedCandidate, search: "_Sizes") -> PlannedCandidate:
     plan = candidate.plan
     if not 1 < plan.num_pipelines <= _MOST_PIPELINES or plan.host_owners:
         return candidate
-    search = _Sizes(cost, workload)
     bare, best = search.bare(plan), candidate
     for _ in range(_MOST_STEPS):
         found = [(fitted, step) for step in search.steps(bare) if (fitted := search.fit(step))]
@@ -120,8 +126,8 @@ def _work_bound_s(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]
 class _Sizes:
     """Steps from plan to plan, each fitted to memory and simulated."""
 
-    def __init__(self, cost: CostModel, workload: Workload) -> None:
-        self._cost = cost
+    def __init__(self, cost: CostModel, workload: Workload, *, idle_may_own: bool) -> None:
+        self._cost, self._idle_may_own = cost, idle_may_own
         self._workload = workload
 
     def bare(self, plan: ParallelPlan) -> ParallelPlan:
@@ -144,7 +150,7 @@ class _Sizes:
         """Return the fastest plan with settled memory, and its simulation; None if none fits."""
         cost, microbatch = self._cost, self._workload.microbatch
         found = []
-        for plan in settle_memory(bare, cost, microbatch):
+        for plan in settle_memory(bare, cost, microbatch, idle_may_own=self._idle_may_own):
             simulation = simulate(plan, cost, own_microbatches(plan, microbatch))
             used = simulation.stage_memory_bytes
             if all(

@@ -74,6 +74,9 @@ class PlanningOptions:
     """Tensor-parallel degrees to consider; None means all that the model and nodes allow."""
     num_candidates: int = 5
     """How many of the best plans to return, 1 or more."""
+    thorough: bool = True
+    """Whether a search for 7 to 32 devices takes longer where the best plan is far above the lower
+    bound: it then improves more plans and looks beyond local optima."""
 
     def __post_init__(self) -> None:
         if self.num_candidates < 1:

@@ -8,7 +8,7 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import ClusterError, PlanError, PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner import PlanningOptions, Workload, plan
+from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
 from lightning_hetero.simulator import RooflineCost, fitting_lines, simulate
 
 GIB = 2**30
@@ -52,6 +52,16 @@ def test_hosts_own_what_devices_have_no_room_for():
     assert simulation.iteration_time_s >= found.lower_bound_s
     (line,) = [line for line in fitting_lines(best, simulation) if line.startswith("host")]
     assert f"{sum(simulation.host_bytes) / GIB:,.1f} GiB" in line
+
+
+def test_the_cheapest_plan_comes_first_where_hosts_own():
+    nodes = tuple(replace(node, price_per_hour=1.0) for node in cluster(256 * GIB).nodes)
+    options = PlanningOptions(tp_degrees=(1,), num_candidates=8, objective=Objective.COST)
+    found = plan(replace(cluster(256 * GIB), nodes=nodes), MODEL, WORKLOAD, options)
+    prices = [item.score(Objective.COST) for item in found.candidates]
+    assert prices == sorted(prices)
+    seconds = [item.simulation.iteration_time_s for item in found.candidates]
+    assert seconds != sorted(seconds), "the cheapest isn't the fastest"
 
 
 def test_the_step_on_a_host_takes_its_copies_and_its_memory():

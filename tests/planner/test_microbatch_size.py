@@ -1,11 +1,13 @@
 """The size of micro-batches is the best of all, although not every size is searched for."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner import PlanningOptions, Workload, plan, plan_best_size
+from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan, plan_best_size
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
 from lightning_hetero.simulator import RooflineCost, simulate, split_batch
@@ -77,6 +79,20 @@ def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes()
     assert simulation.iteration_time_s < 0.99 * uniform.best.simulation.iteration_time_s
     assert found.lower_bound_s < simulation.iteration_time_s
     assert sizes_of(found) == "8 and 16"
+
+
+def test_unequal_sizes_for_cost_give_no_state_to_a_node_that_would_have_to_be_paid_for():
+    cluster = tiny_cluster((70, 4, 1.5), (989, 1, 80), (1, 1, 80), bytes_per_s=100e9)
+    prices = (0.0, 1.0, 1000.0)
+    nodes = [replace(n, price_per_hour=p) for n, p in zip(cluster.nodes, prices, strict=True)]
+    cost = RooflineCost(replace(cluster, nodes=tuple(nodes)), tiny_model(8))
+    workload = Workload(sequence_length=128, global_batch_size=256, sequences_per_microbatch=16)
+    options = PlanningOptions(objective=Objective.COST)
+    uniform = plan(cost.cluster, cost.model, workload, options, cost=cost)
+    found = with_unequal_sizes(uniform, cost, options)
+    assert found.best is not uniform.best
+    assert found.best.plan.owner_shares[5] == 0
+    assert found.best.price_per_hour == 1
 
 
 def test_a_model_that_fits_nowhere_with_any_size_is_refused():

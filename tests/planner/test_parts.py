@@ -256,7 +256,7 @@ def test_what_an_estimate_replaces_is_simulated_too(monkeypatch):
     workload = Workload(sequence_length=512, global_batch_size=32)
     monkeypatch.setattr(
         "lightning_hetero.planner.search.improve_best",
-        lambda candidates, judge, _: sorted(candidates, key=judge.score),
+        lambda candidates, judge, _, **__: sorted(candidates, key=judge.score),
     )
     expected = iteration_s(nodes, BERT, workload)
     honest = Estimator.estimate
@@ -294,6 +294,19 @@ def test_moving_far_from_where_the_likeliest_plan_begins_leads_to_what_a_part_fi
         slower = slower_by(task, law)
         assert slower is not None
         assert slower <= TOLERANCE
+
+
+def test_a_thorough_search_leaves_local_optima():
+    task = Task(
+        nodes=(("A10-24GB", 4), *[("A100-80GB", 2)] * 3),
+        model="llama-7b",
+        workload=Workload(sequence_length=2048, global_batch_size=8),
+        bytes_per_s=12.5e9,
+    )
+    thorough_s, usual_s = (
+        task.seconds(task.cost(), thorough=thorough) for thorough in (True, False)
+    )
+    assert thorough_s < 0.995 * usual_s
 
 
 @pytest.mark.parametrize(

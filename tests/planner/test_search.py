@@ -2,6 +2,7 @@
 
 import datetime
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -165,6 +166,20 @@ def test_a_plan_for_cost_is_cheaper_and_no_faster(mixed):
     assert cheap.money_per_token(WORK.num_tokens) <= fast.money_per_token(WORK.num_tokens)
     assert cheap.simulation.iteration_time_s >= fast.simulation.iteration_time_s
     assert len(cheap.plan.ranks) < len(fast.plan.ranks)
+
+
+def test_of_nodes_that_cost_nothing_the_fastest_are_used():
+    cluster = tiny_cluster((70, 1, 80), (989, 1, 80), (500, 1, 80))
+    prices = (0.0, 0.0, 1.0)
+    nodes = [replace(n, price_per_hour=p) for n, p in zip(cluster.nodes, prices, strict=True)]
+    cost = RooflineCost(replace(cluster, nodes=tuple(nodes)), tiny_model(4))
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    options = PlanningOptions(objective=Objective.COST)
+    found = plan(cost.cluster, cost.model, workload, options, cost=cost)
+    free = replace(cost.cluster, nodes=tuple(nodes[:2]))
+    fastest = plan(free, cost.model, workload)
+    assert found.best.price_per_hour == 0
+    assert found.best.plan == fastest.best.plan
 
 
 def test_progress_rises_to_one(mixed):
