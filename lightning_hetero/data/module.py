@@ -45,7 +45,8 @@ class HeteroDataModule(pl.LightningDataModule):
             the same samples on every rank.
         val_dataset: The same for validation; samples come in order, under the first plan.
         tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
-            of known lengths (see `data.order`), at most for streams.
+            of known lengths (see `data.order`), at most for streams. Only on a stream a run can
+            resume with another number.
         context_length: Most tokens of a sample.
         on_overlong: Whether longer ones are "cut", "split" or "refuse"d.
         lengths: Tokens of each training sample; None reads them once and caches them in a file.
@@ -284,6 +285,7 @@ class HeteroDataModule(pl.LightningDataModule):
         if self._on_overlong is OnOverlong.SPLIT:
             identity["context_length"] = self.context_length  # Cursors count pieces.
         if "train" in self._samples:
+            identity["tokens_per_step"] = self.tokens_per_step  # Cursors count iterations, too.
             return Progress(**identity, num_samples=len(self._samples["train"]))
         return Progress(**identity, shuffle_buffer=self._shuffle_buffer)
 

@@ -52,8 +52,8 @@ class Progress:
     """The cursor of a run, with the identity of the order of samples that it counts in.
 
     Args:
-        identity: Values that the order depends on, such as its seed. A state with other values is
-            refused, since its cursor counts other samples.
+        identity: Values that the order and its iterations depend on, such as the seed. A state
+            with other values is refused, since its cursor counts other samples or iterations.
     """
 
     def __init__(self, **identity: int | bool) -> None:
@@ -78,14 +78,16 @@ class Progress:
         """Take the cursor of a saved state.
 
         Raises:
-            CheckpointError: The state was saved under another order, or by another data module.
+            CheckpointError: The state was saved under another order or another budget of
+                iterations, or by another data module.
         """
         found = state.get("order")
         if found != self._identity:
             raise CheckpointError(
                 f"The data's position was saved for the order {found} but the order is "
-                f"{self._identity} now, so samples would be lost or come twice. Give the same "
-                "seed, dataset and context_length, or start without the old position."
+                f"{self._identity} now, so samples would be lost or come twice, or iterations be "
+                "cut elsewhere. Give the same seed, dataset, context_length and tokens_per_step, "
+                "or start without the old position."
             )
         self.cursor = Cursor.from_dict(state.get("cursor"))
 
@@ -207,7 +209,7 @@ class EpochOrder:
         if cursor.num_samples >= self.num_samples:
             return np.zeros(0, dtype=np.int64)
         if left < 1:
-            # Saved when an epoch had more iterations: the samples that are left become one more.
+            # Saved on fewer ranks, when an epoch had more iterations: the rest becomes one more.
             return np.array([self.num_samples])
         sums = np.concatenate([[0], np.cumsum(self.lengths[order])])
         number = np.arange(cursor.num_iterations + 1, count + 1)

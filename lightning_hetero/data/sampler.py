@@ -64,7 +64,12 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         }
         self._given_ranks = ranks
         self._order = EpochOrder(**self._options)
-        self._progress = Progress(seed=seed, shuffle=shuffle, num_samples=self._order.num_samples)
+        self._progress = Progress(
+            seed=seed,
+            shuffle=shuffle,
+            num_samples=self._order.num_samples,
+            tokens_per_step=tokens_per_step,
+        )
         self._dealer: TicketDealer | None = None
 
     @property
@@ -99,7 +104,7 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state, on any number of ranks; CheckpointError if it has another order."""
+        """Resume on any number of ranks; CheckpointError if the order or the budget is another."""
         self._progress.load_state_dict(state)
 
     @property

@@ -80,6 +80,22 @@ def test_a_run_resumed_after_any_step_sees_what_the_whole_run_sees(
         assert whole[:step] + fit(again, tmp_path / f"{step}.ckpt", **options) == whole, step
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_budget_cuts_what_is_left_of_a_stream_and_is_refused_where_an_epoch_has_a_length(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    first = fit(data(stream=stream), callbacks=[Saves(tmp_path)])[:3]
+    for budget in (40, 200):
+        again = data(stream=stream, tokens_per_step=budget)
+        if not stream:
+            with pytest.raises(CheckpointError, match=f"80.*{budget}.*same.*tokens_per_step"):
+                fit(again, tmp_path / "3.ckpt")
+            continue
+        rest = fit(again, tmp_path / "3.ckpt")
+        assert max(sum(LENGTHS[i] for i in batch) for batch in rest) <= budget
+        assert sorted(i for batch in first + rest for i in batch) == sorted([*range(60)] * 2)
+
+
 def test_a_new_run_starts_afresh_and_limits_end_an_epoch_early() -> None:
     datamodule = data()
     first = fit(datamodule, max_epochs=1, limit_train_batches=3)

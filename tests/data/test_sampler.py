@@ -16,7 +16,8 @@ LENGTHS = lengths_of(120)
 
 
 def sampler(rank: int = 0, num_ranks: int = 1, **options: Any) -> TwoStageBatchSampler:
-    return TwoStageBatchSampler(LENGTHS, tokens_per_step=160, ranks=(rank, num_ranks), **options)
+    fields = {"tokens_per_step": 160, "ranks": (rank, num_ranks)} | options
+    return TwoStageBatchSampler(LENGTHS, **fields)
 
 
 def test_ranks_share_every_step_evenly_by_cost() -> None:
@@ -67,8 +68,12 @@ def test_another_number_of_ranks_goes_on_with_the_unseen_samples() -> None:
         three.load_state_dict(two[0].state_dict())
         seen += [i for step in three for i in step]
     assert sorted(seen) == list(range(120))
-    with pytest.raises(CheckpointError):
-        sampler(seed=5).load_state_dict(two[0].state_dict())
+
+
+@pytest.mark.parametrize("option", [{"seed": 5}, {"tokens_per_step": 320}])
+def test_a_state_of_another_order_or_budget_is_refused(option: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=r"the same seed, .* and tokens_per_step"):
+        sampler(**option).load_state_dict(sampler().state_dict())
 
 
 def test_impossible_ranks_are_refused() -> None:
