@@ -5,6 +5,7 @@ the predicted and actual bytes, term by term. A correction for later plans is wr
 folder of the measured profiles (`runtime.setup.memory_corrections`).
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -220,4 +221,4 @@ def _resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
         return 0
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")

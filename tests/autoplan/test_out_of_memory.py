@@ -10,6 +10,7 @@ import torch
 
 from lightning_hetero.autoplan.out_of_memory import (
     MemoryWatch,
+    _resident_bytes,
     is_out_of_memory,
     requested_bytes,
 )
@@ -113,6 +114,15 @@ def test_errors_of_memory_are_known_with_what_they_asked_for() -> None:
     assert is_out_of_memory(MemoryError())
     assert requested_bytes(MemoryError()) == 0
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 65536])
+def test_resident_bytes_count_pages_of_the_system_s_size(
+    monkeypatch: pytest.MonkeyPatch, page_bytes: int
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": page_bytes}.__getitem__)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "900 70 50 1 0 60 0")
+    assert _resident_bytes() == 70 * page_bytes
 
 
 def test_corrections_are_joined_and_broken_or_old_ones_count_for_nothing(
