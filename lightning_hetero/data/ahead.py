@@ -139,6 +139,7 @@ class Producer:
         self._requests = queue.SimpleQueue()
         self._wanted: set[str] = set()
         self._publishing = threading.Lock()
+        self._is_closing = False
         self.complaints: deque[str] = deque()
         """Failures, of which the main thread warns."""
         self._thread = threading.Thread(target=self._run, name="assignments", daemon=True)
@@ -155,7 +156,8 @@ class Producer:
             self._wanted.discard(key)
 
     def close(self) -> None:
-        """Drop all requests, kill the process and wait for the thread to end."""
+        """Drop all requests, also one that is being planned; end the process and the thread."""
+        self._is_closing = True
         self._wanted.clear()
         self._requests.put(None)
         self._process.kill()
@@ -168,6 +170,8 @@ class Producer:
             if key not in self._wanted:
                 continue
             text = self._plan(request)
+            if text is None:
+                return
             try:
                 with self._publishing:
                     if key in self._wanted:
@@ -177,11 +181,14 @@ class Producer:
                 self.complaints.append(f"A producer can't reach the store: {error}")
                 return
 
-    def _plan(self, request: AssignmentRequest) -> str:
+    def _plan(self, request: AssignmentRequest) -> str | None:
+        """Return the text of an iteration; None if `close` has killed the process."""
         try:
             text: str = self._process.ask(request)
             return text
         except (OSError, EOFError, pickle.UnpicklingError) as error:
+            if self._is_closing:
+                return None
             self._process.restart()
             self.complaints.append(
                 f"The planning process has died ({type(error).__name__}); this iteration is "

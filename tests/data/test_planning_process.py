@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from lightning_hetero.assign.iteration import plan_text, read_assignment
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, AssignmentStore, Producer
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
@@ -64,3 +67,23 @@ def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
     assert process.pid != first_pid
     planner.close()
     assert found == expected
+
+
+def test_closing_ends_what_is_being_planned_at_once_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned_here: list[Any] = []
+    monkeypatch.setattr(ahead, "plan_text", lambda item: planned_here.append(item) or "")
+    process = AnsweringProcess(iteration.__name__)
+    only_pid = process.pid
+    os.kill(only_pid, signal.SIGSTOP)  # It never answers.
+    producer = Producer(AssignmentStore(), process)
+    producer.request("key", request(*lengths_of(40)))
+    while not producer._requests.empty():
+        time.sleep(0.01)
+    producer.close()
+    assert process.pid == only_pid
+    assert not planned_here
+    assert not producer.complaints
+    with pytest.raises(ProcessLookupError):
+        os.kill(only_pid, 0)
