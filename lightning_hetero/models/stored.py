@@ -244,15 +244,25 @@ def open_folder(folder: Path) -> list[SafetensorsFile]:
     """Return the files of a `save_pretrained` folder; only their headers are read.
 
     Raises:
-        CheckpointError: The folder has no such files, or one of them is missing or broken.
+        CheckpointError: The folder has no such files, or one of them or their index is missing or
+            broken.
     """
     if (folder / _WEIGHTS).is_file():
         return [SafetensorsFile(folder / _WEIGHTS)]
     if (folder / _INDEX).is_file():
-        names = json.loads((folder / _INDEX).read_text())["weight_map"].values()
-        return [SafetensorsFile(folder / name) for name in sorted(set(names))]
+        return [SafetensorsFile(path) for path in _indexed_paths(folder / _INDEX)]
     found = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else "no folder"
     raise CheckpointError(
         f"{folder} holds neither {_WEIGHTS} nor {_INDEX} (found: {found}). Save the model with "
         "save_pretrained, which writes them."
     )
+
+
+def _indexed_paths(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / name for name in sorted(set(names))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"Can't read {index} as an index of safetensors files ({error!r}). Copy it again."
+        ) from error

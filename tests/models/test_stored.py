@@ -114,6 +114,24 @@ def test_a_folder_of_one_file_or_of_shards_is_opened_by_its_headers(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"metadata": {}}',
+        b'{"weight_map": ["a.safetensors"]}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": ["a.safetensors"]}}',
+    ],
+)
+def test_a_broken_index_of_shards_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"index\.json as an index.* Copy it again"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
     [b"", b"\x00" * 8, struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"[]"],
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
