@@ -6,6 +6,7 @@ and `snapshots/<commit>` has its files. They are found without its libraries or 
 
 import os
 import re
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: other processes see it whole or not at all.
+    """Write a file atomically: others, also other writers, see it whole or not at all.
 
     Args:
         path: The file; its folder is made if it is missing.
@@ -32,9 +33,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         OSError: The folder can't be made or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
-    write(temporary)
-    temporary.replace(path)
+    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{path.suffix}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?", flags=re.ASCII)
