@@ -1,8 +1,8 @@
 """Tensor-parallel plans: name patterns of modules and parameters, and the styles that shard them.
 
 A plan maps name patterns to styles. The first of these is used: the strategy's option, a Hugging
-Face model's own `_tp_plan`, a module's attribute `tp_plan` (either with a `*` in some pattern), a
-known plan for the model's family. Patterns match whole names or their ends (`self_attn.q_proj`), a
+Face model's own `_tp_plan` (with a `*` in some pattern), a module's attribute `tp_plan`, a known
+plan for the model's family. Patterns match whole names or their ends (`self_attn.q_proj`), a
 `*` matches one component; of several patterns that match a name the last one is used.
 
 =============================  ====================================================================
@@ -176,10 +176,12 @@ def _plans(
 
 def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
     family = getattr(getattr(module, "config", None), "model_type", None)
-    for plan in (getattr(module, "_tp_plan", None), getattr(module, "tp_plan", None)):
-        # A plan without a `*` is of a head alone, so the family has no plan for its layers.
-        if isinstance(plan, Mapping) and any("*" in str(pattern) for pattern in plan):
-            return plan
+    hugging_face, own = getattr(module, "_tp_plan", None), getattr(module, "tp_plan", None)
+    # Hugging Face's is of a head alone if it has no `*`: the family has no plan for its layers.
+    if isinstance(hugging_face, Mapping) and any("*" in str(pattern) for pattern in hugging_face):
+        return hugging_face
+    if isinstance(own, Mapping) and own:
+        return own
     return None if family is None else _KNOWN_PLANS.get(family)
 
 

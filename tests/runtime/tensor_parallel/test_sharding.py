@@ -264,6 +264,16 @@ def test_plans_that_fit_no_module_are_refused(
         ModelCuts.of(model, ModelLayout.of(model), plan)
 
 
+def test_a_module_s_own_plan_counts_without_a_star_a_plan_of_a_head_alone_does_not() -> None:
+    model = ToyLM(1, tied=False)
+    model._tp_plan = {"head": "colwise_gather_output"}  # As Hugging Face's heads have it.
+    with pytest.raises(ModelError, match="nothing says how ToyLM is sharded"):
+        ModelCuts.of(model, ModelLayout.of(model))
+    model.tp_plan = {name.removeprefix("blocks.*."): style for name, style in TOY_PLAN.items()}
+    layout = ModelLayout.of(model)
+    assert ModelCuts.of(model, layout).cuts == ModelCuts.of(model, layout, TOY_PLAN).cuts
+
+
 def test_fused_projections_are_cut_block_by_block() -> None:
     model = ToyLM(1, tied=False)
     cuts = ModelCuts.of(model, ModelLayout.of(model), TOY_PLAN).cuts
