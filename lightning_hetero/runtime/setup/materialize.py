@@ -75,7 +75,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
         for unit in _units(module, layout, unread):
             if any(store.owns(name) for name in unit.parameters):
                 drawn |= _draw(unit, store, initializers, seed)
-        _fill_buffers(module, sources, initializers)
+        _fill_buffers(module, sources, initializers, seed)
     for name in store.specs:
         if name in kept:
             _adopt_kept(store, comms, name, kept[name])
@@ -189,12 +189,25 @@ def _initializers(module: nn.Module) -> dict[nn.Module, _Initializer]:
     return found
 
 
-def _initialize(item: nn.Module, initializers: Mapping[nn.Module, _Initializer]) -> None:
-    """Set a module's own parameters and buffers that aren't on the meta device."""
+def _initialize(
+    item: nn.Module,
+    initializers: Mapping[nn.Module, _Initializer],
+    members: Mapping[str, Tensor | None],
+    *,
+    highest: bool = False,
+) -> None:
+    """Set a module's own `members`, its parameters or buffers, that aren't on the meta device.
+
+    Args:
+        item: The module.
+        initializers: Its functions, and those of others.
+        members: The module's own mapping, in which its functions may put other tensors.
+        highest: With which value members are marked as unset.
+    """
     initializers[item](item)
     reset = getattr(item, "reset_parameters", None)
     if callable(reset) and any(
-        _is_unset(tensor) for tensor in (*item._parameters.values(), *item._buffers.values())
+        _is_marked(tensor, highest=highest).any() for tensor in members.values()
     ):
         # As on CPU, where constructors call it before `_init_weights` runs.
         reset()
@@ -230,13 +243,13 @@ def _draw(
     wholes = {}
     for name in unit.parameters:
         like = slots[name][0].current
-        wholes[name] = nn.Parameter(_unset_like(like), requires_grad=like.requires_grad)
+        wholes[name] = nn.Parameter(_marked_like(like), requires_grad=like.requires_grad)
         store.layout.put(name, wholes[name])
     torch.default_generator.manual_seed(seed_of(seed, *unit.name.encode()))
     for item in unit.modules:
-        _initialize(item, initializers)
+        _initialize(item, initializers, item._parameters)
     for name, whole in wholes.items():
-        if _is_unset(whole):
+        if _is_marked(whole).any():
             raise _nothing_sets(f"Parameter {name}")
         store.layout.put(name, _on_meta(whole))
     return {
@@ -246,22 +259,31 @@ def _draw(
 
 
 def _fill_buffers(
-    module: nn.Module, sources: WeightSources, initializers: Mapping[nn.Module, _Initializer]
+    module: nn.Module,
+    sources: WeightSources,
+    initializers: Mapping[nn.Module, _Initializer],
+    seed: int,
 ) -> None:
     """Read or compute the buffers on the meta device; every rank has all of them."""
     for prefix, item in module.named_modules():
         absent = {n: b for n, b in item._buffers.items() if b is not None and b.is_meta}
         if not absent:
             continue
-        item._buffers.update({n: _unset_like(buffer) for n, buffer in absent.items()})
-        _initialize(item, initializers)
+        computed = []
+        for highest in (False, True):
+            item._buffers.update(
+                {n: _marked_like(buffer, highest=highest) for n, buffer in absent.items()}
+            )
+            torch.default_generator.manual_seed(seed_of(seed, *prefix.encode()))
+            _initialize(item, initializers, item._buffers, highest=highest)
+            computed.append(dict(item._buffers))
         for attribute, buffer in absent.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
             read = sources.find([name], tuple(buffer.shape))
             if read is not None:
                 box = tuple((0, size) for size in buffer.shape)
                 item._buffers[attribute] = read(box).to(buffer.dtype)
-            elif _is_unset(item._buffers[attribute]):
+            elif _is_unset(*(found[attribute] for found in computed)):
                 raise _nothing_sets(f"Buffer {name}")
 
 
@@ -286,20 +308,33 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _unset_like(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor of values that mean "unset"; one of bool always counts as unset."""
-    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if tensor.is_floating_point() or tensor.is_complex():
-        return whole.fill_(float("nan"))
-    return whole if tensor.dtype == torch.bool else whole.fill_(torch.iinfo(tensor.dtype).min)
+def _marker(dtype: torch.dtype, *, highest: bool) -> float:
+    """Return the value of a dtype that means "unset": NaN, else the lowest or highest one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype == torch.bool:
+        return highest
+    return torch.iinfo(dtype).max if highest else torch.iinfo(dtype).min
 
 
-def _is_unset(tensor: Tensor | None) -> bool:
+def _marked_like(tensor: Tensor, *, highest: bool = False) -> Tensor:
+    """Return a CPU tensor of values that mean "unset"."""
+    marker = _marker(tensor.dtype, highest=highest)
+    return torch.full(tensor.shape, marker, dtype=tensor.dtype, device="cpu")
+
+
+def _is_marked(tensor: Tensor | None, *, highest: bool = False) -> Tensor:
+    """Return for each value whether it means "unset"; never on the meta device."""
     if tensor is None or tensor.is_meta:
-        return False
+        return torch.tensor(False)
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).any())
+        return tensor.isnan()
+    return tensor == _marker(tensor.dtype, highest=highest)
+
+
+def _is_unset(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return whether a buffer kept both markers, each of which may be meant if it isn't NaN."""
+    return bool((_is_marked(first) & _is_marked(second, highest=True)).any())
 
 
 def _nothing_sets(what: str) -> ModelError:

@@ -185,6 +185,78 @@ def test_what_nothing_sets_is_refused_by_name(kind: str) -> None:
         materialized(Holder(model), plan, 0)
 
 
+BUFFERS = {
+    "bool": torch.tensor([False, True]),
+    "uint8": torch.tensor([0, 255], dtype=torch.uint8),
+    "int64": torch.tensor([-(2**63), 2**63 - 1]),
+    "float32": torch.tensor([0.0, float("-inf")]),
+}
+
+
+class Buffered(nn.Linear):
+    """Has a buffer that one of its functions sets, the first `num_set` values at least."""
+
+    def __init__(self, values: Tensor, function: str, num_set: int) -> None:
+        super().__init__(2, 2)
+        self.values, self.function, self.num_set = values, function, num_set
+        self.register_buffer("mask", torch.empty(2, dtype=values.dtype))
+
+    def _init_weights(self, _: nn.Module) -> None:
+        self._set("_init_weights")
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "function"):
+            self._set("reset_parameters")
+
+    def _set(self, function: str) -> None:
+        if function == self.function:
+            self.mask[: self.num_set] = self.values[: self.num_set]
+
+
+def fill_buffer(name: str, function: str, num_set: int) -> Tensor:
+    values = BUFFERS[name]
+    module = on_meta(lambda: nn.Sequential(Buffered(values, function, num_set)))
+    materialized(module, ParallelPlan.even(world_size=1, num_layers=1, num_stages=1), 0)
+    return module.get_buffer("model.0.mask")
+
+
+@pytest.mark.parametrize("function", ["_init_weights", "reset_parameters"])
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_the_model_sets_may_hold_any_value_of_its_dtype(
+    name: str, function: str
+) -> None:
+    assert torch.equal(fill_buffer(name, function, 2), BUFFERS[name])
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_the_model_sets_in_part_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ModelError, match=r"Buffer model\.0\.mask is on the meta device"):
+        fill_buffer(name, "_init_weights", 1)
+
+
+class Drawn(nn.Linear):
+    """Has a buffer of random bits."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("bits", torch.empty(64, dtype=torch.bool))
+
+    def _init_weights(self, _: nn.Module) -> None:
+        self.bits.copy_(torch.rand(64) < 0.5)
+
+
+def test_random_bits_of_a_buffer_are_alike_on_ranks_that_draw_different_weights() -> None:
+    ranks = []
+    plan = ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2))))
+    for rank in range(2):
+        ranks.append(on_meta(lambda: nn.Sequential(Drawn(), Drawn())))
+        materialized(ranks[-1], plan, rank)
+    first, second = (dict(module.named_buffers()) for module in ranks)
+    assert_bitwise_equal(first, second)
+    assert not torch.equal(first["model.0.bits"], first["model.1.bits"])
+
+
 @pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_rank_reads_the_bytes_of_its_slices_of_a_folder(
