@@ -92,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give every pipeline the same number of micro-batches, as AutoHet does",
     )
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="search 7 to 32 devices no longer than a run does when it starts",
+    )
+    parser.add_argument(
         "--top", type=int, default=5, metavar="NUMBER", help="kinds of plans to list (default: 5)"
     )
     parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
@@ -119,6 +124,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         equal_microbatches=arguments.equal_microbatches,
         tp_degrees=None if degrees is None else tuple(degrees),
         num_candidates=_CANDIDATES_PER_LINE * most,
+        thorough=not arguments.quick,
     )
     result = _plan(arguments, cost, options)
     workload = result.workload

@@ -77,21 +77,23 @@ def improve_best(
 
 
 def escape_optima(
-    ranked: Sequence[Candidate], judge: Judge, estimator: Estimator
+    ranked: Sequence[Candidate], judge: Judge, estimators: Sequence[Estimator]
 ) -> list[Candidate]:
     """Return candidates and what lies beyond the best local optima among them, best first.
 
     No move helps a local optimum, but from a plan a move away that is a little slower, moves may
-    lead to a faster one (iterated local search).
+    lead to a faster one (iterated local search). As in `improve_best`, equal shares come first.
     """
-    optima: dict[object, Candidate] = {}
-    for candidate in ranked:
-        optima.setdefault(tuple(sorted(judge.estimator.keys(candidate.arrangement))), candidate)
-    worst = judge.score(ranked[0]) * _WORTH_ESCAPING
     found = list(ranked)
-    for candidate in [*optima.values()][:_ESCAPES]:
-        if judge.score(candidate) <= worst:
-            found.append(_escape(candidate, judge, estimator))
+    for estimator in estimators:
+        optima: dict[object, Candidate] = {}
+        for item in sorted(found, key=judge.score):
+            if not estimator.equal_microbatches or has_equal_shares(item):
+                optima.setdefault(tuple(sorted(judge.estimator.keys(item.arrangement))), item)
+        likeliest = [*optima.values()][:_ESCAPES]
+        for item in likeliest:
+            if judge.score(item) <= judge.score(likeliest[0]) * _WORTH_ESCAPING:
+                found.append(_escape(item, judge, estimator))
     return sorted(dict.fromkeys(found), key=judge.score)
 
 

@@ -5,8 +5,8 @@ activations, so that more is recomputed, and there are fewer of them to fill a p
 time over size has a single minimum, but for rounding, so two worse sizes in a row end the search. A
 size counts as worse without a search if the likeliest arrangements of the size before, estimated
 with the new one, are too slow to be improved as far as the best plan. On many devices its search
-leaves out all arrangements that are so slow. Finally, pipelines of one kind may take another size
-than the best one (`unequal_sizes`).
+leaves out all arrangements that are so slow. Only the best size has a thorough search. Finally,
+pipelines of one kind may take another size than the best one (`unequal_sizes`).
 """
 
 from collections.abc import Iterator
@@ -45,6 +45,8 @@ def plan_best_size(
     Raises:
         PlanningError: The model doesn't fit with any size.
     """
+    options = options or PlanningOptions()
+    quick = replace(options, thorough=False)
     best: PlanningResult | None = None
     failures: list[PlanningError] = []
     bounds: list[tuple[float, float | None]] = []
@@ -52,7 +54,7 @@ def plan_best_size(
     num_worse = 0
     for size in _sizes(workload.global_batch_size):
         sized = replace(workload, sequences_per_microbatch=size)
-        search = PlanSearch(cost, sized, options or PlanningOptions(), progress)
+        search = PlanSearch(cost, sized, quick, progress)
         try:
             found = _plan_size(search, before, best)
         except PlanningError as error:
@@ -73,13 +75,16 @@ def plan_best_size(
             break
     if best is None:
         raise failures[0]
+    thorough = PlanSearch(cost, best.workload, options, progress)
+    if thorough.is_thorough:
+        best = min(best, thorough.run(), key=lambda result: result.score)
     prices = [price for _, price in bounds if price is not None]
     uniform = replace(
         best,
         lower_bound_s=min(seconds for seconds, _ in bounds),
         lower_bound_price=min(prices, default=None),
     )
-    return with_unequal_sizes(uniform, cost, options or PlanningOptions())
+    return with_unequal_sizes(uniform, cost, options)
 
 
 def _plan_size(

@@ -54,9 +54,8 @@ _SIMULATED = 12
 _SIMULATED_DEVICES = 600
 """Devices of all that are simulated on small clusters."""
 _SIMULATED_WORK = 1_500_000  # about microseconds
-_FEWEST_DEVICES = 32
-"""Up to here there is time to improve more plans and to look beyond local optima."""
-_MOST_EFFORT = 2
+_THOROUGH, _MOST_EFFORT = 32, 2
+"""Devices up to which searches may be thorough; of plans that these improve, a multiple."""
 _NEAR_BOUND = 1.1
 """A score at most so much above the lower bound leaves little to be found."""
 _FEW_DEVICES = 64
@@ -111,6 +110,8 @@ class PlanSearch:
         self.options = options
         self.progress = progress or (lambda _what, _share: None)
         self.nodes = cost.cluster.nodes
+        num_devices = cost.cluster.num_ranks
+        self.is_thorough = options.thorough and _MAX_ENUMERATED_DEVICES < num_devices <= _THOROUGH
         if options.objective is Objective.COST and cost.cluster.price_per_hour is None:
             raise PlanningError(
                 "Planning for cost needs the price of every node. Give each node a price_per_hour "
@@ -172,7 +173,7 @@ class PlanSearch:
         ranked = improve_best(candidates, self.judge, self.estimators, effort=effort)
         if self._is_worth_effort(ranked[0]):
             self.progress("Looking beyond the best plans", 0.8)
-            ranked = escape_optima(ranked, self.judge, self.estimator)
+            ranked = escape_optima(ranked, self.judge, self.estimators)
         self._likely |= {item.arrangement: self.judge.score(item) for item in reversed(ranked)}
         self.progress("Bounding", 0.95)
         chosen = []
@@ -195,14 +196,11 @@ class PlanSearch:
         )
 
     def _is_worth_effort(self, candidate: Candidate) -> bool:
-        """Return whether more may be found, and devices are so few that there is time for it."""
-        is_small = _MAX_ENUMERATED_DEVICES < self.cost.cluster.num_ranks <= _FEWEST_DEVICES
-        if not self.options.thorough or not is_small:
+        """Return whether the search is thorough, and the candidate far above the lower bound."""
+        if not self.is_thorough:
             return False
         seconds = self.judge.plan(candidate)[1].iteration_time_s
-        bound, bound_price = self.lower_bounds(seconds)
-        if self.options.objective is Objective.COST:
-            bound = bound_price or 0.0
+        bound = self.lower_bounds(seconds)[self.options.objective is Objective.COST] or 0.0
         return self.judge.score(candidate) > bound * _NEAR_BOUND
 
     def lower_bounds(self, upper_s: float) -> tuple[float, float | None]:

@@ -86,6 +86,20 @@ def test_cost_may_leave_devices_idle(words, capsys):
     assert "idle" in capsys.readouterr().out
 
 
+def test_a_quick_search_looks_at_less(words, tmp_path, capsys):
+    nodes = ["{device: A10-24GB, count: 4}", *["{device: A100-80GB, count: 2}"] * 3]
+    text = "".join(f"  - {node}\n" for node in nodes)
+    (tmp_path / "c.yaml").write_text(f"inter_node_bytes_per_s: 12.5e9\nnodes:\n{text}")
+    sizes = "--model llama-7b --sequence-length 2048 --global-batch-size 8 --micro-batch-size 1"
+    facts = []
+    for more in ([], ["--quick"]):
+        assert main([*words[:3], *sizes.split(), *more, "--json"]) == 0
+        facts.append(json.loads(capsys.readouterr().out))
+    thorough, quick = facts
+    assert quick["num_simulated"] < thorough["num_simulated"]
+    assert quick["iteration_time_s"] > thorough["iteration_time_s"]
+
+
 def test_a_terminal_is_told_what_the_search_does(words, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

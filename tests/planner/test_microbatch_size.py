@@ -62,6 +62,21 @@ def test_few_devices_get_a_size_that_only_improving_makes_best():
     assert found.workload.sequences_per_microbatch == 2
 
 
+def test_the_best_size_has_a_thorough_search():
+    cluster = Cluster(
+        nodes=(Node(device="A10-24GB", count=4), *[Node(device="A100-80GB", count=2)] * 3),
+        inter_node_bytes_per_s=12.5e9,
+    )
+    cost = RooflineCost(cluster, ModelSpec.load("llama-7b"))
+    workload = Workload(sequence_length=2048, global_batch_size=8)
+    thorough, quick = (
+        plan_best_size(cost, workload, PlanningOptions(thorough=thorough))
+        for thorough in (True, False)
+    )
+    assert thorough.score < 0.995 * quick.score
+    assert thorough.workload == quick.workload
+
+
 def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes():
     cost = RooflineCost(tiny_cluster((70, 4, 1.5), (989, 1, 80), bytes_per_s=100e9), tiny_model(8))
     workload = Workload(sequence_length=128, global_batch_size=256, sequences_per_microbatch=16)
