@@ -36,6 +36,11 @@ class ReturnsNone(ToyModule):
         super().training_step(batch, batch_idx)
 
 
+class ReturnsNoLoss(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"accuracy": super().training_step(batch, batch_idx)}
+
+
 class CallsTwice(ToyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + self.loss(batch)
@@ -224,6 +229,7 @@ def failures_of(
     ("module", "options", "expected"),
     [
         (ReturnsNone, {}, "training_step returned None"),
+        (ReturnsNoLoss, {}, "training_step returned dict; it must return the loss"),
         (CallsTwice, {}, "calls the model twice"),
         (NeverCalls, {}, "without calling the model's layers"),
         (Detached, {}, "loss without gradients"),

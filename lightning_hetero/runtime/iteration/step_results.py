@@ -110,6 +110,8 @@ class StepResults:
         Raises:
             StepError, ModelError: It returned no loss, or what this stage doesn't know.
         """
+        if self.is_training and isinstance(output, Mapping):
+            output = dict(output)  # Lightning takes any mapping, and hands on a dict.
         check_known(output, "What the step returns needs")
         loss = _loss_of(output).float() if self.is_training else None
         returned = output.get("loss") if isinstance(output, Mapping) else output
@@ -174,7 +176,7 @@ def _without_loss(output: Any) -> dict[str, Any]:
 
 def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else output
-    if loss is None:
+    if output is None:
         raise StepError(
             "training_step returned None. Under a pipeline every micro-batch needs a loss: return "
             "the loss, or one that is 0 times the model's output to skip a micro-batch."
@@ -182,7 +184,7 @@ def _loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(
             f"training_step returned {type(output).__name__}; it must return the loss, a tensor "
-            "with one element, or a dict that holds it under 'loss'."
+            "with one element, or a mapping that holds it under 'loss'."
         )
     if not loss.requires_grad:
         raise StepError(

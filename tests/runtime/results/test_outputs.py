@@ -1,7 +1,7 @@
 """What steps return and append is what one device has, on every rank."""
 
 import warnings
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -228,16 +228,30 @@ class CollectsInLayers(TinyModule):
         self.activations.append(args[2].detach())
 
 
+class ReturnsMapping(Collecting):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return UserDict(super().training_step(batch, batch_idx))
+
+
+def same_seen(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert isinstance(found, dict), found
+    same(found, expected)
+    assert len(found["seen"]) == len(expected["seen"])
+    for one, other in zip(found["seen"], expected["seen"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", PLANS)
 def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool, plan: str) -> None:
     (expected,) = pool.run(fit_each, 1, [Collecting], None)[0]
     for (found,) in pool.run(fit_each, 2, [Collecting], PLANS[plan]):
-        assert isinstance(found, dict), found
-        same(found, expected)
-        assert len(found["seen"]) == len(expected["seen"])
-        for one, other in zip(found["seen"], expected["seen"], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5)
+        same_seen(found, expected)
+
+
+def test_a_step_may_return_its_loss_in_any_mapping_as_in_lightning() -> None:
+    alone = plan_of(pipeline(stage(0, 0, 3)))
+    same_seen(*(fit_each(0, [ReturnsMapping], plan)[0] for plan in (alone, None)))
 
 
 class Returning(TinyModule):
