@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lightning_hetero.core.cluster import Cluster, Link, Node
-from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec, canonical_name
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.simulator import MemoryCorrection
 
@@ -45,6 +45,7 @@ _SM_FLOPS_PER_CYCLE = 2048
 _UNKNOWN_CLOCK_HZ = 1.5e9
 _UNKNOWN_GPU_BYTES_PER_S = 500e9
 _PCIE_BYTES_PER_S = 16e9
+_MEMORY = re.compile(r"\b\d+GB\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,21 +206,23 @@ def _host_memory_bytes() -> int:
 def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:
     """Return the known device with a driver's name, such as "NVIDIA A100-SXM4-80GB", or None.
 
-    All words of the known name, except its memory, must occur in the driver's name. Of several such
-    devices the one with the nearest memory is returned, if that differs by at most a quarter.
+    A driver adds vendor, form factor and memory to the known name. With any other word more it is
+    another card (RTX 3090 Ti), or a part of one. Of devices that differ only in memory the one with
+    the nearest memory is returned; None if that differs by more than a quarter.
     """
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    best: tuple[float, int, DeviceSpec] | None = None
-    for spec in KNOWN_DEVICES.values():
-        needed = {word for word in spec.name.lower().split("-") if not re.fullmatch(r"\d+gb", word)}
-        # A laptop's card has all words of another device's name.
-        if not needed <= words or "laptop" in words:
-            continue
-        distance = abs(spec.memory_bytes / memory_bytes - 1)
-        key = (distance, -len(needed))
-        if distance <= 0.25 and (best is None or key < best[:2]):
-            best = (*key, spec)
-    return None if best is None else best[2]
+    model = _MEMORY.sub("", name)
+
+    def distance(spec: DeviceSpec) -> float:
+        return abs(spec.memory_bytes / memory_bytes - 1)
+
+    found = [
+        spec
+        for spec in KNOWN_DEVICES.values()
+        if distance(spec) <= 0.25
+        # Drivers may tell of other memory than the device's own, such as that of GH200's host.
+        and canonical_name(f"{model} {' '.join(_MEMORY.findall(spec.name))}") == spec.name
+    ]
+    return min(found, key=distance, default=None)
 
 
 def slowed(device: DeviceSpec, slowdown: float) -> DeviceSpec:
