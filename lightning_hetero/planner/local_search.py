@@ -4,7 +4,7 @@ Balancing and sharing are exact for their own objectives, but neither sees warm-
 exchange and memory together; the simulator does. Moves are tried in a fixed order and the first
 that helps is kept, until none helps or the budget is spent. Where that ends depends on where it
 begins and on the order, so many plans are moved a little, in two orders, and the best of them to
-the end.
+the end. A thorough search also starts from plans that are a move away from the best.
 """
 
 import itertools
