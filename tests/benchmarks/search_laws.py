@@ -87,8 +87,8 @@ class Task:
 
     @cached_property
     def best_of_sizes_s(self) -> float:
-        """The best seconds over sizes of micro-batches, which have no thorough searches."""
-        options = PlanningOptions(tp_degrees=self.tp_degrees, thorough=False)
+        """The same with the best size of micro-batches."""
+        options = PlanningOptions(tp_degrees=self.tp_degrees)
         try:
             best = plan_best_size(self.cost(), self.workload, options).best
         except PlanningError:
@@ -193,10 +193,14 @@ def _with_equal_shares(task: Task) -> float:
 def _with_one_size(task: Task) -> float | None:
     if task.bytes_per_s is None:
         return None  # Profiles know few sizes.
-    batch = task.workload.global_batch_size
-    sizes = [size for size in (1, 2, 4, 8, 16) if batch % size == 0]
-    workloads = [replace(task.workload, sequences_per_microbatch=size) for size in sizes]
-    return min(replace(task, workload=w).seconds(task.cost(), thorough=False) for w in workloads)
+    batch, own = task.workload.global_batch_size, task.workload.sequences_per_microbatch
+    return min(
+        task.best_s
+        if size == own
+        else replace(task, workload=replace(task.workload, sequences_per_microbatch=size)).best_s
+        for size in (1, 2, 4, 8, 16)
+        if batch % size == 0
+    )
 
 
 LAWS: dict[str, Callable[[Task], float | None]] = {
