@@ -277,8 +277,7 @@ class HookedStrategy(ParallelStrategy):
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""
-        total: Tensor = self.reduce(own.to(self.root_device), reduce_op="sum")
-        return total.to(own.device)
+        return self._processes.sum_before_step(own.to(self.root_device)).to(own.device)
 
     def _deposit_gradients(self) -> None:
         self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)

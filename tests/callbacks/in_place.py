@@ -152,7 +152,12 @@ def loader(batch_size: int, num_rows: int = NUM_ROWS) -> StatefulDataLoader[Any]
     return StatefulDataLoader(TokenRows(num_rows), batch_size=batch_size)
 
 
-def undisturbed(num_ranks: int, num_steps: int, accelerator: str = "cpu") -> list[float]:
+def undisturbed(
+    num_ranks: int,
+    num_steps: int,
+    accelerator: str = "cpu",
+    make_module: Callable[[], Any] = _toy,
+) -> list[float]:
     """Return the losses of plain Lightning, on one device that gets all ranks' samples."""
     losses: list[float] = []
 
@@ -163,7 +168,7 @@ def undisturbed(num_ranks: int, num_steps: int, accelerator: str = "cpu") -> lis
     L.seed_everything(3, verbose=False)
     options = {**quiet(max_steps=num_steps, callbacks=[Losses()]), "accelerator": accelerator}
     trainer = L.Trainer(devices=1, **options)
-    trainer.fit(_toy(), loader(BATCH * num_ranks))
+    trainer.fit(make_module(), loader(BATCH * num_ranks))
     return losses
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks import failure
+from lightning_hetero.runtime.ranks.broken import is_broken_connection
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.failure import FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Silence
@@ -216,8 +217,8 @@ def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:
 def test_what_nccl_could_not_allocate_here_is_no_failure_of_a_peer():
     told = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error: Cuda failure 2 'out of memory'"
     for error in (dist.DistBackendError(told), torch.OutOfMemoryError("NCCL: out of memory")):
-        assert not failure._is_broken_connection(error)
-    assert failure._is_broken_connection(dist.DistBackendError("NCCL error: remote process exited"))
+        assert not is_broken_connection(error)
+    assert is_broken_connection(dist.DistBackendError("NCCL error: remote process exited"))
 
 
 class Refusal(ConfigurationError):

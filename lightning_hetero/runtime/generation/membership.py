@@ -26,13 +26,11 @@ is served:
   already, and only has to compare and set.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
@@ -57,26 +55,9 @@ from lightning_hetero.runtime.generation.records import (
     who_is_gone,
     who_is_here,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Silence
+from lightning_hetero.runtime.generation.vigil import POLL_S, SignsOfLife, Vigil, silence_of
 
-__all__ = [
-    "Membership",
-    "SignsOfLife",
-    "silence_of",
-]
-
-_POLL_S, _ASK_S = 0.01, 0.05
-"""Between two looks at who has come; and at who is silent, which is a call for each of them."""
-
-
-class SignsOfLife(Protocol):
-    """News of a generation's ranks from its heartbeat; see `Heartbeat`."""
-
-    def beats_of(self, global_rank: int) -> int:
-        """Return the number of a rank's heartbeats so far."""
-
-    def silence_since(self, global_rank: int, beats: int) -> float:
-        """Return the seconds for which a rank was seen to be silent after `beats` heartbeats."""
+__all__ = ["Membership"]
 
 
 class Membership:
@@ -137,6 +118,10 @@ class Membership:
         numbers = tuple(member.number for member in members)
         return numbers if max(numbers, default=0) < count else None
 
+    def names_of(self, generation: Generation) -> Store:
+        """Return the names of a generation in the store; deleted when it is long over."""
+        return meeting_of(self._store, generation.number)
+
     def store_of(self, generation: Generation) -> Store:
         """Return the store in which a generation's ranks meet, over a client of its own.
 
@@ -188,22 +173,16 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for the expected members, until a proposal of the generation counts."""
-        asked_s, deadline_s = -math.inf, time.monotonic() + self._patience_s
+        vigil = Vigil(self._store, is_silent, self._patience_s)
         while not has_formed(self._store, number):
             here, missing = self._look(number, expected)
             # Who is here may freeze, too, while others are waited for.
             beating = {member.number for member in here}.difference([self.number], called)
-            asks = time.monotonic() > asked_s + _ASK_S
-            asked_s = time.monotonic() if asks else asked_s
-            for other in [*missing, *beating] if asks else ():
-                if is_silent(other):
-                    self.tell_gone(other, "It showed no sign of life.")
-                elif other in missing and time.monotonic() > deadline_s:
-                    self.tell_gone(other, f"It didn't come within {self._patience_s:.0f} s.")
+            vigil.look(missing, beating)
             if not missing:
                 propose(self._store, number, here)
             else:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def form_next(
         self,
@@ -229,7 +208,29 @@ class Membership:
         """
         old = self.generation
         assert old is not None
-        ranks = {member.number: rank for rank, member in enumerate(old.members)}
+        expected = [item.number for rank, item in enumerate(old.members) if rank not in leaving]
+        is_silent = self._silence(signs, silence_s)
+        return old, self.form(expected, is_silent, calls_guests=calls_guests)
+
+    def await_members(
+        self, missing: Callable[[], Collection[int]], signs: SignsOfLife, silence_s: float
+    ) -> None:
+        """Wait until no members of this generation are missing, or those that are are gone.
+
+        Args:
+            missing: Returns the numbers of members that are waited for.
+            signs: See `form_next`.
+            silence_s: See `form_next`.
+        """
+        vigil = Vigil(self._store, self._silence(signs, silence_s), self._patience_s)
+        while left := set(missing()).difference(who_is_gone(self._store)):
+            vigil.look(left)
+            time.sleep(POLL_S)
+
+    def _silence(self, signs: SignsOfLife, silence_s: float) -> Callable[[int], bool]:
+        """Return what tells whether a member of this generation, or a newcomer, is silent."""
+        assert self.generation is not None
+        ranks = {member.number: rank for rank, member in enumerate(self.generation.members)}
 
         def signs_of(number: int) -> int:
             if number not in ranks:
@@ -239,9 +240,7 @@ class Membership:
         def known_s(number: int, beats: int) -> float:
             return signs.silence_since(ranks[number], beats) if number in ranks else 0.0
 
-        is_silent = silence_of(signs_of, known_s, limit_s=silence_s, nap_s=silence_s / 5)
-        expected = [number for number, rank in ranks.items() if rank not in leaving]
-        return old, self.form(expected, is_silent, calls_guests=calls_guests)
+        return silence_of(signs_of, known_s, limit_s=silence_s, nap_s=silence_s / 5)
 
     def enter_called(self, number: int) -> Generation:
         """Enter the generation that has called this newcomer.
@@ -258,7 +257,7 @@ class Membership:
                     f"Generation {number}, which had called this process, didn't form within "
                     f"{self._patience_s:.0f} s. Look at the other processes."
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return self._enter(number)
 
     def wait_for_next(self, timeout_s: float) -> None:
@@ -274,7 +273,7 @@ class Membership:
             if self.find_gone() is not None:
                 self.tell_gone(self.number, "It was told to leave.")
                 return
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _say_here(self, number: int) -> None:
         say_here(self._store, number, self._own)
@@ -369,29 +368,3 @@ def _needs_store() -> Iterator[None]:
             "that serves it is lost, or this process is cut off from it. It ends; start the run "
             f"again, and it goes on from its newest checkpoint. ({error})"
         ) from error
-
-
-def silence_of(
-    beats_of: Callable[[int], int],
-    known_s: Callable[[int, int], float],
-    *,
-    limit_s: float,
-    nap_s: float,
-) -> Callable[[int], bool]:
-    """Return a function that tells whether a rank has sent no heartbeat for `limit_s` of watching.
-
-    Args:
-        beats_of: Returns the number of a rank's heartbeats.
-        known_s: Returns the seconds for which a rank was seen to be silent since that many.
-        limit_s: Seconds of silence that are too many.
-        nap_s: The most that a gap between two looks counts; see `Silence`.
-    """
-    watched: dict[int, Silence] = {}
-
-    def is_silent(rank: int) -> bool:
-        beats = beats_of(rank)
-        if rank not in watched:
-            watched[rank] = Silence(nap_s, sign=beats, seconds=known_s(rank, beats))
-        return watched[rank].look(beats) > limit_s
-
-    return is_silent

@@ -18,11 +18,10 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 
-from torch import OutOfMemoryError
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from lightning_hetero.core.errors import HeteroError, PeerError
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.runtime.ranks.broken import is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Bulletin, Heartbeat, Silence
 from lightning_hetero.runtime.ranks.meeting import end_process
 
@@ -48,9 +47,6 @@ _STORE_IS_GONE = (
     "own log and at the system's (out of memory, preemption)."
 )
 
-
-_OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
-"""Texts of NCCL's errors about memory on this rank's own device: no peer has failed."""
 
 _PRINTED_BY = "_printed_in_one_line_by"
 """Attribute of an error that another rank prints in full; holds this rank."""
@@ -156,7 +152,7 @@ class FailureDetector:
             self._raised.set()
             raise
         except Exception as error:
-            if not _is_broken_connection(error):
+            if not is_broken_connection(error):
                 self.report(error)
                 raise
             self._raised.set()
@@ -307,15 +303,3 @@ def _describe_silent(rank: int) -> str:
         f"Rank {rank} died or stopped answering: no sign of life from it. Look at that process's "
         "own log and at the system's (out of memory, preemption)."
     )
-
-
-def _is_broken_connection(error: Exception) -> bool:
-    """Whether an error comes from a communicator, not from this rank's own code or memory."""
-    text = str(error)
-    if isinstance(error, OutOfMemoryError) or any(word in text for word in _OWN_MEMORY):
-        return False
-    if isinstance(error, DistError):
-        return True
-    if isinstance(error, HeteroError) or not isinstance(error, RuntimeError):
-        return False
-    return "gloo" in text or "NCCL" in text or "Connection closed by peer" in text

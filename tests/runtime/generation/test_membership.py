@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation import records
-from lightning_hetero.runtime.generation.membership import Membership, silence_of
+from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import (
     Generation,
     Member,
@@ -22,6 +22,7 @@ from lightning_hetero.runtime.generation.records import (
     is_gone,
     say_here,
 )
+from lightning_hetero.runtime.generation.vigil import silence_of
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 
