@@ -51,6 +51,8 @@ def circles_by_proxies(
     kind: UnitKind, exchange: ExchangeKind, proxies: ProxyTable
 ) -> tuple[Circle, ...] | None:
     """Return the circles of holders, with proxies as owners, if a kind uses proxies; else None."""
+    if not are_by_proxies(exchange, len(kind.members)):  # A row has no more holders than these.
+        return None
     among = proxies.among(kind)
     circles = None if among is None else among.circles(push=False)
     if circles is None or not are_by_proxies(exchange, min(len(i.members) for i in circles)):

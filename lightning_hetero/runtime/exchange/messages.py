@@ -83,6 +83,8 @@ class ExchangeOptions:
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
     """Returns the communicator for collectives of these ranks (ascending); None if there is none:
     then they use messages."""
+    may_be_collective: Callable[[Sequence[int]], bool]
+    """Tells whether any of these ranks might use collectives together."""
     kind: ExchangeKind
     """How units travel."""
     node_of_rank: Sequence[int]

@@ -161,6 +161,8 @@ class Routes:
     def _goes_by_proxies(self, unit: Unit, *, push: bool) -> bool:
         """Whether a unit goes by proxies; the same on all ranks."""
         options = self.options
+        if not options.may_be_collective(unit.kind.members):
+            return False
         if unit.kind.circles(push=push) is not None or (not push and self._may_be_views(unit)):
             return False
         circles = circles_by_proxies(unit.kind, options.kind, self.proxies)
@@ -250,6 +252,8 @@ class Routes:
 
     def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
         """Return how a kind of unit travels by `even`; None if it can't; the same on all ranks."""
+        if not self.options.may_be_collective(unit.kind.members):
+            return None
         circles = unit.kind.circles(push=push)
         if circles is None or any(self.options.group_of(i.members) is None for i in circles):
             return None

@@ -171,6 +171,7 @@ class PlanSwitch:
         self._options = ExchangeOptions(
             group=comms.exchange,
             group_of=self._group_of,
+            may_be_collective=self._are_collective,
             kind=exchange,
             node_of_rank=node_of_rank,
             dtype=dtype,
