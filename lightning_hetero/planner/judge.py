@@ -7,7 +7,7 @@ an iteration takes at least max_s(K·w_s + w_1 + ... + w_{s-1}), for any recompu
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -70,11 +70,19 @@ class Judge:
         estimator: Costs, workload and cluster.
         weigh: Returns the score to minimise: an iteration's seconds, or their price on the nodes of
             an arrangement.
+        keeping: For each estimator the one that recomputes nothing: it may give a stage fewer
+            layers that take less time.
     """
 
-    def __init__(self, estimator: Estimator, weigh: Callable[[float, Arrangement], float]) -> None:
+    def __init__(
+        self,
+        estimator: Estimator,
+        weigh: Callable[[float, Arrangement], float],
+        keeping: Mapping[Estimator, Estimator] | None = None,
+    ) -> None:
         self.estimator = estimator
         self._weigh = weigh
+        self._keeping = keeping or {}
         self._scores: dict[Candidate, float] = {}
         self._filled: dict[tuple[Arrangement, Estimator], Candidate | None] = {}
         self._at_least: dict[Hashable, float] = {}
@@ -140,6 +148,10 @@ class Judge:
                 return None
         self._count(_ESTIMATE_WORK, moved)
         estimate = estimator.estimate(moved)
+        if estimate and estimate.is_recomputing and estimator in self._keeping:
+            self._count(_ESTIMATE_WORK, moved)
+            other = self._keeping[estimator].estimate(moved)
+            estimate = other if other and other.time_s < estimate.time_s else estimate
         self._filled[key] = Candidate.of(estimate) if estimate else None
         return self._filled[key]
 

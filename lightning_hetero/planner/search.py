@@ -131,7 +131,7 @@ class PlanSearch:
         keeping = equal.keeping()
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
         self.scores = Scores(equal, options.objective)
-        self.judge = Judge(self.estimator, self._weigh)
+        self.judge = Judge(self.estimator, self._weigh, self._keeping)
         self.num_estimated = 0
         self._best = dict.fromkeys(self.estimators, float("inf"))
         """The best score so far of what each of them allows."""

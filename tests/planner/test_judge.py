@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimating.estimator import Estimator
@@ -91,3 +92,22 @@ def test_memory_that_did_not_make_a_plan_better_is_not_settled_again(monkeypatch
     for below in (score, score * 0.999, score * 1.001):
         assert (judge.better(candidate, judge.estimator, below=below) is None) == (below <= score)
     assert len(settled) == 2
+
+
+def test_layers_of_a_move_are_also_those_of_stages_that_recompute_nothing():
+    """Where layers may be recomputed, a stage with little room gets more of them, slower ones."""
+    cluster = Cluster(
+        nodes=tuple([Node(device="A10-24GB", count=1)] * 16), inter_node_bytes_per_s=1.25e8
+    )
+    workload = Workload(sequence_length=2048, global_batch_size=64, sequences_per_microbatch=4)
+    cost = RooflineCost(cluster, ModelSpec.load("gpt-neo-2.7b"))
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    arrangement = tuple(PipelineNodes((1,) * 8, tuple(range(first, 16, 2))) for first in (0, 1))
+
+    def best_s(keeping):
+        judge = Judge(estimator, lambda seconds, _arrangement: seconds, keeping)
+        found = judge.better(arrangement, estimator, below=float("inf"))
+        assert found is not None
+        return judge.score(found)
+
+    assert best_s({estimator: estimator.keeping()}) < 0.95 * best_s({})
