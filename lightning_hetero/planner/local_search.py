@@ -32,7 +32,9 @@ _ESCAPES = 4
 """Local optima, of different arrangements, from which a way out is looked for."""
 _WORTH_ESCAPING = 1.06
 """A local optimum's score may be so much above the best one's."""
-_WORK_OF_AN_ESCAPE = 400_000
+_WORTH_LEAVING_FOR = 1.1
+"""A plan a move away from a local optimum may score so much above it."""
+_WORK_OF_AN_ESCAPE = 1_200_000
 _WORTH_GOING_ON = 0.002
 """A budget that gained so large a share is followed by another."""
 
@@ -107,7 +109,7 @@ def _escape(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candida
         for moved in itertools.chain.from_iterable(m(best, estimator) for m in RESIZES + MOVES):
             if judge.work_done >= limit:
                 break
-            found = judge.better(moved, estimator, below=score * WORTH_IMPROVING)
+            found = judge.better(moved, estimator, below=score * _WORTH_LEAVING_FOR)
             if found and found not in seen:
                 near[found] = None
         seen |= near.keys()
