@@ -203,10 +203,10 @@ class StagePasses:
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._running.link
         self._running.num_in_flight = len(self._in_flight)
-        gradients: list[Tensor | None] = [held.gradient]
+        gradients = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
             link.expect_gradient(index, held.outputs)
-            gradients = [*link.receive_gradient(index)]
+            gradients = link.receive_gradient(index)
         # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
         is_last = index + 1 == len(self._microbatches) and not held.forward.is_reentrant
         if is_last:
