@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.models.batches import epoch_weight, sizes_of
+from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.draws import DrawWatch, warn_of_draws
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
@@ -81,11 +81,15 @@ class StepResults:
         self._loss_reduction = loss_reduction
         self._make_trial = make_trial
 
-    def begin(self, microbatch: Any) -> LossWatch:
-        """Note the module's state before a step; return the watch to use in the step."""
+    def begin(self, microbatch: Any, sizes: tuple[int, int]) -> LossWatch:
+        """Note the module's state before a step; return the watch to use in the step.
+
+        Args:
+            microbatch: The argument of the step.
+            sizes: Its samples and tokens.
+        """
         self.lists.begin()
-        self._sizes = sizes_of(microbatch)
-        num_samples = self._sizes[0]
+        self._sizes, num_samples = sizes, sizes[0]
         self.epoch_weight += epoch_weight(microbatch, num_samples)
         make, self._make_trial = self._make_trial, None
         trial = None if make is None else make(microbatch, num_samples)
