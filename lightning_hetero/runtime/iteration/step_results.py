@@ -114,11 +114,12 @@ class StepResults:
         Raises:
             StepError, ModelError: It returned no loss, or what this stage doesn't know.
         """
-        if self.is_training and isinstance(output, Mapping):
+        is_named = isinstance(output, Mapping)
+        if self.is_training and is_named:
             output = dict(output)  # Lightning takes any mapping, and hands on a dict.
         check_known(output, "What the step returns needs")
-        loss = _loss_of(output).float() if self.is_training else None
-        returned = output.get("loss") if isinstance(output, Mapping) else output
+        returned = output.get("loss") if is_named else output
+        loss = _checked_loss(returned, output).float() if self.is_training else None
         judged = weigh_loss(self.module, microbatch, watch, returned, self._loss_reduction)
         weight = as_weight(judged.targets, self._device)
         if self.means is not None and self._loss_reduction is None:
@@ -137,7 +138,8 @@ class StepResults:
         # Counts on an accelerator aren't read: that would wait for the forward pass. If they are 0,
         # the gradient is 0; a loss that divides by them is then found by its NaN gradients.
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
-        return [] if is_known and not judged.targets > 0 else [loss], weight.float()
+        # As a number, since comparing tensors makes one more.
+        return [] if is_known and not float(judged.targets) > 0 else [loss], weight.float()
 
     def _look_at_means(self, means: PaddedMeans, loss: object, watch: LossWatch) -> None:
         means.see_averaged(watch.reductions.averaged)
@@ -173,13 +175,13 @@ class StepResults:
 
 
 def _without_loss(output: Any) -> dict[str, Any]:
-    if not isinstance(output, Mapping):
+    if not isinstance(output, dict):
         return {}
     return {key: value for key, value in output.items() if key != "loss"}
 
 
-def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
+def _checked_loss(loss: Any, output: Any) -> Tensor:
+    """Return the loss among what a training step has returned, without dims."""
     if output is None:
         raise StepError(
             "training_step returned None. Under a pipeline every micro-batch needs a loss: return "
@@ -195,4 +197,4 @@ def _loss_of(output: Any) -> Tensor:
             "training_step returned a loss without gradients. Don't detach it, and let at least "
             "one parameter that it depends on require gradients."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss
