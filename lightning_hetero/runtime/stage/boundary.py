@@ -339,8 +339,8 @@ class StageBoundary:
             )
         current.check_unchanged(index)
         first = current.layers.start
-        if index < first or (index > first and len(call.values) == 1):
-            return  # It isn't computed with here, or this stage's own layer has made it.
+        if index < first or (index > 0 and len(call.values) == 1):
+            return  # It isn't computed with here, or there is only the hidden state.
         others: Sequence[Any] = call.values
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]
