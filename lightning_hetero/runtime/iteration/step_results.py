@@ -79,6 +79,8 @@ class StepResults:
         self._logs = logs
         self._device = device
         self._loss_reduction = loss_reduction
+        self._by_module = getattr(module, "num_target_tokens", None)
+        """The module's own count of a batch's targets."""
         self._make_trial = make_trial
 
     def begin(self, microbatch: Any, sizes: tuple[int, int]) -> LossWatch:
@@ -120,7 +122,7 @@ class StepResults:
         check_known(output, "What the step returns needs")
         returned = output.get("loss") if is_named else output
         loss = _checked_loss(returned, output).float() if self.is_training else None
-        judged = weigh_loss(self.module, microbatch, watch, returned, self._loss_reduction)
+        judged = weigh_loss(self._by_module, microbatch, watch, returned, self._loss_reduction)
         weight = as_weight(judged.targets, self._device)
         if self.means is not None and self._loss_reduction is None:
             self._look_at_means(self.means, returned, watch)
@@ -143,7 +145,7 @@ class StepResults:
 
     def _look_at_means(self, means: PaddedMeans, loss: object, watch: LossWatch) -> None:
         means.see_averaged(watch.reductions.averaged)
-        if self.is_training and not hasattr(self.module, "num_target_tokens"):
+        if self.is_training and self._by_module is None:
             means.see(THE_LOSS, watch.reductions.of(loss))
 
     def finish(
