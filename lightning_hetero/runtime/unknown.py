@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.leaves import tensors_in
+from lightning_hetero.runtime.leaves import tensors_in, tree_leaves
 
 __all__ = ["Origin", "Unknown", "check_known", "written_by"]
 
@@ -104,7 +104,7 @@ class Unknown(Tensor):
                 return form
             return Unknown(form, device, first.origin, sealed=sealed)
 
-        made: Any = _forms_made(func, args, kwargs, first, traits.forms)
+        made: Any = _forms_made(func, args, kwargs, first, traits)
         if type(made) is _Form:
             made = Unknown(made, device, first.origin, sealed=sealed)
         else:
@@ -156,7 +156,7 @@ def check_known(value: Any, user: str) -> None:
     Raises:
         ModelError: It names the origin of the first unknown tensor.
     """
-    for leaf in tensors_in(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, Unknown):
             leaf.refuse(user)
 
@@ -195,7 +195,7 @@ def _forms_made(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     first: Unknown,
-    known: dict[Any, Any],
+    traits: "_Traits",
 ) -> Any:
     """Return an operation's result, with each tensor replaced by its form.
 
@@ -204,26 +204,27 @@ def _forms_made(
         args: Its arguments by position.
         kwargs: Its arguments by name.
         first: The first unknown tensor among them.
-        known: Cache of the operation's results: a look-up takes a hundredth of the time.
+        traits: Its effects, and its earlier results: a look-up takes a hundredth of the time.
     """
     key: Any = _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
-    if func._schema.name == "aten::index":
+    if traits.is_index:
         key = None  # The values of a mask decide on the shape.
         args = (args[0], [_as_indices(item) for item in args[1]])
     try:
-        if key is not None and key in known:
-            return known[key]
+        found = None if key is None else traits.forms.get(key)
     except TypeError:  # Something in it can't be hashed.
-        key = None
+        found = key = None
+    if found is not None:
+        return found
     try:
         made = func(*_each(_as_meta, args), **_each(_as_meta, kwargs))
     except NotImplementedError:
         first.refuse(f"{_short(func)} needs")
     forms = _each(lambda item: _form_of(item) if isinstance(item, Tensor) else item, made)
     if key is not None:
-        if len(known) >= _MAX_FORMS:
-            known.clear()
-        known[key] = forms
+        if len(traits.forms) >= _MAX_FORMS:
+            traits.forms.clear()
+        traits.forms[key] = forms
     return forms
 
 
@@ -287,6 +288,8 @@ class _Traits(NamedTuple):
     draws: bool
     """Whether it draws random numbers."""
     is_view: bool
+    is_index: bool
+    """Whether it selects by tensors: indices or a mask."""
     writes: tuple[tuple[int, str], ...]
     """Place and name of the arguments that it writes to."""
     returned: tuple[int, str] | None
@@ -311,6 +314,7 @@ def _traits_of(func: Any) -> _Traits:
         is_shaped_like=name in _SHAPED_LIKE,
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         is_view=bool(aliases),
+        is_index=name == "aten::index",
         writes=writes,
         returned=writes[0] if any(item.is_write for item in aliases) else None,
         forms={},

@@ -17,7 +17,11 @@ from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.backward_trial import trying_functions, trying_hooks
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.layer_trial import LayerTrial
-from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.microbatch_pass import (
+    MicrobatchPass,
+    StageEnd,
+    seeds_of_pass,
+)
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
 __all__ = ["StagePasses"]
@@ -70,12 +74,15 @@ class StagePasses:
         self._results = results
         self._microbatches = microbatches
         self._recomputations = recomputations
-        self._first_index = first_index
-        self._seed = seed
+        # For all at once: code that runs once in each action costs ten times what it does here,
+        # since the kernels in between have driven it out of the processor's caches.
+        self._sizes = [sizes_of(item) for item in microbatches]
+        self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
+        self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
         self._trials: dict[int, LayerTrial] = {}
         """The layer trial of one micro-batch, the first of those with the most samples."""
         if layer_trial is not None and microbatches:
-            counts = [sizes_of(item)[0] for item in microbatches]
+            counts = [num_samples for num_samples, _ in self._sizes]
             index = counts.index(max(counts))
             self._trials[index] = layer_trial(microbatches[index])
         self._in_flight: dict[int, _InFlight] = {}
@@ -141,11 +148,12 @@ class StagePasses:
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch, running, link = self._microbatches[index], self._running, self._running.link
-        watch = self._results.begin(microbatch)
+        watch = self._results.begin(microbatch, self._sizes[index])
         forward = MicrobatchPass(
             layers=self._layers,
             num_layers=self._num_layers,
-            seed=(*self._seed, self._first_index + index),
+            seed=self._seeds[index],
+            drawn=self._drawn[index],
             receive=None if link.previous is None else link.receive_activation,
             wait_unit=running.pull.wait_unit if running.pull.is_under_way else None,
             loss_watch=watch,
@@ -203,10 +211,10 @@ class StagePasses:
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._running.link
         self._running.num_in_flight = len(self._in_flight)
-        gradients: list[Tensor | None] = [held.gradient]
+        gradients = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
             link.expect_gradient(index, held.outputs)
-            gradients = [*link.receive_gradient(index)]
+            gradients = link.receive_gradient(index)
         # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
         is_last = index + 1 == len(self._microbatches) and not held.forward.is_reentrant
         if is_last:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.models.batches import epoch_weight, sizes_of
+from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.draws import DrawWatch, warn_of_draws
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
@@ -79,13 +79,19 @@ class StepResults:
         self._logs = logs
         self._device = device
         self._loss_reduction = loss_reduction
+        self._by_module = getattr(module, "num_target_tokens", None)
+        """The module's own count of a batch's targets."""
         self._make_trial = make_trial
 
-    def begin(self, microbatch: Any) -> LossWatch:
-        """Note the module's state before a step; return the watch to use in the step."""
+    def begin(self, microbatch: Any, sizes: tuple[int, int]) -> LossWatch:
+        """Note the module's state before a step; return the watch to use in the step.
+
+        Args:
+            microbatch: The argument of the step.
+            sizes: Its samples and tokens.
+        """
         self.lists.begin()
-        self._sizes = sizes_of(microbatch)
-        num_samples = self._sizes[0]
+        self._sizes, num_samples = sizes, sizes[0]
         self.epoch_weight += epoch_weight(microbatch, num_samples)
         make, self._make_trial = self._make_trial, None
         trial = None if make is None else make(microbatch, num_samples)
@@ -110,12 +116,13 @@ class StepResults:
         Raises:
             StepError, ModelError: It returned no loss, or what this stage doesn't know.
         """
-        if self.is_training and isinstance(output, Mapping):
+        is_named = isinstance(output, Mapping)
+        if self.is_training and is_named:
             output = dict(output)  # Lightning takes any mapping, and hands on a dict.
         check_known(output, "What the step returns needs")
-        loss = _loss_of(output).float() if self.is_training else None
-        returned = output.get("loss") if isinstance(output, Mapping) else output
-        judged = weigh_loss(self.module, microbatch, watch, returned, self._loss_reduction)
+        returned = output.get("loss") if is_named else output
+        loss = _checked_loss(returned, output).float() if self.is_training else None
+        judged = weigh_loss(self._by_module, microbatch, watch, returned, self._loss_reduction)
         weight = as_weight(judged.targets, self._device)
         if self.means is not None and self._loss_reduction is None:
             self._look_at_means(self.means, returned, watch)
@@ -133,11 +140,12 @@ class StepResults:
         # Counts on an accelerator aren't read: that would wait for the forward pass. If they are 0,
         # the gradient is 0; a loss that divides by them is then found by its NaN gradients.
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
-        return [] if is_known and not judged.targets > 0 else [loss], weight.float()
+        # As a number, since comparing tensors makes one more.
+        return [] if is_known and not float(judged.targets) > 0 else [loss], weight.float()
 
     def _look_at_means(self, means: PaddedMeans, loss: object, watch: LossWatch) -> None:
         means.see_averaged(watch.reductions.averaged)
-        if self.is_training and not hasattr(self.module, "num_target_tokens"):
+        if self.is_training and self._by_module is None:
             means.see(THE_LOSS, watch.reductions.of(loss))
 
     def finish(
@@ -169,13 +177,13 @@ class StepResults:
 
 
 def _without_loss(output: Any) -> dict[str, Any]:
-    if not isinstance(output, Mapping):
+    if not isinstance(output, dict):
         return {}
     return {key: value for key, value in output.items() if key != "loss"}
 
 
-def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
+def _checked_loss(loss: Any, output: Any) -> Tensor:
+    """Return the loss among what a training step has returned, without dims."""
     if output is None:
         raise StepError(
             "training_step returned None. Under a pipeline every micro-batch needs a loss: return "
@@ -191,4 +199,4 @@ def _loss_of(output: Any) -> Tensor:
             "training_step returned a loss without gradients. Don't detach it, and let at least "
             "one parameter that it depends on require gradients."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss

@@ -303,7 +303,7 @@ class LossWeight:
 
 
 def weigh_loss(
-    module: object,
+    by_module: Callable[[Any], Count] | None,
     microbatch: object,
     watch: LossWatch,
     loss: object,
@@ -312,17 +312,16 @@ def weigh_loss(
     """Return how a micro-batch's loss counts, as the module's docstring says.
 
     Args:
-        module: The user's.
+        by_module: The module's own `num_target_tokens`; None if it has none.
         microbatch: The argument of its step.
         watch: The watch of the step.
         loss: What the step returned.
         declared: The strategy's option.
     """
-    by_module = getattr(module, "num_target_tokens", None)
     found = watch.reductions.of(loss)
     if by_module is not None:
-        targets: Count = by_module(microbatch)
-        return LossWeight(Kind.SUM if declared is LossReduction.SUM else Kind.MEAN, targets)
+        kind = Kind.SUM if declared is LossReduction.SUM else Kind.MEAN
+        return LossWeight(kind, by_module(microbatch))
     is_together = watch.enters_together or _is_together(found)
     if declared is None and (is_together or watch.finds_meeting(loss, found)):
         return LossWeight(Kind.TOGETHER, 1.0)

@@ -50,6 +50,7 @@ from lightning_hetero.runtime.stage.packed_tensors import (
     packed_behind,
     payload_of,
     payload_sizes,
+    tensor_of,
     unpack,
 )
 
@@ -114,7 +115,7 @@ class _Posted:
         if not self.forms:
             return []
         others = unpack(whole[1], self.forms[1:]) if self.forms[1:] else []
-        return [*unpack(whole[0], self.forms[:1]), *others]
+        return [tensor_of(whole[0], self.forms[0]), *others]
 
 
 class ActivationLink:
@@ -177,11 +178,11 @@ class ActivationLink:
             num_bytes = inbox.capacity if is_payload else 0
             self._clock.wait_for(inbox.work, peer=piece.sender, num_bytes=num_bytes)
             opened = inbox.open()
-        header, payload = opened
+        header, message = opened
         if is_apart:
             received = self._wait(self._post(header.tensors, piece, self._comms.forward))
         else:
-            received = unpack(payload, header.tensors)
+            received = unpack(message, header.tensors, behind=inbox.header_bytes)
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         return Handover(received, [*header.left], [*header.forms], header.changes_input)
@@ -278,7 +279,9 @@ class _Inbox:
         """Bytes of the next message's buffer; the sender counts the same."""
         self.work: dist.Work | None = None
         """The posted receive; None without one."""
-        self._buffer = torch.empty(0)
+        self.header_bytes = 0
+        """Bytes of the last message before its tensors."""
+        self._buffer: Tensor | None = None
         self._last: tuple[bytes, _Header] | None = None
 
     def post(self, peer: int, group: dist.ProcessGroup | None) -> None:
@@ -287,12 +290,13 @@ class _Inbox:
         self.work = dist.irecv(self._buffer, peer, group=group)
 
     def open(self) -> tuple[_Header, Tensor] | None:
-        """Return the header of the message that has arrived, and the bytes after it.
+        """Return the header of the message that has arrived, and the whole message.
 
         None if the message only announces a longer one.
         """
-        self.work = None
-        message = self._buffer.numpy().data
+        buffer, self.work, self._buffer = self._buffer, None, None
+        assert buffer is not None
+        message = buffer.numpy().data
         header_length, length = _LENGTHS.unpack_from(message)
         if length > self.capacity:
             self.capacity = length
@@ -300,9 +304,8 @@ class _Inbox:
         content = bytes(message[LENGTHS_BYTES : LENGTHS_BYTES + header_length])
         if self._last is None or self._last[0] != content:
             self._last = content, _Header(*pickle.loads(content))
-        payload = self._buffer[_header_bytes(content) :]
-        self._buffer = torch.empty(0)
-        return self._last[1], payload
+            self.header_bytes = _header_bytes(content)
+        return self._last[1], buffer
 
 
 class _Outbox:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything
@@ -122,7 +123,7 @@ class StageBoundary:
         self,
         current: MicrobatchPass,
         outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
+        gradients: Sequence[Tensor],
     ) -> None:
         """Run the backward of a forward pass; layers that the user's model checkpoints run again.
 
@@ -133,7 +134,17 @@ class StageBoundary:
         """
         self._backward = current
         try:
-            torch.autograd.backward(outputs, gradients)
+            # As torch.autograd.backward, whose search for gradients that are missing, or of other
+            # shapes, takes as long as ten small kernels. Here each has its output's form.
+            _engine_run_backward(
+                tuple(outputs),
+                tuple(gradients),
+                keep_graph=False,
+                create_graph=False,
+                inputs=(),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
         finally:
             self._backward = None
 
@@ -328,8 +339,8 @@ class StageBoundary:
             )
         current.check_unchanged(index)
         first = current.layers.start
-        if index < first or (index > first and len(call.values) == 1):
-            return  # It isn't computed with here, or this stage's own layer has made it.
+        if index < first or (index > 0 and len(call.values) == 1):
+            return  # It isn't computed with here, or there is only the hidden state.
         others: Sequence[Any] = call.values
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]

@@ -93,8 +93,9 @@ class LayerCall:
                 "be the very tensor that the layer before returned. Hooks of layers that change "
                 "it are computed there, too. Move the computation into the layers, " + _ONE_STAGE
             )
-        if self.args and type(self.args[0]) is Tensor and self.args[0].is_floating_point():
-            _check_plain(self.args[0])
+        first = self.args[0] if self.args else None
+        if isinstance(first, Tensor) and first.is_floating_point():
+            _check_plain(first)
             return 0
         tensors = {key: value for key, value in self.given.items() if isinstance(value, Tensor)}
         likely = [p for p, v in tensors.items() if v.is_floating_point() or v.is_complex()]

@@ -232,7 +232,7 @@ class _Outcome(NamedTuple):
 
 def _run(layer: nn.Module, leavings: LayerLeavings, call: LayerCall) -> _Outcome:
     """Call a layer, and restore it as if it hadn't been called."""
-    before = leavings.look(call.index)
+    before = leavings.look_anew(call.index)
     seed_everything(call.index)
     try:
         with _undisturbed(layer) as buffers:

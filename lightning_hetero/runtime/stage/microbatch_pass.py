@@ -22,7 +22,7 @@ from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
-__all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
+__all__ = ["MicrobatchPass", "StageEnd", "in_place_between", "seeds_of_pass"]
 
 _UNCOUNTED = -1
 """Stands for the version of a tensor without a version counter."""
@@ -66,6 +66,8 @@ class MicrobatchPass:
     """Tries the layers; None in iterations without a trial."""
     lists: AppendedLists | None = None
     """The module's lists, to which layers of a stage may not append."""
+    drawn: tuple[int, ...] = ()
+    """What `seeds_of_pass` returns; asked for here if it is left out."""
     called: list[int] = field(default_factory=list)
     """Indices of the layers called so far, if they are called freely."""
     num_called: int = 0
@@ -95,9 +97,8 @@ class MicrobatchPass:
         """Whether other stages run layers of the model, too."""
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
-        self._drawn = seeds_of(self.num_layers + 2, *self.seed)
-        """Seeds of the step, of each layer's first call, and of what comes after the layers."""
-        self.step_seed = self._last_seed = self._drawn[0]
+        self.drawn = self.drawn or seeds_of_pass(self.num_layers, self.seed)
+        self.step_seed = self._last_seed = self.drawn[0]
         """The seed of all generators at the step's beginning."""
         self.is_free = False
         """Whether layers may be called freely: several times, in any order, or not at all."""
@@ -152,12 +153,12 @@ class MicrobatchPass:
         """
         drawn = torch.default_generator.initial_seed()
         if again:
-            seed_torch(self._seeds.get((drawn, index), self._drawn[index + 1]))
+            seed_torch(self._seeds.get((drawn, index), self.drawn[index + 1]))
             return
         if drawn not in (self._last_seed, self.step_seed):
             _warn_of_seeding()
         times = self._times[index]
-        seed = seed_of(*self.seed, index, times) if times else self._drawn[index + 1]
+        seed = seed_of(*self.seed, index, times) if times else self.drawn[index + 1]
         self._times[index] += 1
         self._seeds[drawn, index] = self._last_seed = seed
         seed_torch(seed)
@@ -223,6 +224,16 @@ class MicrobatchPass:
                 "The step returned without calling the model's layers. Call the model once in it."
             )
         raise _no_chain(f"The step ends with layer {self.num_called - 1} of {self.num_layers}")
+
+
+def seeds_of_pass(num_layers: int, seed: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the seeds of the step, of each layer's first call, and of what follows the layers.
+
+    Args:
+        num_layers: Layers of the model.
+        seed: All that the micro-batch's random numbers depend on.
+    """
+    return seeds_of(num_layers + 2, *seed)
 
 
 def in_place_between(index: int) -> str:

@@ -14,10 +14,10 @@ __all__ = [
     "packed_behind",
     "payload_of",
     "payload_sizes",
+    "tensor_of",
     "unpack",
 ]
 
-_reshaped = torch.ops.aten._unsafe_view.default
 _ALIGNMENT_BYTES = 64
 """Alignment of packed tensors: each can be viewed in its own dtype, and kernels find it aligned."""
 
@@ -68,14 +68,25 @@ def packed_behind(start: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def unpack(packed: Tensor, forms: tuple[Form, ...]) -> list[Tensor]:
-    """Return the tensors with these forms that are packed in `packed`."""
-    tensors = []
-    for start, form in zip(offsets_of(forms), forms, strict=False):
-        found = packed[start : start + form.num_bytes].view(form.dtype)
-        # To autograd it is no view, so that changing one in place doesn't count for the others.
-        tensors.append(_reshaped(found, form.shape))
-    return tensors
+def unpack(packed: Tensor, forms: tuple[Form, ...], *, behind: int = 0) -> list[Tensor]:
+    """Return the tensors with these forms that are packed behind so many bytes of `packed`."""
+    return [
+        tensor_of(packed[behind + start : behind + stop], form)
+        for (start, stop), form in zip(_bounds_of(forms), forms, strict=True)
+    ]
+
+
+def tensor_of(content: Tensor, form: Form) -> Tensor:
+    """Return the tensor with this form whose bytes these are, such as the first of a payload."""
+    # To autograd it is no view, so that changing one in place doesn't count for the others.
+    return content.view(form.dtype).view(form.shape).data
+
+
+@lru_cache(maxsize=256)
+def _bounds_of(forms: tuple[Form, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the bytes [first, last + 1) of each packed tensor."""
+    pairs = zip(offsets_of(forms), forms, strict=False)
+    return tuple((start, start + form.num_bytes) for start, form in pairs)
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.held_values import HeldValues
+from lightning_hetero.runtime.held_values import HeldItems
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
@@ -39,6 +39,8 @@ RECORDER = "transformers.utils.output_capturing"
 """The module whose hooks record outputs of submodules."""
 _CONTAINERS = frozenset((list, dict))
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+"""Attributes that torch itself reads: hooks, parameters and the like."""
+_UNWATCHED = _INTERNAL - {"_buffers"}  # Which is a place of its own.
 
 Rest = tuple[Any, ...]
 """Everything that a layer returns besides the hidden state."""
@@ -68,10 +70,10 @@ class _Space(NamedTuple):
         return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
 
 
-class Spaces(HeldValues):
+class Spaces(HeldItems):
     """All places where one layer may leave something, as they were at one time.
 
-    A layer has two for each of its modules, with hundreds of values, most of which never change. So
+    A layer has two for each of its modules, with dozens of values, most of which never change. So
     all are compared at once, and looked at one by one only where any has changed.
 
     Args:
@@ -80,7 +82,7 @@ class Spaces(HeldValues):
     """
 
     def __init__(self, index: int, named: Sequence[tuple[tuple[str, str], dict[str, Any]]]) -> None:
-        super().__init__(names.values() for _, names in named)
+        super().__init__((names for _, names in named), without=_UNWATCHED)
         self.index = index
         self.all = [_space(name, names) for name, names in named]
         """One `_Space` for each place."""
@@ -109,15 +111,20 @@ class LayerLeavings:
 
     def look(self, index: int) -> Spaces:
         """Return the contents of layer `index`'s places, before it runs or is skipped."""
-        recorded = _recorded_outputs() if RECORDER in sys.modules else None
         last = self._last.get(index)
-        is_known = last is not None and last.recorded is recorded and not last.with_contents
-        if last is None or not is_known or not last.are_same():
-            modules, places = self._modules[index], [] if recorded is None else [recorded]
-            places = [*map(vars, modules), *map(_buffers_of, modules), *places]
-            named = zip(self._names[index], places, strict=False)
-            last = self._last[index] = Spaces(index, [*named])
+        is_known = last is not None and last.recorded is _recorded_outputs()
+        if last is None or not is_known or last.with_contents or not last.are_same():
+            last = self.look_anew(index)
         return last
+
+    def look_anew(self, index: int) -> Spaces:
+        """Return the same with torch's own attributes as they are now, too, as `undo` needs it."""
+        modules, recorded = self._modules[index], _recorded_outputs()
+        places = [*map(vars, modules), *map(_buffers_of, modules)]
+        places += [] if recorded is None else [recorded]
+        made = Spaces(index, [*zip(self._names[index], places, strict=False)])
+        self._last[index] = made
+        return made
 
     def note(self, before: Spaces, hidden: Tensor, rest: Rest, handover: Handover) -> None:
         """Add to a handover what a layer has left since `before`, with its tensors.
@@ -197,7 +204,7 @@ class LayerLeavings:
                     )
 
     def undo(self, before: Spaces) -> None:
-        """Restore all places to what `look` found there."""
+        """Restore all places to what `look_anew` found there."""
         for space in before.all:
             for name in space.names.keys() - space.before.keys():
                 del space.names[name]
@@ -227,7 +234,8 @@ def _names_of(layer: nn.Module) -> list[tuple[str, str]]:
 
 def _recorded_outputs() -> dict[str, Any] | None:
     """Return the dict in which a Hugging Face model records outputs now; None if none does."""
-    found: dict[str, Any] | None = sys.modules[RECORDER]._active_collector.get()
+    recorder = sys.modules.get(RECORDER)
+    found: dict[str, Any] | None = None if recorder is None else recorder._active_collector.get()
     return found
 
 

@@ -190,7 +190,7 @@ class SkippedLayer:
             state[name] = known if on_zeros else Unknown.of(shape, dtype, device, origin)
         for name, buffer in self._layer.named_buffers():
             state[name] = buffer.clone() if on_zeros else Unknown.like(buffer, origin)
-        before = self._leavings.look(self._index)
+        before = self._leavings.look_anew(self._index)
         try:
             # Eager: if compiled code met the tracking, the layer would stay uncompiled for good.
             with (

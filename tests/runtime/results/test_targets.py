@@ -119,7 +119,8 @@ class Step:
             self.loss = make()
 
     def weigh(self, module: object, batch: object) -> tuple[Kind, float]:
-        found = weigh_loss(module, batch, self.watch, self.loss, self.declared)
+        by_module = getattr(module, "num_target_tokens", None)
+        found = weigh_loss(by_module, batch, self.watch, self.loss, self.declared)
         return found.kind, float(found.targets)
 
 

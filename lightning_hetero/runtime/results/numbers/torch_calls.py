@@ -118,7 +118,7 @@ def is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
 def is_outer(left: Tensor, right: Tensor) -> bool:
     """Whether broadcasting combines each row of one tensor with each row of the other."""
     ndim = max(left.ndim, right.ndim)
-    if ndim < 2:
+    if ndim < 2 or left.shape == right.shape:
         return False
     (row, column), (other_row, other_column) = (
         ((1,) * (ndim - tensor.ndim) + tensor.shape)[:2] for tensor in (left, right)
