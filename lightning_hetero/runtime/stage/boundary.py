@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything
@@ -134,17 +133,7 @@ class StageBoundary:
         """
         self._backward = current
         try:
-            # As torch.autograd.backward, whose search for gradients that are missing, or of other
-            # shapes, takes as long as ten small kernels. Here each has its output's form.
-            _engine_run_backward(
-                tuple(outputs),
-                tuple(gradients),
-                keep_graph=False,
-                create_graph=False,
-                inputs=(),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            torch.autograd.backward(outputs, gradients)
         finally:
             self._backward = None
 
