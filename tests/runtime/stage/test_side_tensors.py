@@ -1,6 +1,7 @@
 """Laws of what layers leave beside their outputs, on one process."""
 
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_does_not_travel_is_refused_when_touched() -> None:
     shared: list[Tensor] = []
     layer = Leaves(shared)
     leavings = LayerLeavings([layer])
-    before, last = leavings.look(0), layer.last
+    before, last = leavings.look_anew(0), layer.last
     layer(torch.randn(3, 2))
     leavings.undo(before)
     assert shared == []
@@ -93,6 +94,21 @@ def test_what_does_not_travel_is_refused_when_touched() -> None:
     assert layer.last is last
     assert not hasattr(layer.inner, "norm")
     assert layer.calls == 0
+
+
+def test_what_torch_itself_reads_is_no_leaving_and_is_restored_as_it_was_last() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2))
+    leavings = LayerLeavings([layer])
+    seen = leavings.look(0)
+    layer.eval()
+    layer[0]._forward_hooks = hooks = OrderedDict()
+    assert leavings.look(0) is seen
+    before = leavings.look_anew(0)
+    layer.train()
+    layer[0]._forward_hooks = OrderedDict()
+    leavings.undo(before)
+    assert not layer.training
+    assert layer[0]._forward_hooks is hooks
 
 
 def test_what_the_next_layer_takes_travels_however_large_it_is() -> None:
