@@ -11,20 +11,19 @@
 Calls of an iteration of the first case: 8,400 before small layers travelled as one unit, 5,240
 since what becomes of samples is judged in fewer calls, 4,560 since small gradients travel, and are
 summed and scaled, in one line, and contexts are entered where something fails only, 4,460 since
-sums are cut out of that line by one call, 4,390 since backward passes call torch's engine; DDP's
-3,180.
+sums are cut out of that line by one call, 4,420 since sizes are found once; DDP's 3,180.
 Messages in and out: 22 before, 6 since (pull, push, what ranks agree on). Of the 2 to 3 ms over DDP
 (main thread, on two loaded cores): what ranks agree on 0.7 ms, the step's functions watched 0.3 (9
 of them) and its layers entered 0.2, gloo's sends and receives 0.25, for they begin on the main
 thread, random states kept 0.2 (0.11 of it NumPy's, whose 624 numbers are copied one by one).
-Two stages with 8 micro-batches: 6,780 and 10,300 (the last stage, whose step goes on to the loss),
-7,150 and 10,740 before backward passes called torch's engine, and seeds and sizes of all
-micro-batches were found at once, 7,570 and 11,160 before all seeds of a micro-batch were drawn by
-one hash, 8,620 and 12,190 before what layers leave and steps append was compared all at once, 9,900
-and 15,200 before that. Of one action the bare loop makes 139, and torch's own Schedule1F1B 245. Of
-the last stage's torch, Lightning, the optimizer and the toy make 5,500. Between kernels a call
-takes 5 to 10 times what it takes in a loop, since they drive its code out of the processor's
-caches: what can be done for all micro-batches at once costs next to nothing.
+Two stages with 8 micro-batches: 7,100 and 10,520 (the last stage, whose step goes on to the loss),
+7,150 and 10,740 before seeds and sizes of all micro-batches were found at once, 7,570 and 11,160
+before all seeds of a micro-batch were drawn by one hash, 8,620 and 12,190 before what layers leave
+and steps append was compared all at once, 9,900 and 15,200 before that. Of one action the bare loop
+makes 139, and torch's own Schedule1F1B 245. Of the last stage's torch, Lightning, the optimizer and
+the toy make 5,500. Between kernels a call takes 5 to 10 times what it takes in a loop, since they
+drive its code out of the processor's caches: what can be done for all micro-batches at once costs
+next to nothing.
 
 The figures are CPU seconds of the main thread: what Python adds is computed there, and wall time on
 a machine that others use says more of them. Notes give the same of wall time. Each is a tenth
@@ -226,8 +225,8 @@ def run() -> list[Row]:
     equal, ddp, stages = zip(*pool.run(count_calls, 2, timeout_s=500), strict=True)
     rows = [
         _count_row("two equal pipelines", max(equal), max(ddp), 4_450),
-        _count_row("the first of two stages", stages[0], None, 6_900),
-        _count_row("the last of two stages", stages[1], None, 10_500),
+        _count_row("the first of two stages", stages[0], None, 7_200),
+        _count_row("the last of two stages", stages[1], None, 10_650),
     ]
     cases = (
         ("iteration over DDP's, two equal pipelines", against_ddp, 3e-3, "Lightning DDPStrategy"),
