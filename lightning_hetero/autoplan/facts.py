@@ -280,6 +280,7 @@ class RunFacts:
             weight_bytes=self.compute_bytes,
             gradient_bytes=math.ceil(self.compute_bytes * share),
             summed_bytes=math.ceil(self.summed_bytes * share),
+            master_bytes=self.master_bytes,
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
             redundancy=self.redundancy,
             selective=not self.layer_options.compile_layers,

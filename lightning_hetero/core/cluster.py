@@ -175,6 +175,12 @@ class Cluster:
         points = tuple((item.message_bytes, item.bytes_per_s) for item in self.inter_node_rates)
         return MessageCurve(points) if points else None
 
+    @functools.cached_property
+    def backend(self) -> str:
+        """The backend by which a run's ranks communicate: "gloo" if any device is a CPU."""
+        is_any_cpu = any(find_device(n.device, self.devices).is_cpu for n in self.nodes)
+        return "gloo" if is_any_cpu else "nccl"
+
     def _check_links(self) -> None:
         seen: dict[tuple[int, int], Link] = {}
         for link in self.links:

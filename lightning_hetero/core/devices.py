@@ -36,6 +36,8 @@ class DeviceSpec:
     """Bandwidth to a peer in the same node, one direction, bytes/s."""
     host_bytes_per_s: float = 25e9
     """Bandwidth to the memory of its host, one direction, bytes/s (PCIe 4.0 with 16 lanes)."""
+    is_cpu: bool = False
+    """Whether it is a CPU, on which ranks communicate by gloo; all others do by NCCL."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -37,6 +37,7 @@ from lightning_hetero.core.slices import (
 )
 
 __all__ = [
+    "MOST_BY_MESSAGES",
     "MOST_PADDING",
     "Circle",
     "ExchangeKind",
@@ -46,6 +47,7 @@ __all__ = [
     "TransferTable",
     "Unit",
     "UnitKind",
+    "are_collective",
     "unit_of",
 ]
 
@@ -65,6 +67,25 @@ class ExchangeKind(Choice):
     REDUCE_SCATTER = "reduce-scatter"
     """COLLECTIVES, but the backend sums gradients, in the compute dtype and in its own order, if
     all ranks of a unit hold it whole."""
+
+
+MOST_BY_MESSAGES = 8
+"""Most ranks of a unit that use messages on gloo, unless the kind of exchange is named."""
+
+
+def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
+    """Return whether ranks exchange units by a collective, if there is a group for it.
+
+    Runtime and simulator both ask here.
+
+    Args:
+        kind: How units travel.
+        backend: The ranks' backend: "gloo", "nccl", …
+        num_members: The ranks of a circle, or of a unit without circles.
+    """
+    if num_members == 1 or kind is ExchangeKind.MESSAGES:
+        return False
+    return kind is not ExchangeKind.AUTO or backend != "gloo" or num_members > MOST_BY_MESSAGES
 
 
 def unit_of(spec: ParameterSpec, num_layers: int) -> int:

@@ -2,6 +2,8 @@
 
 Nodes of a class have equal devices and links, so swapping them changes neither times nor memory. A
 search that moves single stages often finds the same pipelines on other nodes of the same class.
+(Where links between two nodes differ from others, a ring may go over such a link or not, depending
+on the node between them; the search takes that for equal, too.)
 """
 
 import itertools

@@ -31,6 +31,8 @@ def push_by_node_s(
 ) -> float:
     """Return the seconds of the same push if it is summed on each node first.
 
+    If no node has several holders, or one has all, the runtime sends straight.
+
     Args:
         links: The cluster's links.
         ranks: The holders.
@@ -38,6 +40,8 @@ def push_by_node_s(
         width: Bytes of a value in a sum, over those of a value in a gradient on its way.
     """
     nodes = Counter(links.node_of_rank[rank] for rank in ranks)
+    if len(nodes) in (1, len(ranks)):
+        return push_straight_s(links, ranks, num_bytes)
     inside_s = max(
         _sends_s(links, node, {node: count - 1}, num_bytes / count) for node, count in nodes.items()
     )

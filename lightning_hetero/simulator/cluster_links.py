@@ -9,6 +9,8 @@ messages are under way together. NCCL's trees serve all-reduces only, which an e
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from lightning_hetero.core.cluster import Cluster
 
 __all__ = ["ClusterLinks", "pairwise_s", "ring_s"]
@@ -35,8 +37,9 @@ class ClusterLinks:
             for low, high in (sorted(link.nodes) for link in cluster.links)
             if low != high
         }
-        self.inside_links = [cluster.link_between(i, i) for i in range(len(cluster.nodes))]
-        """(bytes/s, latency in seconds) of one direction between ranks of each node."""
+        inside = [cluster.link_between(index, index) for index in range(len(cluster.nodes))]
+        self.inside_bytes_per_s, self.inside_latency_s = np.array(inside).T.copy()
+        """[nodes] Rate and latency of one direction between ranks of each node."""
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
 
     def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:

@@ -6,25 +6,37 @@ and sends (D-1)/D of it, straight to the owners, and receives as much. Layers go
 in one fixed order, gradients from the last layer to the first, each as soon as its backward ended
 on all holders. Within a segment arrivals and sends are evenly spaced, so the queue ends at the
 larger of two linear cases, without a loop over layers.
+
+Prices are those of what `runtime.exchange` calls. If all holders of a segment have one TP degree,
+those of the same part form a circle (`core.transfers.Circle`):
+
+- A pull is an all-gather around the circle's ring, and one of norms in each stage, if holders use a
+  collective (`are_collective`: AUTO on NCCL, or for many holders) and may gather into their weights
+  (`StateLayout.pulls_into_views`).
+- A push is summed on each node first (BY_NODE), or a ring's reduce-scatter (REDUCE_SCATTER).
+
+All else is pairwise: messages, or an all-to-all, which NCCL makes of messages. So are all segments
+whose holders differ in degree, whatever the kind of exchange. Pieces are taken to be equal, where
+the runtime pads rows or, if that added more than an eighth, uses an all-to-all.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import add
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import PipelinePlan
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.core.transfers import ExchangeKind, are_collective
 from lightning_hetero.simulator.by_node import push_by_node_s
-from lightning_hetero.simulator.cluster_links import pairwise_s, ring_s
+from lightning_hetero.simulator.cluster_links import pairwise_s
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.piece_links import peer_rates, rings_inside_s, rings_s
 
 __all__ = ["SUM_BYTES", "ExchangeTable", "Holders", "Segment", "cut_segments"]
 
@@ -184,33 +196,66 @@ class ExchangeTable:
 
     def _fill_sharded(self) -> None:
         """Fill the table for shared ownership: every holder sends to all others, and receives."""
-        layout, every = self._cost.layout, self._holders
-        stages = np.array([segment.stages for segment in self.segments]).T
-        ranks = [np.array(entry.ranks)[:, row] for entry, row in zip(every, stages, strict=True)]
-        nodes = np.array(self._cost.node_of_rank)[np.concatenate(ranks)]
-        rate, latency = _peer_rates(self._cost, nodes)
-        firsts = np.cumsum([0, *map(len, ranks[:-1])])
-        rate, latency = (np.maximum.reduceat(item, firsts, axis=0) for item in (rate, latency))
-        degrees = [
-            np.array(entry.tp_degrees)[row] for entry, row in zip(every, stages, strict=True)
-        ]
-        units = np.array([segment.params_per_unit for segment in self.segments])
-        per_byte = units / np.array(degrees) / len(nodes) * rate
-        self.push_s = (latency + layout.pushed_bytes * per_byte).T.tolist()
-        self.pull_s = (latency + layout.weight_bytes * per_byte).T.tolist()
-        if layout.exchange not in (ExchangeKind.MESSAGES, ExchangeKind.AUTO):
-            self.pull_s = [
-                list(map(add, self._ring_s(item, layout.weight_bytes), self._stage_gather_s(item)))
-                for item in self.segments
-            ]
-        elif self._cost.message_curve is not None:
-            self.pull_s = [self._pairwise_s(item, layout.weight_bytes) for item in self.segments]
-        if layout.exchange is ExchangeKind.BY_NODE and self._are_circles:
-            self.push_s = [self._by_node_s(item, layout.pushed_bytes) for item in self.segments]
-        elif layout.exchange is ExchangeKind.REDUCE_SCATTER:
-            self.push_s = [self._ring_s(item, layout.pushed_bytes) for item in self.segments]
-        elif self._cost.message_curve is not None:
-            self.push_s = [self._pairwise_s(item, layout.pushed_bytes) for item in self.segments]
+        cost, layout, every = self._cost, self._cost.layout, self._holders
+        node_of, held = cost.node_of_rank, list(zip(every, self._stages, strict=True))
+        nodes = np.array(
+            [[node_of[row[s]] for s in stages] for entry, stages in held for row in entry.ranks]
+        )
+        firsts = np.cumsum([0, *[len(entry.ranks) for entry in every[:-1]]])
+        rate, latency = (
+            np.maximum.reduceat(item, firsts, axis=0) for item in peer_rates(cost, nodes)
+        )
+        shards = np.array([segment.params_per_unit for segment in self.segments]) / self._degrees
+        per_byte = shards / len(nodes) * rate
+        pull = latency + layout.weight_bytes * per_byte
+        push = latency + layout.pushed_bytes * per_byte
+        if self._are_gathered.any():
+            gathers = np.maximum.reduceat(self._stage_gathers_s(nodes), firsts, axis=0)
+            rings = rings_s(cost, nodes, layout.weight_bytes * shards[0])
+            pull = np.where(self._are_gathered, rings + gathers, pull)
+        if layout.exchange is ExchangeKind.REDUCE_SCATTER:
+            rings = rings_s(cost, nodes, layout.pushed_bytes * shards[0])
+            push = np.where(self._are_circles, rings, push)
+        self.pull_s, self.push_s = pull.T.tolist(), push.T.tolist()
+        if cost.message_curve is not None or layout.exchange is ExchangeKind.BY_NODE:
+            self._fill_one_by_one()
+
+    def _fill_one_by_one(self) -> None:
+        """Replace the seconds that depend on sizes of messages, or on sums by node."""
+        layout, has_curve = self._cost.layout, self._cost.message_curve is not None
+        for index, segment in enumerate(self.segments):
+            if has_curve and not self._are_gathered[index]:
+                self.pull_s[index] = self._pairwise_s(segment, layout.weight_bytes)
+            kind = layout.exchange if self._are_circles[index] else ExchangeKind.MESSAGES
+            if kind is ExchangeKind.BY_NODE:
+                self.push_s[index] = self._by_node_s(segment, layout.pushed_bytes)
+            elif has_curve and kind is not ExchangeKind.REDUCE_SCATTER:
+                self.push_s[index] = self._pairwise_s(segment, layout.pushed_bytes)
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, ...]]:
+        """[pipeline][segment] the stage that holds each segment."""
+        return list(zip(*[segment.stages for segment in self.segments], strict=True))
+
+    @cached_property
+    def _degrees(self) -> IntArray:
+        """[pipeline, segment] ranks of that stage."""
+        held = zip(self._holders, self._stages, strict=True)
+        return np.array([[entry.tp_degrees[stage] for stage in row] for entry, row in held])
+
+    @cached_property
+    def _are_circles(self) -> BoolArray:
+        """For each segment whether all its stages have one degree."""
+        are_equal: BoolArray = (self._degrees == self._degrees[0]).all(axis=0)
+        return are_equal
+
+    @cached_property
+    def _are_gathered(self) -> BoolArray:
+        """For each segment whether it is pulled by an all-gather."""
+        layout, backend = self._cost.layout, self._cost.cluster.backend
+        num_holders = sum(len(entry.ranks) for entry in self._holders)
+        is_collective = are_collective(layout.exchange, backend, num_holders)
+        return self._are_circles & (is_collective and not layout.pulls_into_views)
 
     def _pairwise_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
         """Return the seconds in which each holder sends to all others, by the sizes of messages."""
@@ -236,45 +281,30 @@ class ExchangeTable:
             )
         return seconds
 
-    @property
-    def _are_circles(self) -> bool:
-        """Whether all stages have one degree, so that the ranks with the same part form a ring."""
-        return len({degree for entry in self._holders for degree in entry.tp_degrees}) == 1
-
     def _by_node_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
         """Return the seconds of a push that is summed on each node, in fp32."""
         held = list(zip(self._holders, segment.stages, strict=True))
         ranks = [row[stage] for entry, stage in held for row in entry.ranks]
-        params = segment.params_per_unit / self._holders[0].tp_degrees[0]
+        params = segment.params_per_unit / self._holders[0].tp_degrees[segment.stages[0]]
         width = SUM_BYTES / self._cost.layout.gradient_bytes
         seconds = push_by_node_s(self._cost, ranks, params * bytes_per_param, width=width)
         return [seconds] * len(held)
 
-    def _ring_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
-        """Return the seconds of a ring of a segment's holders, nodes one after another."""
-        held = list(zip(self._holders, segment.stages, strict=True))
-        ranks = sorted(row[stage] for entry, stage in held for row in entry.ranks)
-        shard = segment.params_per_unit / min(entry.tp_degrees[stage] for entry, stage in held)
-        return [self._cost.ring_s(ranks, shard * bytes_per_param)] * len(held)
+    def _stage_gathers_s(self, nodes: IntArray) -> FloatArray:
+        """Return [holder, segment] seconds in which stages gather what all of their ranks hold.
 
-    def _stage_gather_s(self, segment: Segment) -> list[float]:
-        """Return the seconds in which stages gather what all of their ranks hold, such as norms.
-
-        If all stages have one degree, ranks with the same part of a stage exchange it, so each gets
-        only a part of the norms. Ranks of a stage are assumed to be on one node.
+        Such as norms: ranks with the same part of a stage exchange it, so each gets only a part of
+        them. Ranks of a stage are assumed to be on one node, and segments to be circles.
         """
         cost, model = self._cost, self._cost.model
-        held = list(zip(self._holders, segment.stages, strict=True))
-        degree, *others = {entry.tp_degrees[stage] for entry, stage in held}
-        if others or degree == 1 or segment is self.segments[-1]:  # Embeddings have no norms.
-            return [0.0] * len(held)
-        whole = model.whole_params_per_layer if segment.is_layers else model.norm_params
-        num_bytes = whole * cost.layout.weight_bytes
-        firsts = [[row[stage] for row in entry.ranks] for entry, stage in held]
-        return [
-            max(ring_s(degree, num_bytes, partial(cost.transfer_s, rank, rank)) for rank in ranks)
-            for ranks in firsts
+        whole = [
+            model.whole_params_per_layer if segment.is_layers else model.norm_params
+            for segment in self.segments
         ]
+        num_bytes = cost.layout.weight_bytes * np.array(whole, float)
+        seconds = rings_inside_s(cost, nodes, self._degrees[0], num_bytes)
+        seconds[:, -1] = 0.0  # Embeddings have no norms.
+        return seconds
 
     def _fill_replicated(self) -> None:
         """Fill the table for ring all-reduces, one for each part of a stage by the finest cut."""
@@ -326,40 +356,3 @@ class _ReadyTimes:
                 ready = end - per_layer_s * left
                 found.append((ready, ready))
         return found
-
-
-def _peer_rates(cost: CostModel, nodes: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Return for each holder the sum over its peers of 1 / bandwidth, and its largest latency.
-
-    For all pieces at once, and linear in holders and links: peers on other nodes count at the
-    cluster's rate, and the few links that differ correct that.
-
-    Args:
-        cost: The cluster's links.
-        nodes: [D, G] nodes of the D holders of each of G pieces, which exchange among themselves.
-
-    Returns:
-        Seconds per byte and seconds of latency, both [D, G].
-    """
-    cluster = cost.cluster
-    num_holders, num_pieces = nodes.shape
-    size = num_pieces, len(cluster.nodes)
-    columns = np.arange(num_pieces)
-    places = (columns * size[1] + nodes).ravel()
-    per_node = np.bincount(places, minlength=size[0] * size[1]).reshape(size)
-    near = per_node[columns, nodes] - 1
-    far = num_holders - 1 - near
-    default_bytes_per_s = cluster.inter_node_bytes_per_s
-    rate = far / default_bytes_per_s
-    latency = np.zeros(nodes.shape)
-    for pair, (bytes_per_s, latency_s) in cost.special_links.items():
-        for node, peer in (pair, pair[::-1]):
-            peers = np.where(nodes == node, per_node[:, peer], 0)
-            far -= peers
-            rate += peers * (1 / bytes_per_s - 1 / default_bytes_per_s)
-            latency[peers > 0] = np.maximum(latency[peers > 0], latency_s)
-    latency[far > 0] = np.maximum(latency[far > 0], cluster.inter_node_latency_s)
-    inside_bytes_per_s, inside_latency_s = np.array(cost.inside_links).T[:, nodes]
-    rate += near * (1 / inside_bytes_per_s)
-    latency = np.where(near > 0, np.maximum(latency, inside_latency_s), latency)
-    return rate, latency

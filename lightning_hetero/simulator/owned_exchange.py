@@ -3,7 +3,8 @@
 With f_q the share of a unit that rank q owns (`spread_ownership`), a holder of a shard S pushes
 S - own to the owners and each owner receives its f_q of the unit from every pipeline but its own;
 pulls go the same way back. A unit takes as long as the slower of its holder and its owners. What a
-rank owns of units that it doesn't hold, it receives in addition to its own stage's.
+rank owns of units that it doesn't hold, it receives in addition to its own stage's. A unit that is
+owned by its holders in about equal parts is gathered, if it is, as if these were equal.
 
 By proxies (`core.proxies`), with D pipelines, a unit takes as long as if its holders owned equal
 parts, and then as long as a proxy needs to send S / D of sums to owners, or an owner to receive its
@@ -19,7 +20,7 @@ from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.proxies import are_by_proxies
-from lightning_hetero.core.transfers import MOST_PADDING
+from lightning_hetero.core.transfers import MOST_PADDING, are_collective
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.exchange import (
     SUM_BYTES,
@@ -92,6 +93,12 @@ def _own_part(owned: dict[int, float], ranks: Sequence[int]) -> float:
     return sum(owned.get(rank, 0.0) for rank in ranks)
 
 
+def _are_alike(unit: OwnedUnit, owned: dict[int, float]) -> bool:
+    """Return whether a unit's holders own it, in parts that are about equal."""
+    holders = {rank for ranks in unit.holders for rank in ranks}
+    return owned.keys() <= holders and max(owned.values()) * len(holders) <= 1 + MOST_PADDING
+
+
 class _OwnedExchange(ExchangeTable):
     """Seconds of pull and push of a plan whose ranks own by their room."""
 
@@ -107,9 +114,13 @@ class _OwnedExchange(ExchangeTable):
         self._units = _units(plan, self.segments)
         owned = spread_ownership(self._units, plan.owner_shares)
         self._on_nodes = [_OnNodes(*pair, cost) for pair in zip(self._units, owned, strict=True)]
-        pairs_of_units = zip(self._units, owned, strict=True)
-        self._by_proxies = [self._are_by_proxies(*pair) for pair in pairs_of_units]
-        if any(self._by_proxies):
+        are_alike = [_are_alike(*pair) for pair in zip(self._units, owned, strict=True)]
+        pairs_of_units = zip(owned, are_alike, self._are_circles, strict=True)
+        self._by_proxies = [
+            is_circle and not is_alike and self._are_by_proxies(shares)
+            for shares, is_alike, is_circle in pairs_of_units
+        ]
+        if any(self._by_proxies) or any(are_alike):
             super()._fill()
         alike = list(zip(self.push_s, self.pull_s, strict=True))
         self.push_s, self.pull_s = [], []
@@ -130,23 +141,23 @@ class _OwnedExchange(ExchangeTable):
             known = dict(zip(firsts, found, strict=True))
             pairs = [known[kind] for kind in kinds]
             self.push_s.append(_after(push_before, pairs, push))
-            self.pull_s.append(_after(pull_before, pairs, layout.weight_bytes))
+            if are_alike[index] and self._are_gathered[index]:
+                self.pull_s.append(alike[index][1])
+            else:
+                self.pull_s.append(_after(pull_before, pairs, layout.weight_bytes))
 
-    def _are_by_proxies(self, unit: OwnedUnit, owned: dict[int, float]) -> bool:
-        """Whether a unit goes by proxies, judged by shares.
+    def _are_by_proxies(self, owned: dict[int, float]) -> bool:
+        """Whether a unit whose holders are a circle but own unequal parts goes by proxies.
 
-        It does if its holders don't own about equal parts, all stages have one degree, and no owner
-        meets most proxies: an owner of a share f meets those of f·D pieces and one more.
+        It does if no owner meets most proxies, judged by shares: an owner of a share f meets those
+        of f·D pieces and one more.
         """
-        num_pipelines, most = self._plan.num_pipelines, max(owned.values())
-        holders = {rank for ranks in unit.holders for rank in ranks}
-        are_alike = owned.keys() <= holders and most * len(holders) <= 1 + MOST_PADDING
-        is_spread = 2 * (most * num_pipelines + 1) <= num_pipelines
+        kind, num_pipelines = self._cost.layout.exchange, self._plan.num_pipelines
+        is_spread = 2 * (max(owned.values()) * num_pipelines + 1) <= num_pipelines
         return (
             is_spread
-            and not are_alike
-            and self._are_circles
-            and are_by_proxies(self._cost.layout.exchange, num_pipelines)
+            and are_by_proxies(kind, num_pipelines)
+            and are_collective(kind, self._cost.cluster.backend, num_pipelines)
         )
 
     def _proxy_s(

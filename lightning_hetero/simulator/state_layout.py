@@ -7,8 +7,8 @@ from lightning_hetero.core.transfers import ExchangeKind
 
 __all__ = ["PRECISIONS", "StateLayout"]
 
-PRECISIONS = {"bf16-mixed": (2, 4, 16), "bf16-true": (2, 4, 8), "32-true": (4, 4, 16)}
-"""Bytes per parameter of weights, of summed gradients, and of what an owner keeps."""
+PRECISIONS = {"bf16-mixed": (2, 4, 4, 16), "bf16-true": (2, 4, 2, 8), "32-true": (4, 4, 4, 16)}
+"""Bytes per parameter of weights, of summed gradients, of masters, and of all an owner keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,8 @@ class StateLayout:
     """Gradients on their way to their owners, bytes per parameter; this is what a push moves."""
     summed_bytes: int = 4
     """Gradients that a holder sums over its micro-batches, bytes per parameter."""
+    master_bytes: int = 4
+    """Master weights, bytes per owned parameter; a part of `owned_bytes`."""
     owned_bytes: int = 16
     """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
     activation_factor: float = 1.0
@@ -33,9 +35,7 @@ class StateLayout:
     """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
     are all-reduced around a ring and no weights are pulled."""
     exchange: ExchangeKind = ExchangeKind.AUTO
-    """How holders that share ownership exchange. Pulls are pairwise for AUTO and MESSAGES, else a
-    ring's all-gather. Pushes are a ring for REDUCE_SCATTER, summed by node for BY_NODE, else
-    pairwise."""
+    """How holders that share ownership exchange; see `simulator.exchange`."""
     redundancy: int = 0
     """Standbys of each slice, 0 or 1: they keep and push what owners do, and pull nothing."""
     overlap: bool = True
@@ -60,6 +60,14 @@ class StateLayout:
         return self.gradient_bytes * self.num_keepers
 
     @property
+    def pulls_into_views(self) -> bool:
+        """Whether slices may be views of compute weights, into which nothing is gathered.
+
+        With standbys only, and masters as wide as weights.
+        """
+        return self.redundancy > 0 and self.master_bytes == self.weight_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """The states that all keepers of a slice have, bytes per parameter."""
         return self.owned_bytes * self.num_keepers
@@ -72,11 +80,12 @@ class StateLayout:
     @classmethod
     def of_precision(cls, precision: str, *, redundancy: int = 0) -> Self:
         """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
-        weight, summed, owned = PRECISIONS[precision]
+        weight, summed, master, owned = PRECISIONS[precision]
         return cls(
             weight_bytes=weight,
             gradient_bytes=weight,
             summed_bytes=summed,
+            master_bytes=master,
             owned_bytes=owned,
             redundancy=redundancy,
         )

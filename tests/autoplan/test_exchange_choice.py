@@ -86,7 +86,6 @@ def test_simulated_seconds_are_those_of_the_bytes_that_relays_move(counts: tuple
         intra_node_latency_s=0.0,
     )
     links = ClusterLinks(cluster)
-    links.inside_links = [(1 / inside_s, 0.0)] * len(counts)
     links._links = {(node, node): (1 / inside_s, 0.0) for node in range(len(counts))}
     nodes, num_ranks, num_bytes, width = links.node_of_rank, sum(counts), 1e9, 2.0
     relays = [Relays.of(nodes, own) for own in range(num_ranks)]

@@ -10,22 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.core import transfers
 from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.message_curve import MessageCurve
 from lightning_hetero.core.owners import assign_owners
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.proxies import ProxyTable
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
-from lightning_hetero.simulator import RooflineCost, StateLayout, owned_exchange
+from lightning_hetero.runtime.iteration import running_plan
+from lightning_hetero.simulator import (
+    RooflineCost,
+    StateLayout,
+    exchange,
+    owned_exchange,
+    simulate,
+)
 from lightning_hetero.simulator.cluster_links import ring_s
 from lightning_hetero.simulator.exchange import ExchangeTable
 from tests.simulator.closed_form import table_of
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
 
-KINDS = st.sampled_from([ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER])
+KINDS = st.sampled_from([ExchangeKind.AUTO, ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER])
+CURVES = st.sampled_from([None, MessageCurve(((1e2, 1e5), (1e4, 1e6), (1e6, 1e7)))])
+CPU = replace(KNOWN_DEVICES["A100-40GB"], name="cpu", is_cpu=True)
 
 
 def curve_of(coefficients: list[float], fastest: float) -> MessageCurve:
@@ -73,20 +84,25 @@ def exchange_of(plan: ParallelPlan, cost: RooflineCost, kind: ExchangeKind) -> E
     return table_of(plan, cost)
 
 
-@given(plans(), costs(), KINDS)
-@settings(max_examples=40, deadline=None)
-def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, kind):
+@given(plans(), costs(), KINDS, CURVES)
+@settings(max_examples=80, deadline=None)
+def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, kind, curve):
+    cost.message_curve = curve
     pairwise, table = (exchange_of(plan, cost, k) for k in (ExchangeKind.MESSAGES, kind))
     for index, segment in enumerate(table.segments):
         stages = [p.stages[s] for p, s in zip(plan.pipelines, segment.stages, strict=True)]
-        ranks, degree = sorted(s.ranks[0] for s in stages), min(s.tp_degree for s in stages)
+        ranks, degree = sorted(s.ranks[0] for s in stages), stages[0].tp_degree
+        if {s.tp_degree for s in stages} != {degree}:
+            assert table.pull_s[index] == pairwise.pull_s[index]
+            assert table.push_s[index] == pairwise.push_s[index]
+            continue
         ring = list(itertools.pairwise([*ranks, ranks[0]]))
         message = segment.params_per_unit / degree / len(ranks) * 2
         expected = (len(ranks) - 1) * max(cost.transfer_s(a, b, message) for a, b in ring)
         expected = expected if len(ranks) > 1 else 0.0
         gathers = [0.0] * len(ranks)
         is_embedding = index + 1 == len(table.segments)
-        if len(ranks) > 1 and not is_embedding and {s.tp_degree for s in stages} == {degree}:
+        if len(ranks) > 1 and not is_embedding:
             # Of a stage's norms each of its ranks has pulled a part.
             num_norms = 2 if segment.is_layers else 1
             part = num_norms * MODEL.hidden_size / degree * 2
@@ -96,6 +112,125 @@ def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, k
         assert table.push_s[index] == (table if is_ring else pairwise).push_s[index]
         if is_ring:
             assert table.push_s[index] == pytest.approx([expected] * len(ranks))
+
+
+@given(plans(), costs())
+@settings(max_examples=40, deadline=None)
+def test_segments_are_circles_where_the_runtimes_tables_have_them(plan, cost):
+    specs = [
+        ParameterSpec(name=f"layers.{layer}.weight", shape=(64, 8), layer=layer, tp_dim=0)
+        for layer in range(plan.num_layers)
+    ]
+    slices = assign_owners(specs, plan, world_size=32, ownership=Ownership.HOLDERS)
+    found = [
+        u.kind.circles(push=False) is not None for u in TransferTable(specs, slices, plan).units
+    ]
+    table = table_of(plan, cost)
+    expected = [
+        bool(is_circle)
+        for segment, is_circle in zip(table.segments, table._are_circles, strict=True)
+        for _ in range(segment.is_layers * segment.num_units)
+    ]
+    assert found == expected[::-1]
+
+
+def nodes_of_one(device: DeviceSpec, num_ranks: int) -> RooflineCost:
+    nodes = (Node(device=device.name, count=1),) * num_ranks
+    return RooflineCost(Cluster(nodes=nodes, devices=(device,)), MODEL)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 9])
+@pytest.mark.parametrize("device", [KNOWN_DEVICES["A100-40GB"], CPU], ids=["gpu", "cpu"])
+def test_auto_takes_as_long_as_what_the_runtime_uses_on_that_backend(device, num_ranks):
+    cost = nodes_of_one(device, num_ranks)
+    plan = ParallelPlan.even(world_size=num_ranks, num_layers=MODEL.num_layers)
+    auto, messages, collectives = (
+        exchange_of(plan, cost, kind)
+        for kind in (ExchangeKind.AUTO, ExchangeKind.MESSAGES, ExchangeKind.COLLECTIVES)
+    )
+    is_collective = not device.is_cpu or num_ranks > transfers.MOST_BY_MESSAGES
+    assert cost.cluster.backend == ("gloo" if device.is_cpu else "nccl")
+    assert auto.pull_s == (collectives if is_collective else messages).pull_s
+    assert auto.push_s == messages.push_s == collectives.push_s
+    # An all-gather of two ranks is a message each.
+    assert (collectives.pull_s == messages.pull_s) == (num_ranks == 2)
+    iterations = [
+        simulate(plan, cost.with_layout(StateLayout(exchange=kind)), [[(64,)]] * num_ranks)
+        for kind in (
+            ExchangeKind.AUTO,
+            ExchangeKind.COLLECTIVES if is_collective else ExchangeKind.MESSAGES,
+        )
+    ]
+    assert iterations[0] == iterations[1]
+
+
+def test_a_cluster_with_any_cpu_communicates_by_gloo():
+    nodes = (Node(device="A100-40GB", count=1), Node(device="cpu", count=1))
+    assert Cluster(nodes=nodes, devices=(CPU,)).backend == "gloo"
+    text = Cluster(nodes=nodes, devices=(CPU,)).to_yaml()
+    assert Cluster.from_yaml(text).backend == "gloo"
+
+
+def test_runtime_and_simulator_decide_on_collectives_by_one_rule():
+    assert running_plan.are_collective is transfers.are_collective
+    assert exchange.are_collective is transfers.are_collective
+    assert owned_exchange.are_collective is transfers.are_collective
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_gathered"),
+    [("bf16-mixed", True), ("bf16-true", False), ("32-true", False)],
+)
+def test_with_standbys_nothing_is_gathered_into_weights_of_which_slices_are_views(
+    precision, is_gathered
+):
+    cost = nodes_of_one(KNOWN_DEVICES["A100-40GB"], 4)
+    plan = ParallelPlan.even(world_size=4, num_layers=MODEL.num_layers)
+    for redundancy in (0, 1):
+        layout = StateLayout.of_precision(precision, redundancy=redundancy)
+        auto, messages = (
+            table_of(plan, cost.with_layout(replace(layout, exchange=kind)))
+            for kind in (ExchangeKind.AUTO, ExchangeKind.MESSAGES)
+        )
+        assert (auto.pull_s != messages.pull_s) == (is_gathered or not redundancy)
+
+
+def test_equal_owner_shares_change_no_pull():
+    cost = nodes_of_one(KNOWN_DEVICES["A100-40GB"], 4)
+    plan = ParallelPlan.even(world_size=4, num_layers=MODEL.num_layers)
+    shared = replace(plan, owner_shares=(1.0, 1.05, 1.0, 1.0))
+    uneven = replace(plan, owner_shares=(1.0, 3.0, 1.0, 1.0))
+    straight, even, other = (
+        owned_exchange.exchange_of(item, [[rank] for rank in range(4)], cost)
+        for item in (plan, shared, uneven)
+    )
+    assert even.pull_s == straight.pull_s
+    # Pieces of unequal sizes are sent one by one: a latency, not three.
+    latency = cost.cluster.inter_node_latency_s
+    assert min(map(min, other.pull_s)) < 3 * latency < min(map(min, even.pull_s))
+
+
+def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_degree():
+    stages = [
+        [((0,), range(2)), ((2, 3), range(2, 6))],
+        [((1,), range(2)), ((4, 5), range(2, 4)), ((6,), range(4, 6))],
+    ]
+    plan = ParallelPlan(
+        pipelines=tuple(
+            PipelinePlan(stages=tuple(StagePlan(ranks=r, layers=layers) for r, layers in row))
+            for row in stages
+        )
+    )
+    cost = RooflineCost(Cluster(nodes=(Node(device="A100-40GB", count=4),) * 2), MODEL)
+    by_node, straight = (
+        exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
+    )
+    # Layers 4 and 5 and the head have stages of two ranks and of one.
+    assert by_node._are_circles.tolist() == [False, False, True, True, True]
+    assert by_node.push_s[:2] == straight.push_s[:2]
+    # Nobody shares a node, or all do, so nothing is summed on it first.
+    for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
+        assert one == pytest.approx(other)
 
 
 @given(plans(), costs())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator import RooflineCost, StateLayout
 from lightning_hetero.simulator.exchange import ExchangeTable, cut_segments
 from tests.simulator.closed_form import table_of
@@ -86,6 +87,7 @@ def test_segments_cover_every_pipelines_layers_once_from_last_to_first(plan, cos
 @given(plans(), costs())
 @settings(max_examples=60, deadline=None)
 def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
+    cost.layout = StateLayout(exchange=ExchangeKind.MESSAGES)
     table = table_of(plan, cost)
     for segment, push, pull in zip(table.segments, table.push_s, table.pull_s, strict=True):
         stages = [p.stages[s] for p, s in zip(plan.pipelines, segment.stages, strict=True)]

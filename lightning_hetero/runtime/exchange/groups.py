@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from lightning_hetero.core.proxies import ProxyTable, are_by_proxies
 from lightning_hetero.core.transfers import Circle, ExchangeKind, UnitKind
 
-__all__ = [
-    "MOST_BY_MESSAGES",
-    "are_collective",
-    "circles_by_proxies",
-    "groups_on_nodes",
-    "groups_wanted",
-]
-
-MOST_BY_MESSAGES = 8
-"""Most ranks of a unit that use messages on gloo, unless the kind of exchange is named."""
+__all__ = ["circles_by_proxies", "groups_on_nodes", "groups_wanted"]
 
 
 def groups_on_nodes(
@@ -28,13 +19,6 @@ def groups_on_nodes(
     if len(by_node) == 1:
         return ()
     return tuple(tuple(ranks) for ranks in by_node.values() if len(ranks) > 1)
-
-
-def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
-    """Return whether units of `num_members` ranks use a collective, if there is a group for it."""
-    if num_members == 1 or kind is ExchangeKind.MESSAGES:
-        return False
-    return kind is not ExchangeKind.AUTO or backend != "gloo" or num_members > MOST_BY_MESSAGES
 
 
 def groups_wanted(

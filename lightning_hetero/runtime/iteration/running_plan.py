@@ -19,13 +19,14 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.slices import OuterRole
-from lightning_hetero.core.transfers import ExchangeKind, TransferTable, UnitKind
-from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.groups import (
+from lightning_hetero.core.transfers import (
+    ExchangeKind,
+    TransferTable,
+    UnitKind,
     are_collective,
-    groups_on_nodes,
-    groups_wanted,
 )
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.exchange.groups import groups_on_nodes, groups_wanted
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream, Sums
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push

@@ -196,6 +196,7 @@ def describe_device(device: torch.device) -> DeviceSpec:
         memory_bytes=_host_memory_bytes(),
         memory_bytes_per_s=_CPU_BYTES_PER_S,
         intra_node_bytes_per_s=_CPU_LINK_BYTES_PER_S,
+        is_cpu=device.type == "cpu",
     )
 
 

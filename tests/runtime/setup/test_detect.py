@@ -71,6 +71,7 @@ def test_ranks_of_a_host_and_type_make_a_node_in_order_of_ranks() -> None:
     assert cluster.link_between(0, 1)[0] == 16e9, "the slower card bounds the link in a host"
     assert cluster.link_between(0, 2)[0] == cluster.inter_node_bytes_per_s
     assert cluster.devices == ()
+    assert cluster.backend == "nccl"
 
 
 def test_ranks_on_one_cpu_share_its_memory() -> None:
@@ -80,6 +81,7 @@ def test_ranks_on_one_cpu_share_its_memory() -> None:
     one = detect_seats(Communicators(global_rank=0, world_size=1), torch.device("cpu"))
     shared = cluster_of([*one, *one, *one])
     assert shared.device_of(2).memory_bytes == alone.device_of(0).memory_bytes // 3
+    assert shared.backend == "gloo"
 
 
 def test_a_device_of_its_own_memory_is_planned_with_that() -> None:
