@@ -201,7 +201,7 @@ class ExchangeTable:
         nodes = np.array(
             [[node_of[row[s]] for s in stages] for entry, stages in held for row in entry.ranks]
         )
-        firsts = np.cumsum([0, *[len(entry.ranks) for entry in every[:-1]]])
+        firsts = [0, *itertools.accumulate([len(entry.ranks) for entry in every[:-1]])]
         rate, latency = (
             np.maximum.reduceat(item, firsts, axis=0) for item in peer_rates(cost, nodes)
         )
