@@ -29,7 +29,7 @@ from typing import Self
 
 import numpy as np
 
-from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind, are_collective
@@ -201,18 +201,21 @@ class ExchangeTable:
         nodes = np.array(
             [[node_of[row[s]] for s in stages] for entry, stages in held for row in entry.ranks]
         )
-        firsts = np.cumsum([0, *[len(entry.ranks) for entry in every[:-1]]])
+        firsts = [0, *itertools.accumulate([len(entry.ranks) for entry in every[:-1]])]
         rate, latency = (
             np.maximum.reduceat(item, firsts, axis=0) for item in peer_rates(cost, nodes)
         )
-        shards = np.array([segment.params_per_unit for segment in self.segments]) / self._degrees
+        degrees = np.array(self._degrees)
+        shards = np.array([segment.params_per_unit for segment in self.segments]) / degrees
         per_byte = shards / len(nodes) * rate
         pull = latency + layout.weight_bytes * per_byte
         push = latency + layout.pushed_bytes * per_byte
-        if self._are_gathered.any():
-            gathers = np.maximum.reduceat(self._stage_gathers_s(nodes), firsts, axis=0)
-            rings = rings_s(cost, nodes, layout.weight_bytes * shards[0])
-            pull = np.where(self._are_gathered, rings + gathers, pull)
+        if any(self._are_gathered):
+            gathered = rings_s(cost, nodes, layout.weight_bytes * shards[0])
+            if max(self._degrees[0]) > 1:
+                inside = self._stage_gathers_s(nodes, degrees[0])
+                gathered = gathered + np.maximum.reduceat(inside, firsts, axis=0)
+            pull = np.where(self._are_gathered, gathered, pull)
         if layout.exchange is ExchangeKind.REDUCE_SCATTER:
             rings = rings_s(cost, nodes, layout.pushed_bytes * shards[0])
             push = np.where(self._are_circles, rings, push)
@@ -238,24 +241,24 @@ class ExchangeTable:
         return list(zip(*[segment.stages for segment in self.segments], strict=True))
 
     @cached_property
-    def _degrees(self) -> IntArray:
-        """[pipeline, segment] ranks of that stage."""
+    def _degrees(self) -> list[list[int]]:
+        """[pipeline][segment] ranks of that stage."""
         held = zip(self._holders, self._stages, strict=True)
-        return np.array([[entry.tp_degrees[stage] for stage in row] for entry, row in held])
+        return [[entry.tp_degrees[stage] for stage in row] for entry, row in held]
 
     @cached_property
-    def _are_circles(self) -> BoolArray:
+    def _are_circles(self) -> list[bool]:
         """For each segment whether all its stages have one degree."""
-        are_equal: BoolArray = (self._degrees == self._degrees[0]).all(axis=0)
-        return are_equal
+        return [len(set(column)) == 1 for column in zip(*self._degrees, strict=True)]
 
     @cached_property
-    def _are_gathered(self) -> BoolArray:
+    def _are_gathered(self) -> list[bool]:
         """For each segment whether it is pulled by an all-gather."""
         layout, backend = self._cost.layout, self._cost.cluster.backend
-        num_holders = sum(len(entry.ranks) for entry in self._holders)
-        is_collective = are_collective(layout.exchange, backend, num_holders)
-        return self._are_circles & (is_collective and not layout.pulls_into_views)
+        num_holders = sum([len(entry.ranks) for entry in self._holders])
+        if layout.pulls_into_views or not are_collective(layout.exchange, backend, num_holders):
+            return [False] * len(self.segments)
+        return self._are_circles
 
     def _pairwise_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
         """Return the seconds in which each holder sends to all others, by the sizes of messages."""
@@ -290,19 +293,21 @@ class ExchangeTable:
         seconds = push_by_node_s(self._cost, ranks, params * bytes_per_param, width=width)
         return [seconds] * len(held)
 
-    def _stage_gathers_s(self, nodes: IntArray) -> FloatArray:
+    def _stage_gathers_s(self, nodes: IntArray, degrees: IntArray) -> FloatArray:
         """Return [holder, segment] seconds in which stages gather what all of their ranks hold.
 
         Such as norms: ranks with the same part of a stage exchange it, so each gets only a part of
-        them. Ranks of a stage are assumed to be on one node, and segments to be circles.
+        them. Ranks of a stage are assumed to be on one node.
+
+        Args:
+            nodes: The holders' nodes.
+            degrees: Ranks of the stages that hold each segment.
         """
         cost, model = self._cost, self._cost.model
-        whole = [
-            model.whole_params_per_layer if segment.is_layers else model.norm_params
-            for segment in self.segments
-        ]
+        in_layer, outside = model.whole_params_per_layer, model.norm_params
+        whole = [in_layer if segment.is_layers else outside for segment in self.segments]
         num_bytes = cost.layout.weight_bytes * np.array(whole, float)
-        seconds = rings_inside_s(cost, nodes, self._degrees[0], num_bytes)
+        seconds = rings_inside_s(cost, nodes, degrees, num_bytes)
         seconds[:, -1] = 0.0  # Embeddings have no norms.
         return seconds
 

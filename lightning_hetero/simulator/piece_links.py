@@ -34,18 +34,16 @@ def peer_rates(links: ClusterLinks, nodes: IntArray) -> tuple[FloatArray, FloatA
     far = num_holders - 1 - near
     default_bytes_per_s = cluster.inter_node_bytes_per_s
     rate = far / default_bytes_per_s
-    latency = np.zeros(nodes.shape)
+    rate += near / links.inside_bytes_per_s[nodes]
+    # Who has no such peers has no latency.
+    latency = (near > 0) * links.inside_latency_s[nodes]
     for pair, (bytes_per_s, latency_s) in links.special_links.items():
         for node, peer in (pair, pair[::-1]):
-            peers = np.where(nodes == node, per_node[:, peer], 0)
+            peers = (nodes == node) * per_node[:, peer]
             far -= peers
             rate += peers * (1 / bytes_per_s - 1 / default_bytes_per_s)
-            latency[peers > 0] = np.maximum(latency[peers > 0], latency_s)
-    # A latency of 0 stands for no such peer.
-    far_latency_s = (far > 0) * cluster.inter_node_latency_s
-    near_latency_s = (near > 0) * links.inside_latency_s[nodes]
-    rate += near / links.inside_bytes_per_s[nodes]
-    return rate, np.maximum(np.maximum(latency, far_latency_s), near_latency_s)
+            np.maximum(latency, (peers > 0) * latency_s, out=latency)
+    return rate, np.maximum(latency, (far > 0) * cluster.inter_node_latency_s)
 
 
 def rings_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> FloatArray:
@@ -70,11 +68,13 @@ def rings_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> Floa
         _inside_s(links, senders, message),
         cluster.inter_node_latency_s + carried_s,
     )
-    for (low, high), (special_bytes_per_s, latency_s) in links.special_links.items():
-        is_there = (senders == low) & (receivers == high)
-        is_back = (senders == high) & (receivers == low)
-        special_s = latency_s + carried_s * (bytes_per_s / special_bytes_per_s)
-        seconds = np.where(is_there | is_back, special_s, seconds)
+    if links.special_links:
+        lows, highs = np.minimum(senders, receivers), np.maximum(senders, receivers)
+        names = lows * len(cluster.nodes) + highs
+        for (low, high), (special_bytes_per_s, latency_s) in links.special_links.items():
+            special_s = latency_s + carried_s * (bytes_per_s / special_bytes_per_s)
+            is_it = names == low * len(cluster.nodes) + high
+            seconds = np.where(is_it, special_s, seconds)
     slowest_s: FloatArray = seconds.max(axis=0)
     return (len(nodes) - 1) * slowest_s
 

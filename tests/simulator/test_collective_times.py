@@ -127,7 +127,7 @@ def test_segments_are_circles_where_the_runtimes_tables_have_them(plan, cost):
     ]
     table = table_of(plan, cost)
     expected = [
-        bool(is_circle)
+        is_circle
         for segment, is_circle in zip(table.segments, table._are_circles, strict=True)
         for _ in range(segment.is_layers * segment.num_units)
     ]
@@ -226,7 +226,7 @@ def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_deg
         exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
     )
     # Layers 4 and 5 and the head have stages of two ranks and of one.
-    assert by_node._are_circles.tolist() == [False, False, True, True, True]
+    assert by_node._are_circles == [False, False, True, True, True]
     assert by_node.push_s[:2] == straight.push_s[:2]
     # Nobody shares a node, or all do, so nothing is summed on it first.
     for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
