@@ -44,7 +44,7 @@ def improve_best(
     judge: Judge,
     estimators: Sequence[Estimator],
     *,
-    effort: int = 1,
+    effort: float = 1,
 ) -> list[Candidate]:
     """Return the candidates and improved ones, best first.
 

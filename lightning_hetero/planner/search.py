@@ -132,6 +132,8 @@ class PlanSearch:
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
         self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh, self._keeping)
+        self._is_recomputing = False
+        """Whether a plan that was simulated recomputes anything."""
         self.num_estimated = 0
         self._best = dict.fromkeys(self.estimators, float("inf"))
         """The best score so far of what each of them allows."""
@@ -170,7 +172,7 @@ class PlanSearch:
             return None
         self.progress("Improving the best plans", 0.6)
         effort = _MOST_EFFORT if self._is_worth_effort(candidates[0]) else 1
-        ranked = improve_best(candidates, self.judge, self.estimators, effort=effort)
+        ranked = self._improve(candidates, effort)
         if self._is_worth_effort(ranked[0]):
             self.progress("Looking beyond the best plans", 0.8)
             ranked = escape_optima(ranked, self.judge, self.estimators)
@@ -194,6 +196,20 @@ class PlanSearch:
             num_estimated=self.num_estimated,
             num_simulated=self.judge.num_simulated,
         )
+
+    def _improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
+        """Return the candidates and improved ones, best first.
+
+        Where plans recompute, they are also improved as if none could: other moves help then.
+        """
+        found = improve_best(candidates, self.judge, self.estimators, effort=effort)
+        if not self._is_recomputing:
+            return found
+        keeping = [self._keeping[estimator] for estimator in self.estimators]
+        kept = improve_best(candidates, self.judge, keeping, effort=effort / 2)
+        if self.judge.score(kept[0]) < self.judge.score(found[0]):
+            kept += improve_best(kept[:1], self.judge, self.estimators, effort=effort / 2)
+        return sorted(dict.fromkeys(found + kept), key=self.judge.score)
 
     def _is_worth_effort(self, candidate: Candidate) -> bool:
         """Return whether the search is thorough, and the candidate far above the lower bound."""
@@ -301,6 +317,7 @@ class PlanSearch:
                 [estimator], arrangements, most, budget, limit
             )
             if is_recomputing:
+                self._is_recomputing = True
                 both = [estimator, self._keeping[estimator]]
                 enough = limit if most > _SIMULATED else min(below, self._best[estimator])
                 found += self._simulate_by(both, arrangements, most, budget, enough)[0]
