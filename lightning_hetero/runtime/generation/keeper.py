@@ -22,6 +22,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,8 @@ KEPT = "LIGHTNING_HETERO_KEPT"
 _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
 """How often it looks into the store."""
+_LOOK_AT_RUN_S = 2.0
+"""How often once all its workers have died: each loss of a run that goes on leaves such a keeper."""
 _HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
 _FROM_TERMINAL = 0x80
@@ -247,6 +250,8 @@ class Keeper:
                 self._woken.wait()
                 self._woken.clear()
                 self._look(store)
+                if self._seen[1] is _Outlook.GOES_ON:
+                    time.sleep(_LOOK_AT_RUN_S)
         except Exception:
             # The client's own errors have many types. The run ends with the store.
             self._seen = len(self._workers), _Outlook.OVER
@@ -254,9 +259,9 @@ class Keeper:
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import newcomers, records
+        from lightning_hetero.runtime.generation import records
 
-        dead, outlook = self._dead(), None
+        dead = self._dead()
         # The dead first: others wait for that word.
         for worker in sorted(self._workers, key=lambda item: item not in dead):
             if worker.member is None:
@@ -267,20 +272,35 @@ class Keeper:
                 if records.is_gone(of_run, number):
                     # The others have given it up, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
-            elif worker in dead:
-                if worker.died_in_training is None:
-                    worker.died_in_training = not records.has_ended(of_run)
-                    records.tell_gone(of_run, number, worker.describe_end())
-                outlook = _Outlook.OVER
-                if newcomers.has_only_knocked(of_run, number):
-                    # The run is none of its own: whoever started it hears at once that it failed.
-                    continue
-                if records.has_ended(of_run):
-                    # What fails after training, in code that follows, is a failure of the script.
-                    outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
-                elif records.is_anybody_left(of_run):
-                    outlook = _Outlook.GOES_ON
-        self._seen = len(dead), outlook
+            elif worker in dead and worker.died_in_training is None:
+                worker.died_in_training = not records.has_ended(of_run)
+                records.tell_gone(of_run, number, worker.describe_end())
+        # While a worker lives, this process stays whatever becomes of the run.
+        lives = any(worker.code is None for worker in self._workers)
+        self._seen = len(dead), None if lives else self._outlook(store, dead)
+
+    def _outlook(self, store: "Store", dead: Sequence["Worker"]) -> "_Outlook | None":
+        """Return what the membership says of the run of dead workers; None if they had none."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        from lightning_hetero.runtime.generation import newcomers, records
+
+        outlook = None
+        for worker in dead:
+            if worker.member is None:
+                continue
+            prefix, number = worker.member
+            of_run = PrefixStore(prefix, store)
+            outlook = _Outlook.OVER
+            if newcomers.has_only_knocked(of_run, number):
+                # The run is none of its own: whoever started it hears at once that it failed.
+                continue
+            if records.has_ended(of_run):
+                # What fails after training, in code that follows, is a failure of the script.
+                outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
+            elif records.is_anybody_left(of_run):
+                outlook = _Outlook.GOES_ON
+        return outlook
 
 
 def _import_slowly() -> None:

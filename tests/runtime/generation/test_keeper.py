@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lightning_hetero.runtime.generation.keeper import (
     tell_keeper,
 )
 from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.generation.records import who_is_gone
 from tests.processes import fork_server, free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,6 +98,39 @@ def test_a_worker_that_dies_alone_is_no_event_for_whoever_started_the_keeper(
     (tmp_path / "ends").touch()
     keeper.join(120.0)
     assert keeper.exitcode == 0
+
+
+def test_a_keeper_with_a_living_worker_asks_nothing_about_its_dead_ones_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, object]] = []
+    run = dist.PrefixStore("members", dist.HashStore())
+    for number in range(4):
+        Membership(run, number=number, node="a", patience_s=60.0)
+
+    class Counted:
+        def __init__(self, prefix: str, store: object) -> None:
+            assert prefix == "members"
+
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                asked.append((name, *arguments))
+                return getattr(run, name)(*arguments)
+
+            return call
+
+    def worker_of(number: int, code: int | None) -> SimpleNamespace:
+        more = {"died_in_training": None, "describe_end": lambda: "It ended."}
+        return SimpleNamespace(member=("members", number), code=code, **more)
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", Counted)
+    workers = [worker_of(number, 3) for number in range(3)] + [worker_of(3, None)]
+    keeper = Keeper(workers, address="", port=0, serves=False)  # type: ignore[arg-type]
+    keeper._look(dist.HashStore())
+    assert who_is_gone(run) == {0, 1, 2}
+    asked.clear()
+    keeper._look(dist.HashStore())
+    assert asked == [("check", ["gone/3"])]
 
 
 def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:
