@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="search 7 to 32 devices no longer than a run does when it starts",
+        help="search 7 to 512 devices no longer than a run does when it starts",
     )
     parser.add_argument(
         "--top", type=int, default=5, metavar="NUMBER", help="kinds of plans to list (default: 5)"

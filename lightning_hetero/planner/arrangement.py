@@ -29,6 +29,7 @@ __all__ = [
     "map_groups",
     "num_units",
     "to_plan",
+    "used_counts",
     "used_nodes",
 ]
 
@@ -60,6 +61,15 @@ Arrangement = tuple[PipelineNodes, ...]
 def used_nodes(arrangement: Arrangement) -> list[int]:
     """Return the nodes that an arrangement has stages on, ascending."""
     return sorted({node for pipeline in arrangement for node in pipeline.nodes})
+
+
+def used_counts(arrangement: Arrangement, num_nodes: int) -> tuple[int, ...]:
+    """Return how many devices of each node an arrangement uses."""
+    counts = [0] * num_nodes
+    for pipeline in arrangement:
+        for node, tp_degree in pipeline.stages:
+            counts[node] += tp_degree
+    return tuple(counts)
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:

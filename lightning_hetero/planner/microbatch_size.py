@@ -76,7 +76,7 @@ def plan_best_size(
     if best is None:
         raise failures[0]
     thorough = PlanSearch(cost, best.workload, options, progress)
-    if thorough.is_thorough:
+    if thorough.is_worth_effort(best.score, best.best.simulation.iteration_time_s):
         best = min(best, thorough.run(), key=lambda result: result.score)
     prices = [price for _, price in bounds if price is not None]
     uniform = replace(

@@ -8,6 +8,7 @@
 """
 
 import bisect
+import copy
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner.allowances import Scores
-from lightning_hetero.planner.arrangement import Arrangement, used_nodes
+from lightning_hetero.planner.arrangement import Arrangement, used_counts, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
@@ -54,10 +55,14 @@ _SIMULATED = 12
 _SIMULATED_DEVICES = 600
 """Devices of all that are simulated on small clusters."""
 _SIMULATED_WORK = 1_500_000  # about microseconds
-_THOROUGH, _MOST_EFFORT = 32, 2
-"""Devices up to which searches may be thorough; of plans that these improve, a multiple."""
-_NEAR_BOUND = 1.1
-"""A score at most so much above the lower bound leaves little to be found."""
+_FEWEST, _THOROUGH, _MOST_EFFORT = 32, 512, 2
+"""Devices up to which searches may be thorough; of plans that these improve, a multiple.
+
+With the fewest, they look beyond local optima; with more, they search with less freedom as well.
+"""
+_NEAR_BOUND, _NOT_FAR = 1.1, 1.3
+"""A score at most so much above the lower bound leaves little to be found: of the fewest, of more.
+"""
 _FEW_DEVICES = 64
 """Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
@@ -111,7 +116,8 @@ class PlanSearch:
         self.progress = progress or (lambda _what, _share: None)
         self.nodes = cost.cluster.nodes
         num_devices = cost.cluster.num_ranks
-        self.is_thorough = options.thorough and _MAX_ENUMERATED_DEVICES < num_devices <= _THOROUGH
+        self._is_thorough = options.thorough and _MAX_ENUMERATED_DEVICES < num_devices <= _THOROUGH
+        self._is_small = num_devices <= _FEWEST
         if options.objective is Objective.COST and cost.cluster.price_per_hour is None:
             raise PlanningError(
                 "Planning for cost needs the price of every node. Give each node a price_per_hour "
@@ -126,7 +132,9 @@ class PlanSearch:
             idle_may_own=options.objective is Objective.THROUGHPUT,
             tp_degrees=self.tp_degrees,
         )
-        self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
+        self.estimators: tuple[Estimator, ...] = (equal,)
+        if not options.equal_microbatches:
+            self.estimators += (equal.unequal(),)
         self.estimator = self.estimators[-1]
         keeping = equal.keeping()
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
@@ -173,7 +181,7 @@ class PlanSearch:
         self.progress("Improving the best plans", 0.6)
         effort = _MOST_EFFORT if self._is_worth_effort(candidates[0]) else 1
         ranked = self._improve(candidates, effort)
-        if self._is_worth_effort(ranked[0]):
+        if self._is_small and self._is_worth_effort(ranked[0]):
             self.progress("Looking beyond the best plans", 0.8)
             ranked = escape_optima(ranked, self.judge, self.estimators)
         self._likely |= {item.arrangement: self.judge.score(item) for item in reversed(ranked)}
@@ -200,24 +208,66 @@ class PlanSearch:
     def _improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
         """Return the candidates and improved ones, best first.
 
-        Where plans recompute, they are also improved as if none could: other moves help then.
+        Where plans recompute, they are also improved as if none could: other moves help then. And
+        where a thorough search of many devices ends far above the lower bound, so is what searches
+        find that may do less, since they begin elsewhere.
         """
         found = improve_best(candidates, self.judge, self.estimators, effort=effort)
-        if not self._is_recomputing:
-            return found
         keeping = [self._keeping[estimator] for estimator in self.estimators]
-        kept = improve_best(candidates, self.judge, keeping, effort=effort / 2)
-        if self.judge.score(kept[0]) < self.judge.score(found[0]):
-            kept += improve_best(kept[:1], self.judge, self.estimators, effort=effort / 2)
-        return sorted(dict.fromkeys(found + kept), key=self.judge.score)
+        if self._is_recomputing:
+            found = self._improve_with_less(found, candidates, keeping, effort / 2)
+        if not self._is_small and self._is_worth_effort(found[0]):
+            self.progress("Searching with less freedom", 0.7)
+            equal = self.estimators[:-1]
+            for estimators in (keeping if self._is_recomputing else [], equal):
+                if estimators:
+                    apart = self._apart(estimators)
+                    begun = apart._simulated(float("inf"))
+                    self.num_estimated += apart.num_estimated
+                    found = self._improve_with_less(found, begun, estimators, effort)
+        return found
+
+    def _improve_with_less(
+        self,
+        found: Sequence[Candidate],
+        candidates: Sequence[Candidate],
+        estimators: Sequence[Estimator],
+        effort: float,
+    ) -> list[Candidate]:
+        """Return what was found, and candidates improved as if less were allowed, best first.
+
+        If these end ahead, they are improved freely as well.
+        """
+        if not candidates:
+            return list(found)
+        more = improve_best(candidates, self.judge, estimators, effort=effort)
+        if self.judge.score(more[0]) < self.judge.score(found[0]):
+            more += improve_best(more[:1], self.judge, self.estimators, effort=effort)
+        return sorted(dict.fromkeys([*found, *more]), key=self.judge.score)
+
+    def _apart(self, estimators: Sequence[Estimator]) -> "PlanSearch":
+        """Return a search that may do less; it shares what is known of candidates."""
+        other = copy.copy(self)
+        other.estimators, other.estimator = tuple(estimators), estimators[-1]
+        other.progress = lambda _what, _share: None
+        other.num_estimated = 0
+        other._best = dict.fromkeys(estimators, float("inf"))
+        other._likely = {}
+        return other
 
     def _is_worth_effort(self, candidate: Candidate) -> bool:
-        """Return whether the search is thorough, and the candidate far above the lower bound."""
-        if not self.is_thorough:
-            return False
         seconds = self.judge.plan(candidate)[1].iteration_time_s
+        return self.is_worth_effort(self.judge.score(candidate), seconds)
+
+    def is_worth_effort(self, score: float, seconds: float) -> bool:
+        """Return whether this is a thorough search, and a plan's score far above the lower bound.
+
+        `seconds` are those of the plan's iteration.
+        """
+        if not self._is_thorough:
+            return False
         bound = self.lower_bounds(seconds)[self.options.objective is Objective.COST] or 0.0
-        return self.judge.score(candidate) > bound * _NEAR_BOUND
+        return score > bound * (_NEAR_BOUND if self._is_small else _NOT_FAR)
 
     def lower_bounds(self, upper_s: float) -> tuple[float, float | None]:
         """Return seconds, and the price, that every plan takes at least.
@@ -265,6 +315,14 @@ class PlanSearch:
             budget = max(0, limit - self.judge.work_done)
             likely = min(below, self._best[self.estimator])
             found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=likely, below=below)
+        if found:
+            # Devices that the best leaves idle, as it is, aren't there for other proposals.
+            used = used_counts(min(found, key=self.judge.score).arrangement, len(counts))
+            if used != counts:
+                likely = min(below, self._best[self.estimator])
+                found += self._search(
+                    used, _SIMULATED_OF_A_PART, _SIMULATED_WORK, likely=likely, below=below
+                )
         return sorted(dict.fromkeys(found), key=self.judge.score)
 
     def _search(
@@ -294,7 +352,7 @@ class PlanSearch:
         """
         few = glance_at(self.estimator, part, self.tp_degrees)
         self.num_estimated += len(few)
-        estimates = self._estimate(few, [self.estimator], 1, worst)
+        estimates = self._estimate(few, self.estimator, 1, worst)
         return self._rough_score(estimates[0]) if estimates else float("inf"), len(few)
 
     def _simulate(
@@ -306,43 +364,34 @@ class PlanSearch:
     ) -> list[Candidate]:
         """Return the candidates that fit, best first, after simulating the likeliest.
 
-        Equal shares are tried as well, as if they alone were allowed, and so are stages that
-        recompute nothing: whatever a search with less freedom would simulate is simulated here.
+        Equal shares are tried as well, as if they alone were allowed.
         """
         self.num_estimated += len(arrangements)
         fitting: list[Candidate] = []
         for estimator in self.estimators:
             limit = min(below, self._best[estimator])
-            found, is_recomputing = self._simulate_by(
-                [estimator], arrangements, most, budget, limit
-            )
-            if is_recomputing:
-                self._is_recomputing = True
-                both = [estimator, self._keeping[estimator]]
-                enough = limit if most > _SIMULATED else min(below, self._best[estimator])
-                found += self._simulate_by(both, arrangements, most, budget, enough)[0]
-            fitting += found
+            fitting += self._simulate_by(estimator, arrangements, most, budget, limit)
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
     def _simulate_by(
         self,
-        estimators: Sequence[Estimator],
+        estimator: Estimator,
         arrangements: Sequence[Arrangement],
         most: int,
         budget: int,
         below: float,
-    ) -> tuple[list[Candidate], bool]:
-        """Return candidates of the last estimator that fit, and whether one of them recomputes.
+    ) -> list[Candidate]:
+        """Return candidates of an estimator that fit.
 
         Simulated are the `most` likeliest, all that are estimated below the best of them, and of
         each number of pipelines the best that comes near it. Stops at estimates far above `below`.
         """
         limit, worst = self.judge.work_done + budget, below * WORTH_SIMULATING
         fitting: list[Candidate] = []
-        best, is_recomputing = float("inf"), False
+        best = float("inf")
         seen: set[object] = set()
         numbers: set[int] = set()
-        for estimate in self._estimate(arrangements, estimators, most, worst):
+        for estimate in self._estimate(arrangements, estimator, most, worst):
             score, number = self._rough_score(estimate), len(estimate.arrangement)
             enough = len(fitting) >= most
             is_far = score > worst or (enough and score > best * WORTH_SIMULATING)
@@ -361,8 +410,8 @@ class PlanSearch:
                 fitting.append(candidate)
                 numbers.add(number)
                 best = min(best, simulated)
-                is_recomputing |= estimate.is_recomputing
-        return fitting, is_recomputing
+                self._is_recomputing |= estimate.is_recomputing
+        return fitting
 
     def _note_score(self, candidate: Candidate, score: float) -> None:
         for estimator, best in self._best.items():
@@ -370,19 +419,14 @@ class PlanSearch:
                 self._best[estimator] = score
 
     def _estimate(
-        self,
-        arrangements: Sequence[Arrangement],
-        estimators: Sequence[Estimator],
-        most: int,
-        worst: float,
+        self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int, worst: float
     ) -> list[Estimate]:
         """Return the best estimates first: `most` of them, all that are near the best, and others.
 
-        The last estimator makes them. Arrangements that would take too long even without bubbles
-        and exchange are left out, and those that would then score above `worst`: each by its work
-        first, then by what every estimator says, each about as much as the last or more.
+        Arrangements that would take too long even without bubbles and exchange are left out, and
+        those that would then score above `worst`: each by its work first.
         """
-        bounds = [estimators[0].least_work_s, *(estimator.least_s for estimator in estimators)]
+        bounds = (estimator.least_work_s, estimator.least_s)
         estimates: list[tuple[float, int, Estimate]] = []
         heap = [(0.0, index, 0) for index in range(len(arrangements))]
         while heap:
@@ -398,7 +442,7 @@ class PlanSearch:
                 heapq.heappush(heap, (max(score, least), index, number + 1))
                 continue
             below_s = worst / self._weigh(1.0, arrangement)
-            estimate = estimators[-1].estimate(arrangement, below_s)
+            estimate = estimator.estimate(arrangement, below_s)
             if estimate is not None:
                 score = self._rough_score(estimate)
                 bisect.insort(estimates, (score, index, estimate))

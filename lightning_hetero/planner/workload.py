@@ -75,8 +75,9 @@ class PlanningOptions:
     num_candidates: int = 5
     """How many of the best plans to return, 1 or more."""
     thorough: bool = True
-    """Whether a search for 7 to 32 devices takes longer where the best plan is far above the lower
-    bound: it then improves more plans and looks beyond local optima."""
+    """Whether a search for 7 to 512 devices takes longer where the best plan is far above the lower
+    bound: it then improves more plans, and looks beyond local optima (up to 32 devices) or for
+    plans that do less, without recomputation and with equal shares (with more)."""
 
     def __post_init__(self) -> None:
         if self.num_candidates < 1:

@@ -50,7 +50,7 @@ _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
 """How often it looks into the store."""
 _LOOK_AT_RUN_S = 2.0
-"""How often once all its workers have died: each loss of a run that goes on leaves such a keeper."""
+"""How often once all its workers have died: each loss that a run survives leaves such a keeper."""
 _HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
 _FROM_TERMINAL = 0x80
