@@ -306,19 +306,22 @@ class PlanSearch:
             progress=lambda share: self.progress("Leaving devices out", 0.4 + 0.1 * share),
         )
         found: list[Candidate] = []
+        searched = {counts}
         for first in (parts.far_ahead(below), counts):
             if first is not None:
+                searched.add(first)
                 likely = min(parts.whole_score, below, self._best[self.estimator])
                 found += self._search(first, most, _SIMULATED_WORK, likely=likely, below=below)
         limit = self.judge.work_done + _SIMULATED_WORK
         for part in parts.likeliest(min(below, self._best[self.estimator])):
+            searched.add(part)
             budget = max(0, limit - self.judge.work_done)
             likely = min(below, self._best[self.estimator])
             found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=likely, below=below)
         if found:
             # Devices that the best leaves idle, as it is, aren't there for other proposals.
             used = used_counts(min(found, key=self.judge.score).arrangement, len(counts))
-            if used != counts:
+            if used not in searched:
                 likely = min(below, self._best[self.estimator])
                 found += self._search(
                     used, _SIMULATED_OF_A_PART, _SIMULATED_WORK, likely=likely, below=below

@@ -250,11 +250,15 @@ class Keeper:
                 self._woken.wait()
                 self._woken.clear()
                 self._look(store)
-                if self._seen[1] is _Outlook.GOES_ON:
+                if self._may_rest():
                     time.sleep(_LOOK_AT_RUN_S)
         except Exception:
             # The client's own errors have many types. The run ends with the store.
             self._seen = len(self._workers), _Outlook.OVER
+
+    def _may_rest(self) -> bool:
+        """Whether nothing is left to tell, not even of a worker that died during the last look."""
+        return self._seen == (len(self._dead()), _Outlook.GOES_ON)
 
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore

@@ -21,7 +21,12 @@ from lightning_hetero.runtime.generation.keeper import (
     tell_keeper,
 )
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import who_is_gone
+from lightning_hetero.runtime.generation.records import (
+    NEWEST,
+    Member,
+    propose,
+    who_is_gone,
+)
 from tests.processes import fork_server, free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,37 +105,65 @@ def test_a_worker_that_dies_alone_is_no_event_for_whoever_started_the_keeper(
     assert keeper.exitcode == 0
 
 
+class Seen:
+    """A membership's store that tells of what it is asked."""
+
+    def __init__(self, run: dist.Store, on_call: Callable[..., object]) -> None:
+        self.run, self.on_call = run, on_call
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self.on_call(name, *arguments)
+            return getattr(self.run, name)(*arguments)
+
+        return call
+
+
+def keeper_of(
+    codes: list[int | None], on_call: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Keeper, list[SimpleNamespace], dist.Store]:
+    """Return a keeper of members that have ended with these codes, they, and their membership."""
+    run = dist.PrefixStore("members", dist.HashStore())
+    for number in range(len(codes)):
+        Membership(run, number=number, node="a", patience_s=60.0)
+    workers = []
+    for number, code in enumerate(codes):
+        more = {"died_in_training": None, "describe_end": lambda: "It ended."}
+        workers.append(SimpleNamespace(member=("members", number), code=code, **more))
+    seen = Seen(run, on_call)
+    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda *_: seen)
+    keeper = Keeper(workers, address="", port=0, serves=False)  # type: ignore[arg-type]
+    return keeper, workers, run
+
+
 def test_a_keeper_with_a_living_worker_asks_nothing_about_its_dead_ones_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[str, object]] = []
-    run = dist.PrefixStore("members", dist.HashStore())
-    for number in range(4):
-        Membership(run, number=number, node="a", patience_s=60.0)
-
-    class Counted:
-        def __init__(self, prefix: str, store: object) -> None:
-            assert prefix == "members"
-
-        def __getattr__(self, name: str) -> Callable[..., object]:
-            def call(*arguments: object) -> object:
-                asked.append((name, *arguments))
-                return getattr(run, name)(*arguments)
-
-            return call
-
-    def worker_of(number: int, code: int | None) -> SimpleNamespace:
-        more = {"died_in_training": None, "describe_end": lambda: "It ended."}
-        return SimpleNamespace(member=("members", number), code=code, **more)
-
-    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", Counted)
-    workers = [worker_of(number, 3) for number in range(3)] + [worker_of(3, None)]
-    keeper = Keeper(workers, address="", port=0, serves=False)  # type: ignore[arg-type]
+    keeper, _, run = keeper_of([3, 3, 3, None], lambda *call: asked.append(call), monkeypatch)
     keeper._look(dist.HashStore())
     assert who_is_gone(run) == {0, 1, 2}
     asked.clear()
     keeper._look(dist.HashStore())
     assert asked == [("check", ["gone/3"])]
+
+
+def test_a_keeper_does_not_rest_before_it_has_told_of_a_worker_that_dies_while_it_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(name: str, *arguments: object) -> None:
+        if arguments == (["gone/1"],):
+            workers[1].code = 3
+
+    keeper, workers, run = keeper_of([3, None], die, monkeypatch)
+    propose(run, 0, [Member(number, "a") for number in range(3)])  # The third one lives elsewhere.
+    run.set(NEWEST, "0")
+    keeper._look(dist.HashStore())
+    assert who_is_gone(run) == {0}
+    assert not keeper._may_rest()
+    keeper._look(dist.HashStore())
+    assert who_is_gone(run) == {0, 1}
+    assert keeper._may_rest()
 
 
 def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:
