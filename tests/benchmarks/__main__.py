@@ -27,8 +27,9 @@ def main() -> int:
     parser.add_argument("--only", help="rows whose name holds this, where a benchmark has parts")
     parser.add_argument("--repeats", type=int, help="how often, where a benchmark can be told")
     parser.add_argument("--minutes", type=float, help="how long, where a benchmark can be told")
+    parser.add_argument("--row-ms", type=float, help="what a sample takes, where a pause plays it")
     arguments = parser.parse_args()
-    told = {key: getattr(arguments, key) for key in ("only", "repeats", "minutes")}
+    told = {key: getattr(arguments, key) for key in ("only", "repeats", "minutes", "row_ms")}
     told = {key: value for key, value in told.items() if value is not None}
     earlier = None if arguments.compare is None else Report.load(arguments.compare)
     names = sorted(path.stem for path in pathlib.Path(__file__).parent.glob("bench_*.py"))

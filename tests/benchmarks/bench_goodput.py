@@ -24,37 +24,40 @@ ours sends 4 messages and gets 4; its heartbeats and failure detector take 0.3 m
   torchft's steps have fewer samples; ours have all.
 
 `--minutes` says for how long each of the three is watched: 10 by default, so half an hour in all.
-`--only torchft` and `--only torchrun` watch ours and that peer.
+`--only torchft` and `--only torchrun` watch ours and that peer; with `--row-ms 100`, steps take as
+long as those of models worth several devices, where what Python adds to a step weighs less.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 from tests.benchmarks import faulty_runs
 from tests.benchmarks.faulty_runs import Faulty, Outcome, watch
 from tests.benchmarks.harness import Row
+from tests.benchmarks.paced_toy import BATCH, ROW_MS
 from tests.benchmarks.torchft_environment import python_with_torchft
 
 FAULT_EVERY_S = 30.0
 MINUTES = 10.0
 
 
-def run(minutes: float = MINUTES, only: str = "") -> list[Row]:
+def run(minutes: float = MINUTES, only: str = "", row_ms: float = ROW_MS) -> list[Row]:
     """Watch ours and both peers, or the one whose name holds a text."""
     rows: list[Row] = []
-    ours = _watch(faulty_runs.in_place, minutes)
+    pace = f"steps of {row_ms * BATCH / 1000:g} s"
+    ours = _watch(faulty_runs.in_place(row_ms), minutes)
     if only in "torchft":
         python, version = python_with_torchft()
-        peer = _watch(partial(faulty_runs.torchft, python), minutes)
-        rows += _rows(ours, peer, f"torchft {version}")
+        peer = _watch(faulty_runs.torchft(row_ms, python), minutes)
+        rows += _rows(ours, peer, f"torchft {version}, {pace}")
     if only in "torchrun":
-        rows += _rows(ours, _watch(faulty_runs.torchrun, minutes), "torchrun's restarts")
+        peer = _watch(faulty_runs.torchrun(row_ms), minutes)
+        rows += _rows(ours, peer, f"torchrun's restarts, {pace}")
     return rows
 
 
-def _watch(start: Callable[[], AbstractContextManager[Faulty]], minutes: float) -> Outcome:
-    with start() as faulty:
+def _watch(run: AbstractContextManager[Faulty], minutes: float) -> Outcome:
+    with run as faulty:
         return watch(faulty, seconds=60.0 * minutes, every_s=FAULT_EVERY_S)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,28 +157,30 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _ours(*, joins: bool, **more: Any) -> Iterator[Faulty]:
+def _ours(row_ms: float, *, joins: bool, **more: Any) -> Iterator[Faulty]:
     options: dict[str, Any] = {"num_steps": 1_000_000, "every": 20, "heartbeat_s": 2.0, **more}
-    options |= {"make_module": PacedToy, "num_rows": NUM_ROWS}
+    options |= {"make_module": partial(PacedToy, row_ms), "num_rows": NUM_ROWS}
     with _folder() as folder, playing(folder / "run", NUM_WORKERS, **options) as node:
         yield _Ours(node, joins=joins)
 
 
 @contextmanager
-def in_place() -> Iterator[Faulty]:
+def in_place(row_ms: float) -> Iterator[Faulty]:
     """Give a run that goes on in place, with standbys, so that checkpoints may be rare.
+
+    Here and below, a sample takes `row_ms`.
 
     Weights this small aren't worth cutting: owned whole, they give the optimizer half as many
     tensors.
     """
-    with _ours(joins=True, redundancy=1, every=200, ownership="parameter") as run:
+    with _ours(row_ms, joins=True, redundancy=1, every=200, ownership="parameter") as run:
         yield run
 
 
 @contextmanager
-def torchrun() -> Iterator[Faulty]:
+def torchrun(row_ms: float) -> Iterator[Faulty]:
     """Give a run that torchrun restarts, from checkpoints in memory."""
-    with _ours(joins=False, in_place=False) as run:
+    with _ours(row_ms, joins=False, in_place=False) as run:
         yield run
 
 
@@ -204,10 +207,11 @@ class _Torchft:
 
 
 @contextmanager
-def torchft(python: str) -> Iterator[Faulty]:
+def torchft(row_ms: float, python: str) -> Iterator[Faulty]:
     """Give a run of torchft's replica groups, by the Python that has it."""
     with _folder() as folder, (folder / "log").open("w") as log:
-        command = [python, "-m", "tests.benchmarks.torchft_peer", str(folder), str(NUM_WORKERS)]
+        words = map(str, (folder, NUM_WORKERS, row_ms))
+        command = [python, "-m", "tests.benchmarks.torchft_peer", *words]
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             yield _Torchft(folder)

@@ -11,20 +11,22 @@ from torch import Tensor, nn
 
 from tests.toy import ToyModule, ToyOptions
 
-__all__ = ["BATCH", "NUM_ROWS", "PacedLoss", "PacedToy"]
+__all__ = ["BATCH", "NUM_ROWS", "ROW_MS", "PacedLoss", "PacedToy"]
 
 NUM_ROWS = 24_000
 """Of an epoch, of which several make the longest run."""
 BATCH = 4
 """Samples of a worker in a step."""
-_SECONDS_A_ROW = 0.025
+ROW_MS = 25.0
+"""What a sample takes."""
 
 
 class PacedToy(ToyModule):
     """A toy whose training step takes its time; it logs nothing, as loops of peers log nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_ms: float = ROW_MS) -> None:
         super().__init__(ToyOptions(num_layers=4))
+        self._row_s = row_ms / 1000.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
@@ -37,16 +39,16 @@ class PacedToy(ToyModule):
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of a batch, after a while."""
-        time.sleep(_SECONDS_A_ROW * len(batch[0]))
+        time.sleep(self._row_s * len(batch[0]))
         return super().loss(batch)
 
 
 class PacedLoss(nn.Module):
     """The same for loops that call a module itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_ms: float = ROW_MS) -> None:
         super().__init__()
-        self.toy = PacedToy()
+        self.toy = PacedToy(row_ms)
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of a batch."""

@@ -3,7 +3,7 @@
 Run by a Python that has `torchft-nightly` beside torch (`torchft_environment`), never imported by
 the package::
 
-    python -m tests.benchmarks.torchft_peer FOLDER NUM_REPLICAS
+    python -m tests.benchmarks.torchft_peer FOLDER NUM_REPLICAS ROW_MS
 
 One process serves the Lighthouse; each replica group is one process, which a supervisor starts
 again at once where it has died, as torchrun or a cluster's manager would. They are forks of one
@@ -52,12 +52,12 @@ def serve_lighthouse(folder: Path) -> None:
         time.sleep(3600.0)
 
 
-def train(folder: Path, index: int) -> None:
+def train(folder: Path, row_ms: float, index: int) -> None:
     """Be a replica group of one process."""
     torch.manual_seed(3)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    loss = PacedLoss()
+    loss = PacedLoss(row_ms)
     module: Any = None
     optimizer: Any = None
 
@@ -117,15 +117,15 @@ def _fork(work: Any, *arguments: Any) -> int:
 def main() -> None:
     """Start all, and start again what ends."""
     die_with_parent()  # It has a session of its own, which nobody ends with the benchmark's.
-    folder, num_replicas = Path(sys.argv[1]), int(sys.argv[2])
+    folder, num_replicas, row_ms = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     _fork(serve_lighthouse, folder)
     while not (folder / "lighthouse").exists():
         time.sleep(0.01)
-    replicas = {_fork(train, folder, index): index for index in range(num_replicas)}
+    replicas = {_fork(train, folder, row_ms, index): index for index in range(num_replicas)}
     while True:
         pid, _ = os.wait()
         index = replicas.pop(pid)
-        replicas[_fork(train, folder, index)] = index
+        replicas[_fork(train, folder, row_ms, index)] = index
 
 
 if __name__ == "__main__":
