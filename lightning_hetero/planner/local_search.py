@@ -14,7 +14,14 @@ from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.moves import MOVES, ORDERS, RESIZES, Family
 
-__all__ = ["WORTH_IMPROVING", "escape_optima", "has_equal_shares", "improve", "improve_best"]
+__all__ = [
+    "WORTH_IMPROVING",
+    "escape_optima",
+    "has_equal_shares",
+    "improve",
+    "improve_best",
+    "improve_long",
+]
 
 WORTH_IMPROVING = 1.03
 """A score may be so much above the best to be improved for its number of pipelines."""
@@ -27,6 +34,8 @@ _WORK_EQUAL = 240_000
 _WORK_AT_FIRST = 20_000
 """Of a plan that is then improved further only if it is among the best."""
 _WORK_OF_A_PLAN = 60_000
+_LONG_WORK_OF_A_PLAN = 300_000
+"""The same where moves are so many that the usual budget ends long before all have been tried."""
 _MOST_BUDGETS = 5
 _ESCAPES = 4
 """Local optima, of different arrangements, from which a way out is looked for."""
@@ -78,6 +87,17 @@ def improve_best(
     return sorted(dict.fromkeys(found), key=judge.score)
 
 
+def improve_long(
+    candidates: Sequence[Candidate], judge: Judge, estimator: Estimator, *, most: int
+) -> list[Candidate]:
+    """Return the likeliest candidates, `most` of them, improved with long budgets.
+
+    Large clusters have so many moves that the budgets of `improve_best` end before a local optimum.
+    """
+    likeliest = _worth_improving(candidates, judge)[:most]
+    return [_improve_on(item, judge, estimator, _LONG_WORK_OF_A_PLAN) for item in likeliest]
+
+
 def escape_optima(
     ranked: Sequence[Candidate], judge: Judge, estimators: Sequence[Estimator]
 ) -> list[Candidate]:
@@ -125,12 +145,14 @@ def _escape(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candida
     return best
 
 
-def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candidate:
+def _improve_on(
+    candidate: Candidate, judge: Judge, estimator: Estimator, budget: int = _WORK_OF_A_PLAN
+) -> Candidate:
     """Return the candidate improved for as many budgets as gain something."""
     best = candidate
     for _ in range(_MOST_BUDGETS):
         score = judge.score(best)
-        best = improve(best, judge, estimator, budget=_WORK_OF_A_PLAN)
+        best = improve(best, judge, estimator, budget=budget)
         if judge.score(best) > score * (1 - _WORTH_GOING_ON):
             break
     return best

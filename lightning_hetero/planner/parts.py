@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.planner.allowances import smaller_allowances
+from lightning_hetero.planner.arrangement import classify_nodes
 
-__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part"]
+__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part", "without_a_node"]
 
 Part = tuple[int, ...]
 """Devices of each node that may be used."""
@@ -147,6 +148,19 @@ class LikelyParts:
         pairs = zip(self._cluster.nodes, part, strict=True)
         types = self._types[part]
         return all(count == node.count for node, count in pairs if node.device in types)
+
+
+def without_a_node(cluster: Cluster) -> list[Part]:
+    """Return the parts that lack one node: one part for each class of equal nodes."""
+    counts = tuple(node.count for node in cluster.nodes)
+    last = {
+        (kind, node.count, node.price_per_hour): index
+        for index, (kind, node) in enumerate(
+            zip(classify_nodes(cluster), cluster.nodes, strict=True)
+        )
+    }
+    parts = [(*counts[:index], 0, *counts[index + 1 :]) for index in last.values()]
+    return [part for part in parts if any(part)]
 
 
 def _from_both_ends(parts: Sequence[Part]) -> list[Part]:

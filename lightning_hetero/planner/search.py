@@ -23,14 +23,14 @@ from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
+from lightning_hetero.planner.improver import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import (
     WORTH_IMPROVING,
     escape_optima,
     has_equal_shares,
-    improve_best,
 )
-from lightning_hetero.planner.parts import WORTH_SIMULATING, LikelyParts
+from lightning_hetero.planner.parts import WORTH_SIMULATING, LikelyParts, Part, without_a_node
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
@@ -66,6 +66,8 @@ _NEAR_BOUND, _NOT_FAR = 1.1, 1.3
 _FEW_DEVICES = 64
 """Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
+_LEFT_OUT = 4
+"""Classes of equal nodes of which one is left out, where devices are many."""
 _LIKELIEST, _LIKELIEST_DEVICES = 48, 4_096
 """Arrangements of another search by which one is judged: more of them where devices are few."""
 # Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
@@ -208,42 +210,38 @@ class PlanSearch:
     def _improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
         """Return the candidates and improved ones, best first.
 
-        Where plans recompute, they are also improved as if none could: other moves help then. And
-        where a thorough search of many devices ends far above the lower bound, so is what searches
+        Where a thorough search of many devices ends far above the lower bound, so is what searches
         find that may do less, since they begin elsewhere.
         """
-        found = improve_best(candidates, self.judge, self.estimators, effort=effort)
         keeping = [self._keeping[estimator] for estimator in self.estimators]
-        if self._is_recomputing:
-            found = self._improve_with_less(found, candidates, keeping, effort / 2)
+        improver = Improver(
+            self.judge, self.estimators, keeping if self._is_recomputing else (), self._begun
+        )
+        found = improver.improve(candidates, effort)
         if not self._is_small and self._is_worth_effort(found[0]):
             self.progress("Searching with less freedom", 0.7)
-            equal = self.estimators[:-1]
-            for estimators in (keeping if self._is_recomputing else [], equal):
-                if estimators:
-                    apart = self._apart(estimators)
-                    begun = apart._simulated(float("inf"))
-                    self.num_estimated += apart.num_estimated
-                    found = self._improve_with_less(found, begun, estimators, effort)
+            found = improver.improve_with_less(found, effort)
+            self.progress("Searching without a node", 0.8)
+            parts = without_a_node(self.cost.cluster)
+            parts.sort(key=lambda part: self._glance(part, float("inf"))[0])
+            found = improver.improve_parts(found, parts[:_LEFT_OUT])
         return found
 
-    def _improve_with_less(
-        self,
-        found: Sequence[Candidate],
-        candidates: Sequence[Candidate],
-        estimators: Sequence[Estimator],
-        effort: float,
+    def _begun(
+        self, estimators: Sequence[Estimator], part: Part | None, below: float
     ) -> list[Candidate]:
-        """Return what was found, and candidates improved as if less were allowed, best first.
+        """Return the candidates that a search which may do less would improve, best first.
 
-        If these end ahead, they are improved freely as well.
+        It is for a part if one is given. Nothing that is far above `below` is looked for.
         """
-        if not candidates:
-            return list(found)
-        more = improve_best(candidates, self.judge, estimators, effort=effort)
-        if self.judge.score(more[0]) < self.judge.score(found[0]):
-            more += improve_best(more[:1], self.judge, self.estimators, effort=effort)
-        return sorted(dict.fromkeys([*found, *more]), key=self.judge.score)
+        apart = self._apart(estimators)
+        if part is None:
+            found = apart._simulated(below)
+        else:
+            found = apart._search(part, _SIMULATED, _SIMULATED_WORK, likely=below, below=below)
+            found.sort(key=self.judge.score)
+        self.num_estimated += apart.num_estimated
+        return found
 
     def _apart(self, estimators: Sequence[Estimator]) -> "PlanSearch":
         """Return a search that may do less; it shares what is known of candidates."""

@@ -1,7 +1,7 @@
 """Which parts of a cluster are searched, after a glance at each."""
 
 from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.planner.parts import LikelyParts
+from lightning_hetero.planner.parts import LikelyParts, without_a_node
 
 
 def test_types_that_hold_everybody_up_are_left_out_of_many_devices():
@@ -54,3 +54,20 @@ def test_of_many_devices_types_that_look_nearly_as_good_as_all_are_searched_firs
     first, second = parts.likeliest(8.9)
     assert first == (8,) * 8 + (0,) * 8
     assert sum(second) == 96
+
+
+def test_one_node_of_each_class_is_left_out():
+    cluster = Cluster(
+        nodes=(
+            *[Node(device="T4", count=2)] * 2,
+            Node(device="T4", count=4),
+            *[Node(device="A100-80GB", count=4, price_per_hour=price) for price in (1.0, 1.0, 2.0)],
+        )
+    )
+    assert without_a_node(cluster) == [
+        (2, 0, 4, 4, 4, 4),
+        (2, 2, 0, 4, 4, 4),
+        (2, 2, 4, 4, 0, 4),
+        (2, 2, 4, 4, 4, 0),
+    ]
+    assert without_a_node(Cluster(nodes=(Node(device="T4", count=8),))) == []

@@ -180,7 +180,7 @@ def test_plans_that_recompute_are_improved_as_if_none_could_as_well(monkeypatch)
         scores.append(judge.score(improved[0]))
         return improved
 
-    monkeypatch.setattr("lightning_hetero.planner.search.improve_best", improve)
+    monkeypatch.setattr("lightning_hetero.planner.improver.improve_best", improve)
     options = PlanningOptions(thorough=False)
     best = plan(cluster, cost.model, workload, options, cost=cost).best
     assert best.simulation.iteration_time_s == pytest.approx(min(scores), rel=1e-9)

@@ -1,0 +1,102 @@
+"""Improve the best plans of a search, and what searches find that may do less.
+
+Where local search ends depends on where it begins. A search that may do less begins elsewhere, and
+what it finds is open to the whole search as well: moves may give it all that was left out. So more
+freedom, or another node, seldom makes the best plan slower.
+"""
+
+from collections.abc import Callable, Sequence
+
+from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.local_search import improve_best, improve_long
+from lightning_hetero.planner.parts import WORTH_SIMULATING, Part
+
+__all__ = ["Begun", "Improver"]
+
+Begun = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]]
+"""Returns the candidates, best first, that a search for some estimators, of a part or of all, would
+improve, and of which none is far above a score."""
+_IMPROVED_OF_A_PART = 2
+
+
+class Improver:
+    """Improves candidates of one search.
+
+    Args:
+        judge: Scores them.
+        estimators: For equal shares, and for unequal ones if they are allowed.
+        keeping: The same as if recomputing freed no memory; none if no plan recomputes.
+        begun: Searches that may do less.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        estimators: Sequence[Estimator],
+        keeping: Sequence[Estimator],
+        begun: Begun,
+    ) -> None:
+        self._judge = judge
+        self._estimators = estimators
+        self._keeping = keeping
+        self._begun = begun
+
+    def improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
+        """Return the candidates and improved ones, best first; `effort` as in `improve_best`.
+
+        Where plans recompute, they are also improved as if none could: other moves help then.
+        """
+        found = improve_best(candidates, self._judge, self._estimators, effort=effort)
+        if self._keeping:
+            found = self._improve_as(self._keeping, found, candidates, effort / 2)
+        return found
+
+    def improve_with_less(self, found: Sequence[Candidate], effort: float) -> list[Candidate]:
+        """Return what was found, and improved candidates of searches that may do less, best first.
+
+        These are without recomputation, and with equal shares.
+        """
+        improved = list(found)
+        for estimators in (self._keeping, self._estimators[:-1]):
+            if estimators:
+                begun = self._begun(estimators, None, float("inf"))
+                improved = self._improve_as(estimators, improved, begun, effort)
+        return improved
+
+    def improve_parts(self, found: Sequence[Candidate], parts: Sequence[Part]) -> list[Candidate]:
+        """Return what was found, and improved candidates of searches of parts, best first.
+
+        Moves may take up the devices that a part lacks.
+        """
+        improved, best = list(found), self._judge.score(found[0])
+        estimators = self._keeping or self._estimators
+        for part in parts:
+            begun = self._begun(estimators, part, best)
+            near = [item for item in begun if self._judge.score(item) <= best * WORTH_SIMULATING]
+            more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
+            improved = self._ranked([*improved, *more])
+        if self._keeping and improved[0] != found[0]:
+            improved += improve_long(improved[:1], self._judge, self._estimators[-1], most=1)
+        return self._ranked(improved)
+
+    def _improve_as(
+        self,
+        estimators: Sequence[Estimator],
+        found: Sequence[Candidate],
+        candidates: Sequence[Candidate],
+        effort: float,
+    ) -> list[Candidate]:
+        """Return what was found, and candidates improved as if less were allowed, best first.
+
+        If these end ahead, they are improved freely as well.
+        """
+        if not candidates:
+            return list(found)
+        more = improve_best(candidates, self._judge, estimators, effort=effort)
+        if self._judge.score(more[0]) < self._judge.score(found[0]):
+            more += improve_best(more[:1], self._judge, self._estimators, effort=effort)
+        return self._ranked([*found, *more])
+
+    def _ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return sorted(dict.fromkeys(candidates), key=self._judge.score)

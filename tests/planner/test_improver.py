@@ -1,0 +1,80 @@
+"""What is improved besides the best plans of the whole search."""
+
+import pytest
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.planner import PlanningOptions, Workload
+from lightning_hetero.planner.arrangement import used_counts
+from lightning_hetero.planner.improver import Improver
+from lightning_hetero.planner.parts import without_a_node
+from lightning_hetero.planner.search import PlanSearch
+from lightning_hetero.simulator import RooflineCost
+
+WORK = Workload(sequence_length=512, global_batch_size=64)
+
+
+def new_search(*nodes: tuple[str, int, int]) -> PlanSearch:
+    """Return a search for a number of nodes, of a device and a count each."""
+    cluster = Cluster(
+        nodes=tuple(Node(device=name, count=n) for name, n, number in nodes for _ in range(number)),
+        inter_node_bytes_per_s=50e9,
+    )
+    cost = RooflineCost(cluster, ModelSpec.load("bert-large"))
+    return PlanSearch(cost, WORK, PlanningOptions())
+
+
+def test_parts_near_the_best_plan_are_improved_and_may_get_the_devices_that_they_lack():
+    search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
+    whole, alone = (4, 2, 2), (4, 0, 0)
+    asked = []
+
+    def begun(estimators, part, below):
+        asked.append((part, below))
+        return search._begun(estimators, part, float("inf")) if part == alone else []
+
+    improver = Improver(search.judge, search.estimators, (), begun)
+    few = search._begun(search.estimators, (0, 2, 2), float("inf"))
+    best_s = search.judge.score(few[0])
+    ranked = improver.improve_parts(few, [(4, 2, 0), alone])
+    assert asked == [((4, 2, 0), best_s), (alone, best_s)]
+    assert set(few) < set(ranked)
+    scores = list(map(search.judge.score, ranked))
+    assert scores == sorted(scores)
+    assert scores[0] < best_s
+    used = [used_counts(item.arrangement, len(whole)) for item in ranked if item not in few]
+    assert any(sum(row[1:]) for row in used)
+
+
+def test_a_thorough_search_far_from_the_bound_improves_parts_without_a_node(monkeypatch):
+    search = new_search(("V100-16GB", 2, 9), ("A100-80GB", 1, 15))
+    improved = []
+    improve_parts = Improver.improve_parts
+
+    def pass_on(_self, candidates, _effort):
+        return list(candidates)
+
+    def note(self, found, parts):
+        improved.append((found, list(parts), improve_parts(self, found, parts)))
+        return improved[-1][-1]
+
+    monkeypatch.setattr(Improver, "improve", pass_on)
+    monkeypatch.setattr(Improver, "improve_with_less", pass_on)
+    monkeypatch.setattr(Improver, "improve_parts", note)
+    best = search.run().best
+    [(found, parts, ranked)] = improved
+    assert sorted(parts) == sorted(without_a_node(search.cost.cluster))
+    assert best.simulation.iteration_time_s == pytest.approx(search.judge.score(ranked[0]))
+    assert search.judge.score(ranked[0]) < search.judge.score(found[0])
+
+
+@pytest.mark.slow
+def test_leaving_a_node_out_leads_to_a_faster_plan_of_all():
+    # Pipelines are dealt otherwise where a device is missing. Whatever else is improved, with twice
+    # the effort and with less freedom, ends at 20.41 ms.
+    search = new_search(("RTX-4090", 2, 13), ("V100-16GB", 2, 16), ("A100-80GB", 1, 29))
+    improver = Improver(search.judge, search.estimators, (), search._begun)
+    ranked = improver.improve_parts(
+        search._simulated(float("inf")), without_a_node(search.cost.cluster)[2:]
+    )
+    assert search.judge.score(ranked[0]) < 20.35e-3
