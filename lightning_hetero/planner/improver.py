@@ -64,21 +64,42 @@ class Improver:
                 improved = self._improve_as(estimators, improved, begun, effort)
         return improved
 
-    def improve_parts(self, found: Sequence[Candidate], parts: Sequence[Part]) -> list[Candidate]:
+    def improve_parts(
+        self,
+        found: Sequence[Candidate],
+        parts: Sequence[Part],
+        smaller: Callable[[Part], Part | None],
+    ) -> list[Candidate]:
         """Return what was found, and improved candidates of searches of parts, best first.
 
-        Moves may take up the devices that a part lacks.
+        Moves may take up the devices that a part lacks. Where a part leads to the best plan, so may
+        a `smaller` one, and so on.
         """
         improved, best = list(found), self._judge.score(found[0])
+        for first in parts:
+            part: Part | None = first
+            while part is not None:
+                more = self._improve_part(part, best)
+                is_ahead = bool(more) and self._judge.score(more[0]) < self._judge.score(
+                    improved[0]
+                )
+                improved = self._ranked([*improved, *more])
+                part = smaller(part) if is_ahead else None
+        return improved
+
+    def _improve_part(self, part: Part, best: float) -> list[Candidate]:
+        """Return the improved candidates of a part that begin near the `best` score, best first.
+
+        Where plans recompute, they are improved as if none could, and the best of them freely.
+        """
         estimators = self._keeping or self._estimators
-        for part in parts:
-            begun = self._begun(estimators, part, best)
-            near = [item for item in begun if self._judge.score(item) <= best * WORTH_SIMULATING]
-            more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
-            improved = self._ranked([*improved, *more])
-        if self._keeping and improved[0] != found[0]:
-            improved += improve_long(improved[:1], self._judge, self._estimators[-1], most=1)
-        return self._ranked(improved)
+        begun = self._begun(estimators, part, best)
+        near = [item for item in begun if self._judge.score(item) <= best * WORTH_SIMULATING]
+        more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
+        more = self._ranked(more)
+        if self._keeping and more and self._judge.score(more[0]) < best:
+            more += improve_long(more[:1], self._judge, self._estimators[-1], most=1)
+        return self._ranked(more)
 
     def _improve_as(
         self,

@@ -5,13 +5,13 @@ types, where the others hold everybody up; they say of which types fewer devices
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import classify_nodes
 
-__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part", "without_a_node"]
+__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part", "without_a_node", "without_another"]
 
 Part = tuple[int, ...]
 """Devices of each node that may be used."""
@@ -153,14 +153,28 @@ class LikelyParts:
 def without_a_node(cluster: Cluster) -> list[Part]:
     """Return the parts that lack one node: one part for each class of equal nodes."""
     counts = tuple(node.count for node in cluster.nodes)
-    last = {
-        (kind, node.count, node.price_per_hour): index
-        for index, (kind, node) in enumerate(
-            zip(classify_nodes(cluster), cluster.nodes, strict=True)
-        )
-    }
-    parts = [(*counts[:index], 0, *counts[index + 1 :]) for index in last.values()]
+    last = {key: index for index, key in enumerate(_classes(cluster))}
+    parts = [_without(counts, index) for index in last.values()]
     return [part for part in parts if any(part)]
+
+
+def without_another(cluster: Cluster, part: Part) -> Part | None:
+    """Return the part without another node that equals one it lacks; None if it has none."""
+    classes = _classes(cluster)
+    lacked = {key for key, count in zip(classes, part, strict=True) if not count}
+    left = [i for i, key in enumerate(classes) if part[i] and key in lacked]
+    smaller = _without(part, left[-1]) if left else part
+    return smaller if left and any(smaller) else None
+
+
+def _classes(cluster: Cluster) -> list[Hashable]:
+    """Return a key for each node; nodes with one key are equal, also in what they cost."""
+    pairs = zip(classify_nodes(cluster), cluster.nodes, strict=True)
+    return [(kind, node.count, node.price_per_hour) for kind, node in pairs]
+
+
+def _without(part: Part, node: int) -> Part:
+    return (*part[:node], 0, *part[node + 1 :])
 
 
 def _from_both_ends(parts: Sequence[Part]) -> list[Part]:

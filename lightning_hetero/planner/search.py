@@ -30,7 +30,13 @@ from lightning_hetero.planner.local_search import (
     escape_optima,
     has_equal_shares,
 )
-from lightning_hetero.planner.parts import WORTH_SIMULATING, LikelyParts, Part, without_a_node
+from lightning_hetero.planner.parts import (
+    WORTH_SIMULATING,
+    LikelyParts,
+    Part,
+    without_a_node,
+    without_another,
+)
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
@@ -224,8 +230,11 @@ class PlanSearch:
             self.progress("Searching without a node", 0.8)
             parts = without_a_node(self.cost.cluster)
             parts.sort(key=lambda part: self._glance(part, float("inf"))[0])
-            found = improver.improve_parts(found, parts[:_LEFT_OUT])
+            found = improver.improve_parts(found, parts[:_LEFT_OUT], self._without_another)
         return found
+
+    def _without_another(self, part: Part) -> Part | None:
+        return without_another(self.cost.cluster, part)
 
     def _begun(
         self, estimators: Sequence[Estimator], part: Part | None, below: float

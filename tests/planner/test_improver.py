@@ -36,7 +36,7 @@ def test_parts_near_the_best_plan_are_improved_and_may_get_the_devices_that_they
     improver = Improver(search.judge, search.estimators, (), begun)
     few = search._begun(search.estimators, (0, 2, 2), float("inf"))
     best_s = search.judge.score(few[0])
-    ranked = improver.improve_parts(few, [(4, 2, 0), alone])
+    ranked = improver.improve_parts(few, [(4, 2, 0), alone], lambda part: None)
     assert asked == [((4, 2, 0), best_s), (alone, best_s)]
     assert set(few) < set(ranked)
     scores = list(map(search.judge.score, ranked))
@@ -54,8 +54,8 @@ def test_a_thorough_search_far_from_the_bound_improves_parts_without_a_node(monk
     def pass_on(_self, candidates, _effort):
         return list(candidates)
 
-    def note(self, found, parts):
-        improved.append((found, list(parts), improve_parts(self, found, parts)))
+    def note(self, found, parts, smaller):
+        improved.append((found, list(parts), improve_parts(self, found, parts, smaller)))
         return improved[-1][-1]
 
     monkeypatch.setattr(Improver, "improve", pass_on)
@@ -68,13 +68,29 @@ def test_a_thorough_search_far_from_the_bound_improves_parts_without_a_node(monk
     assert search.judge.score(ranked[0]) < search.judge.score(found[0])
 
 
+def test_more_nodes_are_left_out_as_long_as_that_helps():
+    search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
+    few = search._begun(search.estimators, (0, 2, 2), float("inf"))
+    asked = []
+
+    def begun(estimators, part, _below):
+        asked.append(part)
+        return search._begun(estimators, part, float("inf"))
+
+    improver = Improver(search.judge, search.estimators, (), begun)
+    improver.improve_parts(few, [(4, 2, 0)], {(4, 2, 0): (4, 0, 0)}.get)
+    assert asked == [(4, 2, 0), (4, 0, 0)]
+    asked.clear()
+    improver.improve_parts(few, [(0, 2, 0)], {(0, 2, 0): (0, 0, 2)}.get)
+    assert asked == [(0, 2, 0)]
+
+
 @pytest.mark.slow
 def test_leaving_a_node_out_leads_to_a_faster_plan_of_all():
     # Pipelines are dealt otherwise where a device is missing. Whatever else is improved, with twice
     # the effort and with less freedom, ends at 20.41 ms.
     search = new_search(("RTX-4090", 2, 13), ("V100-16GB", 2, 16), ("A100-80GB", 1, 29))
     improver = Improver(search.judge, search.estimators, (), search._begun)
-    ranked = improver.improve_parts(
-        search._simulated(float("inf")), without_a_node(search.cost.cluster)[2:]
-    )
+    parts = without_a_node(search.cost.cluster)[2:]
+    ranked = improver.improve_parts(search._simulated(float("inf")), parts, lambda part: None)
     assert search.judge.score(ranked[0]) < 20.35e-3

@@ -1,7 +1,7 @@
 """Which parts of a cluster are searched, after a glance at each."""
 
 from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.planner.parts import LikelyParts, without_a_node
+from lightning_hetero.planner.parts import LikelyParts, without_a_node, without_another
 
 
 def test_types_that_hold_everybody_up_are_left_out_of_many_devices():
@@ -71,3 +71,11 @@ def test_one_node_of_each_class_is_left_out():
         (2, 2, 4, 4, 4, 0),
     ]
     assert without_a_node(Cluster(nodes=(Node(device="T4", count=8),))) == []
+
+
+def test_another_node_is_left_out_of_the_same_class():
+    nodes = [Node(device=name, count=2) for name in ("T4", "A100-80GB", "T4")]
+    cluster = Cluster(nodes=tuple(nodes))
+    assert without_another(cluster, (2, 2, 0)) == (0, 2, 0)
+    assert without_another(cluster, (0, 2, 0)) is None
+    assert without_another(Cluster(nodes=(nodes[0],) * 2), (2, 0)) is None
