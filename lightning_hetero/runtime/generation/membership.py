@@ -55,7 +55,14 @@ from lightning_hetero.runtime.generation.records import (
     who_is_gone,
     who_is_here,
 )
-from lightning_hetero.runtime.generation.vigil import POLL_S, SignsOfLife, Vigil, silence_of
+from lightning_hetero.runtime.generation.vigil import (
+    LOOK_S,
+    SignsOfLife,
+    Turns,
+    Vigil,
+    pause_s,
+    silence_of,
+)
 
 __all__ = ["Membership"]
 
@@ -173,16 +180,18 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for the expected members, until a proposal of the generation counts."""
-        vigil = Vigil(self._store, is_silent, self._patience_s)
+        vigil, turns, place = self._vigil(is_silent, len(expected)), Turns(LOOK_S, len(expected)), 0
         while not has_formed(self._store, number):
-            here, missing = self._look(number, expected)
-            # Who is here may freeze, too, while others are waited for.
-            beating = {member.number for member in here}.difference([self.number], called)
-            vigil.look(missing, beating)
-            if not missing:
-                propose(self._store, number, here)
-            else:
-                time.sleep(POLL_S)
+            if turns.is_next(place):
+                here, missing = self._look(number, expected)
+                numbers = [member.number for member in here]
+                place = numbers.index(self.number) if self.number in numbers else len(numbers)
+                # Who is here may freeze, too, while others are waited for.
+                vigil.look(missing, set(numbers).difference([self.number], called), place=place)
+                if not missing:
+                    propose(self._store, number, here)
+                    continue
+            time.sleep(pause_s(len(expected)))
 
     def form_next(
         self,
@@ -222,10 +231,16 @@ class Membership:
             signs: See `form_next`.
             silence_s: See `form_next`.
         """
-        vigil = Vigil(self._store, self._silence(signs, silence_s), self._patience_s)
+        assert self.generation is not None
+        size, place = self.generation.world_size, self.generation.rank_of(self.number) or 0
+        vigil = self._vigil(self._silence(signs, silence_s), size)
         while left := set(missing()).difference(who_is_gone(self._store)):
-            vigil.look(left)
-            time.sleep(POLL_S)
+            vigil.look(left, place=place)
+            time.sleep(pause_s(size))
+
+    def _vigil(self, is_silent: Callable[[int], bool], num_members: int) -> Vigil:
+        patience_s = self._patience_s
+        return Vigil(self._store, is_silent, patience_s=patience_s, num_members=num_members)
 
     def _silence(self, signs: SignsOfLife, silence_s: float) -> Callable[[int], bool]:
         """Return what tells whether a member of this generation, or a newcomer, is silent."""
@@ -257,7 +272,7 @@ class Membership:
                     f"Generation {number}, which had called this process, didn't form within "
                     f"{self._patience_s:.0f} s. Look at the other processes."
                 )
-            time.sleep(POLL_S)
+            time.sleep(pause_s(1))
         return self._enter(number)
 
     def wait_for_next(self, timeout_s: float) -> None:
@@ -273,7 +288,7 @@ class Membership:
             if self.find_gone() is not None:
                 self.tell_gone(self.number, "It was told to leave.")
                 return
-            time.sleep(POLL_S)
+            time.sleep(pause_s(self.generation.world_size))
 
     def _say_here(self, number: int) -> None:
         say_here(self._store, number, self._own)

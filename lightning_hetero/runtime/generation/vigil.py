@@ -1,6 +1,5 @@
 """Wait for members of a run, and tell that those are gone that are silent or don't come."""
 
-import math
 import time
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -10,12 +9,54 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hetero.runtime.generation.records import tell_gone
 from lightning_hetero.runtime.ranks.heartbeat import Silence
 
-__all__ = ["POLL_S", "SignsOfLife", "Vigil", "silence_of"]
+__all__ = ["LOOK_S", "SignsOfLife", "Turns", "Vigil", "pause_s", "silence_of"]
 
-POLL_S = 0.01
-"""Between two looks at who has come."""
+LOOK_S = 0.01
+"""Between two looks at who has come, of few members."""
 _ASK_S = 0.05
-"""Between two looks at who is silent, which is a call of the store for each of them."""
+"""Between two times in which one of few members asks who is silent."""
+_FEW, _MANY = 16, 100
+"""Members that each take all turns; and members that together make the most short calls."""
+
+
+def pause_s(num_members: int) -> float:
+    """Return the seconds between short calls of one of so many members that wait for something."""
+    return LOOK_S * max(1.0, num_members / _MANY)
+
+
+class Turns:
+    """One member's turns at what costs the more, the more members there are.
+
+    To look at who has come is to read a line for each member, and to ask who is silent is a call of
+    the store for each of them. The store answers one call after another: if all of many members
+    took turns alike, none would be answered in time. So the first of those that are here takes most
+    turns, the second half as many, and so on, and each goes on if those before it are lost. Of n
+    members all together take about ln n times as many turns as the first one, instead of n times.
+
+    Counted in virtual time, with a store that answers 50,000 calls a second: 1,024 members agree in
+    0.2 s and 7,000 calls, instead of 21 s and a million; if eight of them are frozen, 1.0 s after
+    the limit of 2 s. See `tests/runtime/generation/test_many_members.py`.
+
+    Args:
+        every_s: Seconds between two turns of each of few members.
+        num_members: How many there are.
+    """
+
+    def __init__(self, every_s: float, num_members: int) -> None:
+        self._every_s, self._num_members = every_s, num_members
+        self._last_s = time.monotonic()
+
+    def is_next(self, place: int) -> bool:
+        """Whether it is this member's turn, which begins the wait for the next one.
+
+        Args:
+            place: The number of members before it.
+        """
+        longer = max(1.0, (1 + place) * self._num_members / _FEW**2)
+        is_due = time.monotonic() > self._last_s + self._every_s * longer
+        if is_due:
+            self._last_s = time.monotonic()
+        return is_due
 
 
 class SignsOfLife(Protocol):
@@ -35,19 +76,30 @@ class Vigil:
         store: The membership's store.
         is_silent: Tells whether a member has shown no sign of life for too long.
         patience_s: How long members may take to come while they are alive.
+        num_members: How many there are.
     """
 
-    def __init__(self, store: Store, is_silent: Callable[[int], bool], patience_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        is_silent: Callable[[int], bool],
+        *,
+        patience_s: float,
+        num_members: int,
+    ) -> None:
         self._store, self._is_silent, self._patience_s = store, is_silent, patience_s
         self._deadline_s = time.monotonic() + patience_s
-        self._asked_s = -math.inf
+        self._asks = Turns(_ASK_S, num_members)
 
-    def look(self, missing: Collection[int], here: Collection[int] = ()) -> None:
-        """Tell who is gone: silent ones, and `missing` ones once there was enough time to come."""
-        if time.monotonic() <= self._asked_s + _ASK_S:
+    def look(self, missing: Collection[int], here: Collection[int] = (), *, place: int = 0) -> None:
+        """Tell who is gone: silent ones, and `missing` ones once there was enough time to come.
+
+        Members at a later `place` (see `Turns`) ask less often.
+        """
+        if not self._asks.is_next(place):
             return
-        self._asked_s = time.monotonic()
-        for member in (*missing, *here):
+        # Once nobody is missing any more, all that are here go on together, frozen ones as well.
+        for member in (*here, *missing):
             if self._is_silent(member):
                 tell_gone(self._store, member, "It showed no sign of life.")
             elif member in missing and time.monotonic() > self._deadline_s:

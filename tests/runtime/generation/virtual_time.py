@@ -1,0 +1,116 @@
+"""Run many members of a run in virtual time, against a store that answers one call after another.
+
+Each is a thread, and one of them runs at a time: until it sleeps or calls the store, which takes no
+virtual time but what the store needs. So a test tells what a thousand processes would wait for,
+whatever machine it runs on.
+"""
+
+import heapq
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+__all__ = ["Timeline"]
+
+_STACK_BYTES = 512 * 1024
+
+
+class Timeline:
+    """Virtual seconds, and a store whose calls take some.
+
+    Args:
+        call_s: What the store needs for a call.
+        way_s: From a member to the store and back.
+        byte_s: What the store needs for each byte that it sends.
+    """
+
+    def __init__(
+        self, *, call_s: float = 20e-6, way_s: float = 200e-6, byte_s: float = 1e-9
+    ) -> None:
+        self.now_s = 0.0
+        self.num_calls = 0
+        self.store: Any = _Store(dist.HashStore(), self)
+        self._call_s, self._way_s, self._byte_s = call_s, way_s, byte_s
+        self._free_s = 0.0
+        """When the store has answered all calls so far."""
+        self._queue: list[tuple[float, int, threading.Semaphore]] = []
+        self._order = count()
+        self._next = threading.Semaphore(0)
+        self._own = threading.local()
+
+    @contextmanager
+    def used_by(self, modules: Sequence[ModuleType]) -> Iterator[None]:
+        """In this context let modules tell the time by it."""
+        virtual = SimpleNamespace(sleep=self.sleep, monotonic=lambda: self.now_s)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in modules:
+                patch.setattr(module, "time", virtual)
+            yield
+
+    def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Do all of it at once; return each result, or the error that ended it."""
+        results: list[Any] = [None] * len(works)
+
+        def begin(index: int) -> None:
+            self._own.turn = turns[index]
+            turns[index].acquire()
+            try:
+                results[index] = works[index]()
+            except Exception as error:
+                results[index] = error
+            self._next.release()
+
+        turns = [threading.Semaphore(0) for _ in works]
+        before = threading.stack_size(_STACK_BYTES)
+        threads = [threading.Thread(target=begin, args=(i,)) for i in range(len(works))]
+        for thread, turn in zip(threads, turns, strict=True):
+            thread.start()
+            self._wake_at(self.now_s, turn)
+        threading.stack_size(before)
+        while self._queue:
+            self.now_s, _, turn = heapq.heappop(self._queue)
+            turn.release()
+            self._next.acquire()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run for so long."""
+        turn = self._own.turn
+        self._wake_at(self.now_s + seconds, turn)
+        self._next.release()
+        turn.acquire()
+
+    def wait_for_store(self, num_bytes: int) -> None:
+        """Wait for a call that sends so many bytes, in turn with all calls before it."""
+        self.num_calls += 1
+        self._free_s = max(self.now_s, self._free_s) + self._call_s + self._byte_s * num_bytes
+        if hasattr(self._own, "turn"):
+            self.sleep(self._free_s + self._way_s - self.now_s)
+
+    def _wake_at(self, at_s: float, turn: threading.Semaphore) -> None:
+        heapq.heappush(self._queue, (at_s, next(self._order), turn))
+
+
+class _Store:
+    """A store whose calls take virtual time."""
+
+    def __init__(self, store: dist.Store, timeline: Timeline) -> None:
+        self._store, self._timeline = store, timeline
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def timed(*given: Any) -> Any:
+            found = call(*given)
+            self._timeline.wait_for_store(len(found) if isinstance(found, bytes) else 0)
+            return found
+
+        return timed
