@@ -21,7 +21,7 @@ from functools import partial
 from itertools import accumulate
 from math import log2
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -49,6 +49,7 @@ from tests.benchmarks.lone_rank import (
     measure,
 )
 from tests.processes import ProcessPool, fork_server
+from tests.runtime.generation.virtual_time import form_next
 from tests.runtime.ranks.control_traffic import CountingStore, count_sockets, heartbeats
 
 SIZES = (8, 64, 1024, 4096)
@@ -68,7 +69,8 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def run(only: str = "") -> list[Row]:
-    rows = [_store_calls(), *_sockets(), *_watching()] if only in "control traffic" else []
+    rows = [_store_calls(), *_sockets(), *_forming()] if only in "control traffic" else []
+    rows += _watching() if only in "control traffic" else []
     rows += _tables() if only in "tables" else []
     for name in [name for name in PLANS if only in name]:
         cases = [Case(world_size=size, **PLANS[name]) for size in SIZES]
@@ -207,6 +209,27 @@ def _store_calls() -> Row:
     return _row_of_sizes("calls of the store for each rank and interval", "", found, 3.0)
 
 
+def _forming() -> list[Row]:
+    """Virtual seconds until the ranks agree on the next generation after a loss, and calls."""
+    sizes = [size for size in SIZES if size <= 1024]
+    whole = {size: form_next(size) for size in sizes}
+    frozen = {size: form_next(size, num_frozen=4, silence_s=2.0) for size in sizes}
+    calls = {size: item.num_calls / size for size, item in whole.items()}
+    seconds = {size: item.seconds for size, item in whole.items()}
+    late = {size: item.seconds - 2.0 for size, item in frozen.items()}
+    return [
+        _row_of_sizes(
+            "calls of the store for each rank and next generation", "", calls, 20.0, "simulated"
+        ),
+        _row_of_sizes(
+            "agreeing on the next generation, virtual time", "s", seconds, 1.0, "simulated"
+        ),
+        _row_of_sizes(
+            "the same after the limit of 2 s, four ranks frozen", "s", late, 2.0, "simulated"
+        ),
+    ]
+
+
 def _sockets() -> list[Row]:
     pool = ProcessPool()
     counts = {n: pool.run(partial(count_sockets, is_lazy=True), n) for n in PROCESSES}
@@ -228,7 +251,13 @@ def _sockets() -> list[Row]:
     ]
 
 
-def _row_of_sizes(name: str, unit: str, found: dict[int, float], target: float) -> Row:
+def _row_of_sizes(
+    name: str,
+    unit: str,
+    found: dict[int, float],
+    target: float,
+    kind: Literal["measured", "simulated"] = "measured",
+) -> Row:
     return Row(
         name=f"{name}, 1,024 ranks",
         ours=found[1024],
@@ -236,7 +265,7 @@ def _row_of_sizes(name: str, unit: str, found: dict[int, float], target: float) 
         unit=unit,
         target=target,
         better="lower",
-        kind="measured",
+        kind=kind,
         value=found[1024],
         note="; ".join(f"{size:,}: {value:.4g}" for size, value in sorted(found.items())),
     )

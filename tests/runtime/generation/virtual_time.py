@@ -9,15 +9,21 @@ import heapq
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
 
-__all__ = ["Timeline"]
+from lightning_hetero.runtime.generation import membership, newcomers, vigil
+from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.ranks import heartbeat
 
+__all__ = ["Formed", "Timeline", "form_next"]
+
+_MODULES = membership, newcomers, vigil, heartbeat
 _STACK_BYTES = 512 * 1024
 
 
@@ -45,11 +51,11 @@ class Timeline:
         self._own = threading.local()
 
     @contextmanager
-    def used_by(self, modules: Sequence[ModuleType]) -> Iterator[None]:
-        """In this context let modules tell the time by it."""
+    def in_use(self) -> Iterator[None]:
+        """In this context let the members' modules tell the time by it."""
         virtual = SimpleNamespace(sleep=self.sleep, monotonic=lambda: self.now_s)
         with pytest.MonkeyPatch.context() as patch:
-            for module in modules:
+            for module in _MODULES:
                 patch.setattr(module, "time", virtual)
             yield
 
@@ -114,3 +120,52 @@ class _Store:
             return found
 
         return timed
+
+
+class _Signs:
+    """Heartbeats of ranks, of which the first have stopped."""
+
+    def __init__(self, timeline: Timeline, num_frozen: int) -> None:
+        self._timeline, self._num_frozen = timeline, num_frozen
+
+    def beats_of(self, global_rank: int) -> int:
+        self._timeline.store.add("beats", 0)
+        return 0 if global_rank < self._num_frozen else int(self._timeline.now_s * 100)
+
+    def silence_since(self, global_rank: int, beats: int) -> float:
+        return 0.0
+
+
+class Formed(NamedTuple):
+    """How the second generation of a run has formed."""
+
+    lost: set[tuple[int, ...]]
+    """Ranks of the first one that aren't in it, as each of its members knows them."""
+    seconds: float
+    """Virtual ones."""
+    num_calls: int
+    """Calls of the store."""
+
+
+def form_next(
+    num_members: int, *, num_frozen: int = 0, num_here: int = 0, silence_s: float = 1.0
+) -> Formed:
+    """Form the second generation without the first members, which are frozen.
+
+    Args:
+        num_members: Members of the first generation.
+        num_frozen: How many of them are frozen.
+        num_here: How many of these said before that they are here.
+        silence_s: For how long members may be silent.
+    """
+    timeline = Timeline()
+    everyone = [Membership(timeline.store, number=n, node="a") for n in range(num_members)]
+    with timeline.in_use():
+        timeline.run([partial(member.form, range(num_members)) for member in everyone])
+        for frozen in everyone[:num_here]:
+            frozen._say_here(1)
+        begin_s, before, left = timeline.now_s, timeline.num_calls, everyone[num_frozen:]
+        signs = _Signs(timeline, num_frozen)
+        pairs = timeline.run([partial(member.form_next, signs, silence_s) for member in left])
+    lost = {old.without(new) for old, new in pairs}
+    return Formed(lost, timeline.now_s - begin_s, timeline.num_calls - before)
