@@ -46,7 +46,11 @@ _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
     "own log and at the system's (out of memory, preemption)."
 )
-
+_STORE_OF_OTHERS_IS_GONE = (
+    "The run's store has stopped answering: the node that serves it, the first one, was lost, is "
+    "frozen or can't be reached. Look at the log of its torchrun, or of the process that was "
+    "started there as rank 0, and at the system's (out of memory, preemption)."
+)
 
 _PRINTED_BY = "_printed_in_one_line_by"
 """Attribute of an error that another rank prints in full; holds this rank."""
@@ -276,7 +280,7 @@ class FailureDetector:
         if heard.has_server_left:
             return None
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
-            return _STORE_IS_GONE
+            return _STORE_IS_GONE if self._bulletin is None else _STORE_OF_OTHERS_IS_GONE
         # While the store is silent nothing is known of the peer.
         if store.seconds == 0.0 and heard.look_at_peer() > patience_s:
             heard.tell(heard.peer, _describe_silent(heard.peer))

@@ -184,6 +184,9 @@ def test_processes_whose_store_does_not_answer_for_a_while_go_on_together(tmp_pa
         losses = undisturbed(2, last)
         for rank in range(2):
             node.wait_for_step(rank, last)
+        assert "in place, without ranks []" in node.log()
+        assert "The run's store has stopped answering" in node.log()
+        for rank in range(2):
             items = node.records(rank)
             assert [item["size"] for item in items if "size" in item] == [2, 2]
             trained = [item for item in items if item.get("step", last + 1) <= last]
