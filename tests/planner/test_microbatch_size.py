@@ -11,6 +11,7 @@ from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan,
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
 from lightning_hetero.simulator import RooflineCost, simulate, split_batch
+from tests.benchmarks.search_laws import Task
 from tests.planner.every_plan import tiny_cluster, tiny_model
 
 
@@ -42,39 +43,87 @@ def test_a_search_near_a_score_that_no_plan_comes_near_finds_nothing():
     cluster = Cluster(nodes=(Node(device="A100-80GB", count=8),))
     cost = RooflineCost(cluster, ModelSpec.load("bert-large"))
     workload = Workload(sequence_length=512, global_batch_size=16)
-    best = PlanSearch(cost, workload, PlanningOptions()).run()
+    options = PlanningOptions(thorough=False)
+    best = PlanSearch(cost, workload, options).run()
     near, far = (
-        PlanSearch(cost, workload, PlanningOptions()).run_near(best.score * share)
-        for share in (1.01, 0.5)
+        PlanSearch(cost, workload, options).run_near(best.score * share) for share in (1.01, 0.5)
     )
     assert near is not None
     assert near.score == best.score
     assert far is None
 
 
-def test_few_devices_get_a_size_that_only_improving_makes_best():
-    cluster = Cluster(
-        nodes=(Node(device="A10", count=8), Node(device="T4", count=8)),
-        inter_node_bytes_per_s=1.25e9,
-    )
-    cost = RooflineCost(cluster, ModelSpec.load("gpt-neo-2.7b"))
-    found = plan_best_size(cost, Workload(sequence_length=512, global_batch_size=8))
-    assert found.workload.sequences_per_microbatch == 2
+@pytest.mark.parametrize("few_devices", [32, 0])
+def test_sizes_have_a_whole_search_on_few_devices_and_one_near_the_best_on_many(
+    few_devices, monkeypatch
+):
+    """Only a whole search begins with what improving alone makes the best."""
+    run_near, scores = PlanSearch.run_near, []
+
+    def run(self, score):
+        scores.append(score)
+        return run_near(self, score)
+
+    monkeypatch.setattr(PlanSearch, "run_near", run)
+    monkeypatch.setattr("lightning_hetero.planner.microbatch_size._FEW_DEVICES", few_devices)
+    cost = RooflineCost(tiny_cluster((100, 2, 10), (312, 1, 10), bytes_per_s=12e9), tiny_model(4))
+    plan_best_size(cost, Workload(sequence_length=64, global_batch_size=16))
+    first, *others = scores
+    assert first == float("inf")
+    assert others
+    assert all((score == first) == bool(few_devices) for score in others)
 
 
-def test_the_best_size_has_a_thorough_search():
-    cluster = Cluster(
-        nodes=(Node(device="A10-24GB", count=4), *[Node(device="A100-80GB", count=2)] * 3),
-        inter_node_bytes_per_s=12.5e9,
+@pytest.mark.parametrize("task", [
+    Task(
+        nodes=(("V100-32GB", 2),) * 7 + (("A100-80GB", 4),) * 2,
+        model="llama-7b",
+        workload=Workload(sequence_length=2048, global_batch_size=512),
+        bytes_per_s=1.25e9,
+    ),
+    Task(
+        nodes=(
+            ("A100-80GB", 8), ("V100-16GB", 4), ("RTX-4090", 1), ("RTX-4090", 1), ("V100-32GB", 8),
+        ),
+        model="bert-large",
+        workload=Workload(sequence_length=512, global_batch_size=64),
+        bytes_per_s=50e9,
+    ),
+])  # fmt: skip
+def test_a_size_is_tried_whose_best_plan_is_far_from_that_of_the_size_before(task):
+    """Of the layouts that were likeliest with one sample, only improved ones or the 59th tell."""
+    quick = PlanningOptions(thorough=False)
+    one = PlanSearch(task.cost(), task.workload, quick)
+    two = PlanSearch(task.cost(), replace(task.workload, sequences_per_microbatch=2), quick)
+    assert two.comes_close(one, one.run().score)
+
+
+def test_the_best_size_has_a_thorough_search(monkeypatch):
+    run_near, searched = PlanSearch.run_near, []
+
+    def run(self, score):
+        """Return what a search finds, as if it were twice as fast if it is thorough."""
+        found = run_near(self, score)
+        searched.append((found.score, self.workload, self.options.thorough))
+        if not self.options.thorough:
+            return found
+        seconds = found.best.simulation.iteration_time_s
+        simulation = replace(found.best.simulation, iteration_time_s=seconds / 2)
+        return replace(found, candidates=(replace(found.best, simulation=simulation),))
+
+    monkeypatch.setattr(PlanSearch, "run_near", run)
+    monkeypatch.setattr(
+        PlanSearch, "is_worth_effort", lambda self, _score, _seconds: self.options.thorough
     )
-    cost = RooflineCost(cluster, ModelSpec.load("llama-7b"))
-    workload = Workload(sequence_length=2048, global_batch_size=8)
-    thorough, quick = (
-        plan_best_size(cost, workload, PlanningOptions(thorough=thorough))
-        for thorough in (True, False)
-    )
-    assert thorough.score < 0.995 * quick.score
-    assert thorough.workload == quick.workload
+    cost = RooflineCost(tiny_cluster((100, 2, 10), (312, 1, 10), bytes_per_s=12e9), tiny_model(4))
+    found = plan_best_size(cost, Workload(sequence_length=64, global_batch_size=16))
+    *quick, (_, workload, is_thorough) = searched
+    assert len(quick) > 1
+    assert not any(thorough for _, _, thorough in quick)
+    best_s, best_workload, _ = min(quick, key=lambda item: item[0])
+    assert (workload, is_thorough) == (best_workload, True)
+    assert found.workload == best_workload
+    assert found.score < 0.6 * best_s
 
 
 def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes():
