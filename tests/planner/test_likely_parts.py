@@ -56,6 +56,20 @@ def test_of_many_devices_types_that_look_nearly_as_good_as_all_are_searched_firs
     assert sum(second) == 96
 
 
+def test_of_parts_that_idle_devices_alone_tell_apart_the_smallest_is_searched():
+    """Together they would take the place of all others: a node more made a plan 8 % slower."""
+    cluster = Cluster(nodes=(*[Node(device="A100-80GB", count=1)] * 3, Node(device="T4", count=4)))
+    # T4s are left idle at a glance, so that parts of 3, 2 and 1 A100s are told apart by these.
+    parts = LikelyParts(
+        cluster,
+        [1.0] * 3 + [5.0],
+        least=lambda part: 1 / sum(part),
+        glance=lambda part, _worst: (10.0 - 0.1 * sum(part[:3]), 8),
+    )
+    assert parts.far_ahead(float("inf")) is None
+    assert parts.likeliest(11.0) == [(1, 1, 1, 0), (1, 1, 0, 0), (1, 0, 0, 0)]
+
+
 def test_one_node_of_each_class_is_left_out():
     cluster = Cluster(
         nodes=(

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,11 @@ from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import used_nodes
 from lightning_hetero.planner.enumeration import every_grouping
 from lightning_hetero.planner.estimating.estimator import Estimator
-from lightning_hetero.planner.starting_points import propose_arrangements
+from lightning_hetero.planner.starting_points import (
+    glance_at,
+    propose_arrangements,
+    propose_mixed_degrees,
+)
 from lightning_hetero.simulator import RooflineCost
 
 BERT = ModelSpec.load("bert-large")
@@ -44,6 +49,18 @@ def test_a_degree_that_no_node_can_hold_takes_no_proposal_away():
     )
     assert one <= both
     assert any([len(pipeline.nodes) for pipeline in found] == [3] * 5 for found in one)
+
+
+@pytest.mark.parametrize("propose", [glance_at, propose_mixed_degrees])
+def test_types_have_a_degree_each_in_what_is_proposed_and_glanced_at(propose):
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="T4", count=4)))
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
+    found = [
+        {stage for pipeline in arrangement for stage in pipeline.stages}
+        for arrangement in propose(estimator, [4, 4], (1, 4))
+    ]
+    assert {(0, 1), (1, 4)} in found
 
 
 @given(
