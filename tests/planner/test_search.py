@@ -63,7 +63,7 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
         # One device before two, which take what little memory it has no room for.
         (((312, 1, 2.5), (989, 2, 2.5)), 4, 4, 12e9),
         # A slow link, where moving owners costs as much as computing.
-        (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 6, 12e9),
+        (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 4, 12e9),
     ],
 )
 def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbatches, bytes_per_s):
@@ -102,8 +102,8 @@ def test_fast_devices_come_first_in_all_pipelines_at_once_where_that_is_faster()
         assert found <= time_of(turned, cost, workload.microbatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+# Those of the first 20 for which all plans take a few seconds.
+@pytest.mark.parametrize("seed", sorted({*range(20)} - {3, 11, 14}))
 def test_search_is_within_1_percent_of_all_plans_up_to_6_devices(seed):
     choose = random.Random(seed).choice
     counts = choose([(3, 2), (2, 2, 2), (3, 3), (4, 2), (1, 1, 2), (4, 1), (6,), (4, 1, 1)])
@@ -117,13 +117,13 @@ def test_search_is_within_1_percent_of_all_plans_up_to_6_devices(seed):
 
 MIXED = Cluster(
     nodes=(
-        Node(device="A100-80GB", count=8, price_per_hour=20.0),
-        Node(device="H800-80GB", count=4, price_per_hour=30.0),
-        Node(device="H20-96GB", count=4, price_per_hour=6.0),
+        Node(device="A100-80GB", count=4, price_per_hour=10.0),
+        Node(device="H800-80GB", count=2, price_per_hour=15.0),
+        Node(device="H20-96GB", count=2, price_per_hour=3.0),
     )
 )
 LLAMA = ModelSpec.load("llama-7b")
-WORK = Workload(sequence_length=4096, global_batch_size=64)
+WORK = Workload(sequence_length=4096, global_batch_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_the_plan_is_valid_fits_and_runs_all_micro_batches(mixed):
     for candidate in result.candidates:
         candidate.plan.check_world_size(MIXED.num_ranks)
         candidate.plan.check_num_layers(LLAMA.num_layers)
-        assert sum(p.num_microbatches for p in candidate.plan.pipelines) == 64
+        assert sum(p.num_microbatches for p in candidate.plan.pipelines) == 16
         for rank in candidate.plan.ranks:
             used = candidate.simulation.memory_bytes[rank]
             assert used <= cost.usable_bytes(MIXED.device_of(rank).name)
@@ -156,12 +156,13 @@ def test_the_same_arguments_give_the_same_plan(mixed):
     assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
 
 
-def test_unequal_micro_batches_are_never_slower_than_equal_ones(mixed):
+def test_unequal_micro_batches_are_faster_than_equal_ones_on_unequal_devices(mixed):
     free = mixed[0].best
-    equal = plan(MIXED, LLAMA, WORK, PlanningOptions(equal_microbatches=True)).best
+    options = PlanningOptions(equal_microbatches=True, thorough=False)
+    equal = plan(MIXED, LLAMA, WORK, options).best
     counts = {pipeline.num_microbatches for pipeline in equal.plan.pipelines}
     assert max(counts) - min(counts) <= 1
-    assert free.simulation.iteration_time_s <= equal.simulation.iteration_time_s
+    assert free.simulation.iteration_time_s < 0.98 * equal.simulation.iteration_time_s
 
 
 def test_plans_that_recompute_are_improved_as_if_none_could_as_well(monkeypatch):
@@ -185,23 +186,6 @@ def test_plans_that_recompute_are_improved_as_if_none_could_as_well(monkeypatch)
     best = plan(cluster, cost.model, workload, options, cost=cost).best
     assert best.simulation.iteration_time_s == pytest.approx(min(scores), rel=1e-9)
     assert min(scores) < scores[0] * 0.995  # The first are of moves that may recompute.
-
-
-@pytest.mark.slow
-def test_many_devices_are_also_searched_as_if_less_were_allowed():
-    # A slow network: local search from 20.4 s, with all freedom, ends at 19.4 s, and from 21.8 s,
-    # where a search for plans that recompute nothing begins, at 18.9 s.
-    cluster = Cluster(
-        nodes=(Node(device="V100-32GB", count=2),) * 64, inter_node_bytes_per_s=1.25e8
-    )
-    model = ModelSpec.load("llama-7b")
-    work = Workload(sequence_length=2048, global_batch_size=64, sequences_per_microbatch=4)
-    best = [
-        plan(cluster, model, work, PlanningOptions(thorough=thorough)).best
-        for thorough in (False, True)
-    ]
-    quick_s, thorough_s = (one.simulation.iteration_time_s for one in best)
-    assert thorough_s < quick_s * 0.98
 
 
 def test_devices_that_the_best_plan_uses_are_searched_alone(monkeypatch):
@@ -230,7 +214,7 @@ def test_devices_that_the_best_plan_uses_are_searched_alone(monkeypatch):
 
 def test_a_plan_for_cost_is_cheaper_and_no_faster(mixed):
     fast = mixed[0].best
-    cheap = plan(MIXED, LLAMA, WORK, PlanningOptions(objective=Objective.COST)).best
+    cheap = plan(MIXED, LLAMA, WORK, PlanningOptions(objective=Objective.COST, thorough=False)).best
     assert cheap.money_per_token(WORK.num_tokens) <= fast.money_per_token(WORK.num_tokens)
     assert cheap.simulation.iteration_time_s >= fast.simulation.iteration_time_s
     assert len(cheap.plan.ranks) < len(fast.plan.ranks)
@@ -260,7 +244,7 @@ def test_progress_rises_to_one(mixed):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp_degrees": (16,)}, "largest node has 8"),
+        ({"tp_degrees": (16,)}, "largest node has 4"),
         ({"tp_degrees": (3,)}, "doesn't divide the 32 heads"),
         ({"tp_degrees": ()}, "tp_degrees"),
         ({"num_candidates": 0}, "num_candidates"),
@@ -354,15 +338,16 @@ def test_a_profile_without_any_usable_tp_degree_is_refused():
 def test_stages_have_a_degree_each_where_that_is_faster_than_one_for_all():
     nodes = [Node(device="A100-40GB", count=1)] * 2 + [Node(device="V100-16GB", count=4)] * 2
     cluster = Cluster(nodes=tuple(nodes), inter_node_bytes_per_s=12.5e9)
-    model, workload = (
-        ModelSpec.load("gpt-neo-2.7b"),
-        Workload(sequence_length=2048, global_batch_size=16),
-    )
-    result = plan(cluster, model, workload)
-    assert any(len(set(p.tp_degrees)) > 1 for p in result.best.plan.pipelines)
-    found_s = result.best.simulation.iteration_time_s
-    assert result.lower_bound_s <= found_s
-    for degree in (1, 2):
-        options = PlanningOptions(tp_degrees=(degree,), num_candidates=1)
-        one = plan(cluster, model, workload, options)
+    model = ModelSpec.load("gpt-neo-2.7b")
+    workload = Workload(sequence_length=2048, global_batch_size=8)
+
+    def best(tp_degrees):
+        options = PlanningOptions(tp_degrees=tp_degrees, num_candidates=1, thorough=False)
+        return plan(cluster, model, workload, options)
+
+    every, *alone = map(best, (None, (1,), (2,)))
+    found_s = every.best.simulation.iteration_time_s
+    assert any(len(set(p.tp_degrees)) > 1 for p in every.best.plan.pipelines)
+    assert every.lower_bound_s <= found_s
+    for one in alone:
         assert found_s < 0.95 * one.best.simulation.iteration_time_s
