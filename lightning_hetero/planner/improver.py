@@ -12,9 +12,9 @@ from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import improve_best, improve_long
 from lightning_hetero.planner.parts import WORTH_SIMULATING, Part
 
-__all__ = ["Begun", "Improver"]
+__all__ = ["FindStarts", "Improver"]
 
-Begun = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]]
+FindStarts = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]]
 """Returns the candidates, best first, that a search for some estimators, of a part or of all, would
 improve, and of which none is far above a score."""
 _IMPROVED_OF_A_PART = 2
@@ -27,7 +27,7 @@ class Improver:
         judge: Scores them.
         estimators: For equal shares, and for unequal ones if they are allowed.
         keeping: The same as if recomputing freed no memory; none if no plan recomputes.
-        begun: Searches that may do less.
+        find_starts: Searches that may do less.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Improver:
         judge: Judge,
         estimators: Sequence[Estimator],
         keeping: Sequence[Estimator],
-        begun: Begun,
+        find_starts: FindStarts,
     ) -> None:
         self._judge = judge
         self._estimators = estimators
         self._keeping = keeping
-        self._begun = begun
+        self._find_starts = find_starts
 
     def improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
         """Return the candidates and improved ones, best first; `effort` as in `improve_best`.
@@ -60,8 +60,8 @@ class Improver:
         improved = list(found)
         for estimators in (self._keeping, self._estimators[:-1]):
             if estimators:
-                begun = self._begun(estimators, None, float("inf"))
-                improved = self._improve_as(estimators, improved, begun, effort)
+                starts = self._find_starts(estimators, None, float("inf"))
+                improved = self._improve_as(estimators, improved, starts, effort)
         return improved
 
     def improve_parts(
@@ -93,8 +93,8 @@ class Improver:
         Where plans recompute, they are improved as if none could, and the best of them freely.
         """
         estimators = self._keeping or self._estimators
-        begun = self._begun(estimators, part, best)
-        near = [item for item in begun if self._judge.score(item) <= best * WORTH_SIMULATING]
+        starts = self._find_starts(estimators, part, best)
+        near = [item for item in starts if self._judge.score(item) <= best * WORTH_SIMULATING]
         more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
         more = self._ranked(more)
         if self._keeping and more and self._judge.score(more[0]) < best:

@@ -221,7 +221,7 @@ class PlanSearch:
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
         improver = Improver(
-            self.judge, self.estimators, keeping if self._is_recomputing else (), self._begun
+            self.judge, self.estimators, keeping if self._is_recomputing else (), self._find_starts
         )
         found = improver.improve(candidates, effort)
         if not self._is_small and self._is_worth_effort(found[0]):
@@ -236,7 +236,7 @@ class PlanSearch:
     def _without_another(self, part: Part) -> Part | None:
         return without_another(self.cost.cluster, part)
 
-    def _begun(
+    def _find_starts(
         self, estimators: Sequence[Estimator], part: Part | None, below: float
     ) -> list[Candidate]:
         """Return the candidates that a search which may do less would improve, best first.

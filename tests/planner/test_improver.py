@@ -30,12 +30,12 @@ def test_parts_near_the_best_plan_are_improved_and_may_get_the_devices_that_they
     whole, alone = (4, 2, 2), (4, 0, 0)
     asked = []
 
-    def begun(estimators, part, below):
+    def find_starts(estimators, part, below):
         asked.append((part, below))
-        return search._begun(estimators, part, float("inf")) if part == alone else []
+        return search._find_starts(estimators, part, float("inf")) if part == alone else []
 
-    improver = Improver(search.judge, search.estimators, (), begun)
-    few = search._begun(search.estimators, (0, 2, 2), float("inf"))
+    improver = Improver(search.judge, search.estimators, (), find_starts)
+    few = search._find_starts(search.estimators, (0, 2, 2), float("inf"))
     best_s = search.judge.score(few[0])
     ranked = improver.improve_parts(few, [(4, 2, 0), alone], lambda part: None)
     assert asked == [((4, 2, 0), best_s), (alone, best_s)]
@@ -53,11 +53,11 @@ def test_what_searches_find_that_may_do_less_is_improved_freely_as_well(monkeypa
     search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
     equal = search.estimators[0]
     keeping = [equal.keeping(), equal.keeping().unequal()]
-    few = search._begun(search.estimators, (0, 2, 2), float("inf"))
-    more = search._begun([equal], None, float("inf"))
+    few = search._find_starts(search.estimators, (0, 2, 2), float("inf"))
+    more = search._find_starts([equal], None, float("inf"))
     asked, improved = [], []
 
-    def begun(estimators, *options):
+    def find_starts(estimators, *options):
         asked.append(([*estimators], *options))
         return [] if estimators == keeping else more
 
@@ -67,7 +67,7 @@ def test_what_searches_find_that_may_do_less_is_improved_freely_as_well(monkeypa
         return found
 
     monkeypatch.setattr("lightning_hetero.planner.improver.improve_best", improve)
-    improver = Improver(search.judge, search.estimators, keeping, begun)
+    improver = Improver(search.judge, search.estimators, keeping, find_starts)
     ranked = improver.improve_with_less(few, 1)
     assert asked == [(keeping, None, float("inf")), ([equal], None, float("inf"))]
     (begin, less, with_less), (again, every, best) = improved
@@ -106,14 +106,14 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
 
 def test_more_nodes_are_left_out_as_long_as_that_helps():
     search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
-    few = search._begun(search.estimators, (0, 2, 2), float("inf"))
+    few = search._find_starts(search.estimators, (0, 2, 2), float("inf"))
     asked = []
 
-    def begun(estimators, part, _below):
+    def find_starts(estimators, part, _below):
         asked.append(part)
-        return search._begun(estimators, part, float("inf"))
+        return search._find_starts(estimators, part, float("inf"))
 
-    improver = Improver(search.judge, search.estimators, (), begun)
+    improver = Improver(search.judge, search.estimators, (), find_starts)
     improver.improve_parts(few, [(4, 2, 0)], {(4, 2, 0): (4, 0, 0)}.get)
     assert asked == [(4, 2, 0), (4, 0, 0)]
     asked.clear()
@@ -125,7 +125,7 @@ def test_leaving_a_node_out_leads_to_a_faster_plan_of_all():
     # Pipelines are dealt otherwise where a device is missing. Whatever else is improved, with twice
     # the effort and with less freedom, ends at 20.41 ms.
     search = new_search(("RTX-4090", 2, 13), ("V100-16GB", 2, 16), ("A100-80GB", 1, 29))
-    improver = Improver(search.judge, search.estimators, (), search._begun)
+    improver = Improver(search.judge, search.estimators, (), search._find_starts)
     parts = without_a_node(search.cost.cluster)[2:]
     ranked = improver.improve_parts(search._simulated(float("inf")), parts, lambda part: None)
     assert search.judge.score(ranked[0]) < 20.35e-3
