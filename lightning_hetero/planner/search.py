@@ -2,12 +2,12 @@
 
 1. Arrangements are proposed: all on tiny clusters, else the solvers' favourites
    (`starting_points`).
-2. Each gets layers and micro-batches, and is estimated (`estimator`).
-3. The best are simulated, and the best of those improved by local search (`local_search`).
+2. Each gets layers and micro-batches, and is estimated (`estimator`); the likeliest are simulated
+   (`shortlist`).
+3. The best of those are improved by local search (`improver`).
 4. A lower bound on every plan says how much could be left (`bound`).
 """
 
-import bisect
 import copy
 import heapq
 from collections.abc import Sequence
@@ -20,16 +20,11 @@ from lightning_hetero.planner.allowances import Scores
 from lightning_hetero.planner.arrangement import Arrangement, used_counts, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
-from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.improver import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import (
-    WORTH_IMPROVING,
-    escape_optima,
-    has_equal_shares,
-)
+from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima
 from lightning_hetero.planner.parts import (
     WORTH_SIMULATING,
     LikelyParts,
@@ -38,6 +33,7 @@ from lightning_hetero.planner.parts import (
     without_another,
 )
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
+from lightning_hetero.planner.shortlist import Shortlist
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
     glance_at,
@@ -148,12 +144,7 @@ class PlanSearch:
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
         self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh, self._keeping)
-        self._is_recomputing = False
-        """Whether a plan that was simulated recomputes anything."""
-        self.num_estimated = 0
-        self._best = dict.fromkeys(self.estimators, float("inf"))
-        """The best score so far of what each of them allows."""
-        self._likely: dict[Arrangement, float] = {}
+        self.shortlist = Shortlist(self.estimators, self.judge, self._weigh)
 
     def run(self) -> PlanningResult:
         """Search, for plans whose states are on hosts if there is no room on devices.
@@ -192,7 +183,9 @@ class PlanSearch:
         if self._is_small and self._is_worth_effort(ranked[0]):
             self.progress("Looking beyond the best plans", 0.8)
             ranked = escape_optima(ranked, self.judge, self.estimators)
-        self._likely |= {item.arrangement: self.judge.score(item) for item in reversed(ranked)}
+        self.shortlist.likely |= {
+            item.arrangement: self.judge.score(item) for item in reversed(ranked)
+        }
         self.progress("Bounding", 0.95)
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
@@ -209,7 +202,7 @@ class PlanSearch:
             lower_bound_s=bound_s,
             lower_bound_price=bound_price,
             objective=self.options.objective,
-            num_estimated=self.num_estimated,
+            num_estimated=self.shortlist.num_estimated,
             num_simulated=self.judge.num_simulated,
         )
 
@@ -221,7 +214,10 @@ class PlanSearch:
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
         improver = Improver(
-            self.judge, self.estimators, keeping if self._is_recomputing else (), self._find_starts
+            self.judge,
+            self.estimators,
+            keeping if self.shortlist.is_recomputing else (),
+            self._find_starts,
         )
         found = improver.improve(candidates, effort)
         if not self._is_small and self._is_worth_effort(found[0]):
@@ -249,7 +245,7 @@ class PlanSearch:
         else:
             found = apart._search(part, _SIMULATED, _SIMULATED_WORK, likely=below, below=below)
             found.sort(key=self.judge.score)
-        self.num_estimated += apart.num_estimated
+        self.shortlist.num_estimated += apart.shortlist.num_estimated
         return found
 
     def _apart(self, estimators: Sequence[Estimator]) -> "PlanSearch":
@@ -257,9 +253,7 @@ class PlanSearch:
         other = copy.copy(self)
         other.estimators, other.estimator = tuple(estimators), estimators[-1]
         other.progress = lambda _what, _share: None
-        other.num_estimated = 0
-        other._best = dict.fromkeys(estimators, float("inf"))
-        other._likely = {}
+        other.shortlist = Shortlist(other.estimators, self.judge, self._weigh)
         return other
 
     def _is_worth_effort(self, candidate: Candidate) -> bool:
@@ -288,10 +282,11 @@ class PlanSearch:
     def comes_close(self, other: "PlanSearch", score: float) -> bool:
         """Return whether what another search found likeliest could have a better score here."""
         most = max(_LIKELIEST, _LIKELIEST_DEVICES // self.cost.cluster.num_ranks)
-        likeliest = heapq.nsmallest(most, other._likely, key=other._likely.__getitem__)
+        likely = other.shortlist.likely
+        likeliest = heapq.nsmallest(most, likely, key=likely.__getitem__)
         estimates = map(self.estimator.estimate, likeliest)
         worst = score * WORTH_IMPROVING
-        return not likeliest or any(e and self._rough_score(e) < worst for e in estimates)
+        return not likeliest or any(e and self.shortlist.rough_score(e) < worst for e in estimates)
 
     def _simulated(self, below: float) -> list[Candidate]:
         """Return the candidates that fit, best first: of the cluster, then of parts of it.
@@ -303,7 +298,7 @@ class PlanSearch:
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
             every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
-                return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_WORK, below)
+                return self.shortlist.simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_WORK, below)
         most = max(_SIMULATED, _SIMULATED_DEVICES // sum(counts))
         parts = LikelyParts(
             self.cost.cluster,
@@ -317,19 +312,19 @@ class PlanSearch:
         for first in (parts.far_ahead(below), counts):
             if first is not None:
                 searched.add(first)
-                likely = min(parts.whole_score, below, self._best[self.estimator])
+                likely = min(parts.whole_score, below, self.shortlist.best)
                 found += self._search(first, most, _SIMULATED_WORK, likely=likely, below=below)
         limit = self.judge.work_done + _SIMULATED_WORK
-        for part in parts.likeliest(min(below, self._best[self.estimator])):
+        for part in parts.likeliest(min(below, self.shortlist.best)):
             searched.add(part)
             budget = max(0, limit - self.judge.work_done)
-            likely = min(below, self._best[self.estimator])
+            likely = min(below, self.shortlist.best)
             found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=likely, below=below)
         if found:
             # Devices that the best leaves idle, as it is, aren't there for other proposals.
             used = used_counts(min(found, key=self.judge.score).arrangement, len(counts))
             if used not in searched:
-                likely = min(below, self._best[self.estimator])
+                likely = min(below, self.shortlist.best)
                 found += self._search(
                     used, _SIMULATED_OF_A_PART, _SIMULATED_WORK, likely=likely, below=below
                 )
@@ -351,9 +346,9 @@ class PlanSearch:
         worst = likely * WORTH_SIMULATING
         alone = [tp for tp in self.tp_degrees if self.scores.least(counts, [tp]) <= worst]
         every = propose_arrangements(self.estimator, counts, self.tp_degrees, alone)
-        found = self._simulate(every, most, budget, below)
+        found = self.shortlist.simulate(every, most, budget, below)
         mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
-        return found + self._simulate(mixed, max(most // 2, 3), budget, below)
+        return found + self.shortlist.simulate(mixed, max(most // 2, 3), budget, below)
 
     def _glance(self, part: Sequence[int], worst: float) -> tuple[float, int]:
         """Return the best estimate for some devices dealt evenly, and how many were looked at.
@@ -361,107 +356,7 @@ class PlanSearch:
         Infinite if none fits or is below `worst`.
         """
         few = glance_at(self.estimator, part, self.tp_degrees)
-        self.num_estimated += len(few)
-        estimates = self._estimate(few, self.estimator, 1, worst)
-        return self._rough_score(estimates[0]) if estimates else float("inf"), len(few)
-
-    def _simulate(
-        self,
-        arrangements: Sequence[Arrangement],
-        most: int,
-        budget: int,
-        below: float = float("inf"),
-    ) -> list[Candidate]:
-        """Return the candidates that fit, best first, after simulating the likeliest.
-
-        Equal shares are tried as well, as if they alone were allowed.
-        """
-        self.num_estimated += len(arrangements)
-        fitting: list[Candidate] = []
-        for estimator in self.estimators:
-            limit = min(below, self._best[estimator])
-            fitting += self._simulate_by(estimator, arrangements, most, budget, limit)
-        return sorted(dict.fromkeys(fitting), key=self.judge.score)
-
-    def _simulate_by(
-        self,
-        estimator: Estimator,
-        arrangements: Sequence[Arrangement],
-        most: int,
-        budget: int,
-        below: float,
-    ) -> list[Candidate]:
-        """Return candidates of an estimator that fit.
-
-        Simulated are the `most` likeliest, all that are estimated below the best of them, and of
-        each number of pipelines the best that comes near it. Stops at estimates far above `below`.
-        """
-        limit, worst = self.judge.work_done + budget, below * WORTH_SIMULATING
-        fitting: list[Candidate] = []
-        best = float("inf")
-        seen: set[object] = set()
-        numbers: set[int] = set()
-        for estimate in self._estimate(arrangements, estimator, most, worst):
-            score, number = self._rough_score(estimate), len(estimate.arrangement)
-            enough = len(fitting) >= most
-            is_far = score > worst or (enough and score > best * WORTH_SIMULATING)
-            if is_far or (self.judge.work_done > limit and fitting):
-                break
-            # What differs in nodes alone, and takes as long, is simulated once.
-            kind = (score, *sorted(self.estimator.keys(estimate.arrangement)))
-            if kind in seen or (enough and score >= best and number in numbers):
-                continue
-            seen.add(kind)
-            both = [Candidate.of(one) for one in (estimate, estimate.otherwise) if one]
-            candidate = min(both, key=self.judge.score)
-            simulated = self.judge.score(candidate)
-            if simulated < float("inf"):
-                self._note_score(candidate, simulated)
-                fitting.append(candidate)
-                numbers.add(number)
-                best = min(best, simulated)
-                self._is_recomputing |= estimate.is_recomputing
-        return fitting
-
-    def _note_score(self, candidate: Candidate, score: float) -> None:
-        for estimator, best in self._best.items():
-            if score < best and (not estimator.equal_microbatches or has_equal_shares(candidate)):
-                self._best[estimator] = score
-
-    def _estimate(
-        self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int, worst: float
-    ) -> list[Estimate]:
-        """Return the best estimates first: `most` of them, all that are near the best, and others.
-
-        Arrangements that would take too long even without bubbles and exchange are left out, and
-        those that would then score above `worst`: each by its work first.
-        """
-        bounds = (estimator.least_work_s, estimator.least_s)
-        estimates: list[tuple[float, int, Estimate]] = []
-        heap = [(0.0, index, 0) for index in range(len(arrangements))]
-        while heap:
-            least, index, number = heapq.heappop(heap)
-            if len(estimates) >= most:
-                near = max(estimates[most - 1][0], estimates[0][0] * WORTH_IMPROVING)
-                worst = min(worst, near)
-            if least > worst:
-                break
-            arrangement = arrangements[index]
-            if number < len(bounds):
-                score = self._weigh(bounds[number](arrangement), arrangement)
-                heapq.heappush(heap, (max(score, least), index, number + 1))
-                continue
-            below_s = worst / self._weigh(1.0, arrangement)
-            estimate = estimator.estimate(arrangement, below_s)
-            if estimate is not None:
-                score = self._rough_score(estimate)
-                bisect.insort(estimates, (score, index, estimate))
-                known = self._likely.get(estimate.arrangement, score)
-                self._likely[estimate.arrangement] = min(known, score)
-        return [estimate for _, _, estimate in estimates]
-
-    def _rough_score(self, estimate: Estimate) -> float:
-        return self._weigh(estimate.time_s, estimate.arrangement)
+        return self.shortlist.glance(few, worst), len(few)
 
     def _weigh(self, time_s: float, arrangement: Arrangement) -> float:
         if self.options.objective is Objective.THROUGHPUT:
