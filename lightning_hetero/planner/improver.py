@@ -79,11 +79,9 @@ class Improver:
         for first in parts:
             part: Part | None = first
             while part is not None:
-                more = self._improve_part(part, best)
-                is_ahead = bool(more) and self._judge.score(more[0]) < self._judge.score(
-                    improved[0]
-                )
-                improved = self._ranked([*improved, *more])
+                ranked = self._ranked([*improved, *self._improve_part(part, best)])
+                is_ahead = self._judge.score(ranked[0]) < self._judge.score(improved[0])
+                improved = ranked
                 part = smaller(part) if is_ahead else None
         return improved
 
