@@ -24,8 +24,8 @@ ours sends 4 messages and gets 4; its heartbeats and failure detector take 0.3 m
   torchft's steps have fewer samples; ours have all.
 
 `--minutes` says for how long each of the three is watched: 10 by default, so half an hour in all.
-`--only torchft` and `--only torchrun` watch ours and that peer; with `--row-ms 100`, steps take as
-long as those of models worth several devices, where what Python adds to a step weighs less.
+`--only torchft` and `--only torchrun` watch ours and that peer. With `--row-ms 100` a step takes
+0.4 s, not 0.1, so what Python adds to it weighs less.
 """
 
 from collections.abc import Callable

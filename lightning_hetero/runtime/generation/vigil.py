@@ -18,6 +18,8 @@ _ASK_S = 0.05
 """Between two times in which one of few members asks who is silent."""
 _FEW, _MANY = 16, 100
 """Members that each take all turns; and members that together make the most short calls."""
+_SELDOM = 200.0
+"""Times as long as the first one that any member waits: 2 s for a look, 10 s until it asks."""
 
 
 def pause_s(num_members: int) -> float:
@@ -53,7 +55,7 @@ class Turns:
         Args:
             place: The number of members before it.
         """
-        longer = max(1.0, (1 + place) * self._num_members / _FEW**2)
+        longer = min(max(1.0, (1 + place) * self._num_members / _FEW**2), _SELDOM)
         is_due = time.monotonic() > self._last_s + self._every_s * longer
         if is_due:
             self._last_s = time.monotonic()
