@@ -63,11 +63,11 @@ class ElasticRestart(Callback):
     `--max-restarts`.
 
     With `in_place=True` the loss of a rank ends no other process, ranks that are told to go leave
-    alone, and new processes may join. To join, start the same script, by hand or by a torchrun of
-    its own, with `LIGHTNING_HETERO_JOIN=host:port` of the run's store in the environment: its
-    processes are newcomers, which import and build all they can and are let in between two steps.
-    host:port is the run's `MASTER_ADDR:MASTER_PORT`, which rank 0 prints. The script must call
-    `fit` before all else, and only once per Trainer.
+    alone, and new processes may join. A process that was lost is followed by another one on its
+    device, by itself. Others start the same script, by hand or by a torchrun of their own, with
+    `LIGHTNING_HETERO_JOIN=host:port` in the environment, of the run's store: its
+    `MASTER_ADDR:MASTER_PORT`, which rank 0 prints. Newcomers import and build all they can and are
+    let in between two steps. The script must call `fit` before all else, and only once per Trainer.
 
     The script then begins twice: the process that was started runs it until its first `fit` (or
     `validate`, …), and from then on only keeps a worker, which runs it from beginning to end. To
@@ -95,6 +95,9 @@ class ElasticRestart(Callback):
             to go, a fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost, once training has begun (20 s before); dead processes are noticed at once.
+        replace_lost: With `in_place`, whether another process takes the device of one that was
+            lost (not of one that left): after 5 s, and if one is lost there again within an hour,
+            after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
 
     Raises:
         ConfigurationError: There is no LayerwiseCheckpoint, a number isn't above 0, or `in_place`
@@ -109,6 +112,7 @@ class ElasticRestart(Callback):
         poll_interval_s: float = 2.0,
         in_place: bool = False,
         heartbeat_timeout: timedelta = timedelta(seconds=2),
+        replace_lost: bool = True,
     ) -> None:
         if drain_timeout_s <= 0 or poll_interval_s <= 0:
             raise ConfigurationError(
@@ -124,6 +128,7 @@ class ElasticRestart(Callback):
             )
         self.in_place = in_place
         self.heartbeat_timeout = heartbeat_timeout
+        self.replace_lost = replace_lost
         self._drain_timeout_s = drain_timeout_s
         self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None

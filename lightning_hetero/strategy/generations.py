@@ -50,13 +50,13 @@ from typing_extensions import override
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.generation.cores import take_cores
 from lightning_hetero.runtime.generation.entering import (
-    JOIN,
     find_layer_call_of_run,
     is_newcomer,
     split_address,
 )
-from lightning_hetero.runtime.generation.keeper import KEPT, KeeperTask, become_keeper
+from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
 from lightning_hetero.runtime.generation.vain import VainGenerations
+from lightning_hetero.runtime.generation.worker import JOIN, KEPT, newcomer_variables
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.setup.layout import find_layers
@@ -139,7 +139,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
             )
         if rule is not None:
             if KEPT not in os.environ:
-                self._be_kept()
+                self._be_kept(replaces=rule.replace_lost)
             take_cores(self.num_processes)
             if trainer.state.fn == TrainerFn.FITTING:
                 if is_newcomer():
@@ -150,8 +150,11 @@ class HeteroLauncher(_SubprocessScriptLauncher):
             return work()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
-    def _be_kept(self) -> NoReturn:
+    def _be_kept(self, *, replaces: bool) -> NoReturn:
         """Become the keeper of the worker that this process was started to be, or of this node's.
+
+        Args:
+            replaces: Whether newcomers take the devices of lost workers.
 
         Raises:
             ConfigurationError: The system can't do it.
@@ -174,11 +177,12 @@ class HeteroLauncher(_SubprocessScriptLauncher):
             common |= {
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                # A newcomer does none of rank 0's work before it has a rank.
-                "NODE_RANK": "1" if joins else str(environment.node_rank()),
+                "NODE_RANK": str(environment.node_rank()),
                 "WORLD_SIZE": str(num_ranks),
             }
             workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
+        if joins:
+            workers = [worker | newcomer_variables(os.environ[JOIN]) for worker in workers]
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_first = environment.global_rank() == 0 and environment.node_rank() == 0
         become_keeper(
@@ -188,6 +192,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 address=address,
                 port=port,
                 serves=is_first and not agent_serves and not joins,
+                replaces=replaces,
             )
         )
 

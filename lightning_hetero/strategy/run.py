@@ -73,6 +73,8 @@ class OutlivesRanks(Protocol):
     """Whether to go on without lost ranks in the same processes."""
     heartbeat_timeout: timedelta
     """How late a rank's heartbeat may be then before the rank counts as lost."""
+    replace_lost: bool
+    """Whether a newcomer takes the device of a process that was lost."""
 
 
 class Run:

@@ -30,8 +30,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
 from lightning_hetero.callbacks.run_log import read_log
-from lightning_hetero.runtime.generation.entering import JOIN
-from lightning_hetero.runtime.generation.keeper import Keeper, Worker, be_kept, block_signals
+from lightning_hetero.runtime.generation import worker as worker_module
+from lightning_hetero.runtime.generation.keeper import Keeper, be_kept, block_signals
+from lightning_hetero.runtime.generation.worker import JOIN, Worker
 from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy import generations
 from tests.processes import fork_server, free_port, use_default_start_method
@@ -203,14 +204,16 @@ def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> Non
     elastic_launch(config, start)()
 
 
-def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
+def play(folder: Path, num_ranks: int, work: Callable[[], None], *, replaces: bool = False) -> None:
     """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
     log_to(folder)
     port = free_port()
     (folder / "port").write_text(str(port))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
-    keep_workers(folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True)
+    keep_workers(
+        folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True, replaces=replaces
+    )
 
 
 def play_second(folder: Path, name: str, port: int, work: Callable[[], None]) -> None:
@@ -236,10 +239,17 @@ def play_newcomer(folder: Path, name: str, work: Callable[[], None]) -> None:
 
 
 def keep_workers(
-    folder: Path, names: list[str], work: Callable[[], None], port: int, *, serves: bool
+    folder: Path,
+    names: list[str],
+    work: Callable[[], None],
+    port: int,
+    *,
+    serves: bool,
+    replaces: bool = False,
 ) -> None:
     """Be the keeper of workers with these names; ends with its exit code."""
     block_signals()
+    worker_module._FIRST_WAIT_S = 0.1
 
     def start(local_rank: int, environment: dict[str, str], _: int) -> int:
         pid = os.fork()
@@ -261,21 +271,28 @@ def keep_workers(
         return pid
 
     workers = [Worker(partial(start, rank)) for rank in range(len(names))]
-    os._exit(Keeper(workers, address="127.0.0.1", port=port, serves=serves).run())
+    keeper = Keeper(workers, address="127.0.0.1", port=port, serves=serves, replaces=replaces)
+    os._exit(keeper.run())
 
 
 class Node:
     """A node under a test's control."""
 
     def __init__(
-        self, folder: Path, num_ranks: int, *, in_place: bool = True, **options: Any
+        self,
+        folder: Path,
+        num_ranks: int,
+        *,
+        in_place: bool = True,
+        replaces: bool = False,
+        **options: Any,
     ) -> None:
         self.folder = folder
         folder.mkdir()
         work = partial(train, folder, num_ranks=num_ranks, in_place=in_place, **options)
         self._newcomer = partial(train, folder, num_ranks=1, **options)
         self.newcomers: dict[str, Any] = {}
-        be_node = play if in_place else play_restarts
+        be_node = partial(play, replaces=replaces) if in_place else play_restarts
         self.process = fork_server().Process(target=be_node, args=(folder, num_ranks, work))
         self.process.start()
 
@@ -335,8 +352,11 @@ class Node:
         if not (self.folder / f"pid-{rank}").exists():
             return []
         path = self.folder / f"worker-{self.pid_of(rank)}.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return _lines(path) if path.exists() else []
+
+    def all_records(self) -> list[list[dict[str, Any]]]:
+        """Return what each worker has written that ever was one."""
+        return [_lines(path) for path in self.folder.glob("worker-*.jsonl")]
 
     def wait_for_step(self, rank: int | str, step: int, timeout_s: float = 300.0) -> dict[str, Any]:
         """Return what a worker wrote of a step, the last time that it trained it."""
@@ -382,11 +402,14 @@ class Node:
         return int(self.process.exitcode)
 
 
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
 def _next_step(path: Path, struck_at_s: float) -> float:
     """Return when a worker first ended a step of a fit begun after a fault, 0 if it hasn't."""
     has_begun = False
-    for line in path.read_text().split("\n")[:-1]:
-        item = json.loads(line)
+    for item in _lines(path):
         has_begun |= "begin" in item and item["at_s"] > struck_at_s
         if has_begun and "step" in item:
             return float(item["at_s"])

@@ -30,9 +30,9 @@ NEW = "new"
 def trained(node: Node) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """Return what all ranks wrote of each step, by (ranks that trained it, step)."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    for rank in (*range(NUM_RANKS), NEW):
+    for records in node.all_records():
         size = 0
-        for item in node.records(rank):
+        for item in records:
             size = item.get("size", size)
             if "step" in item:
                 found[size, item["step"]].append(item)
@@ -88,6 +88,35 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
     assert (live["is_live"], live["lost_steps"], live["step"]) == (True, 0, 2)
     assert (saved["is_live"], saved["step"]) == (False, 8)
     assert "kept by lost ranks alone ([0, 1] of the generation" in saved["why_not_live"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_on_the_device_of_a_lost_process_another_one_starts_and_joins(tmp_path: Path) -> None:
+    """Not on that of one that leaves. Losses stay, and no step is trained again."""
+    num_steps = 44
+    expected = undisturbed(3, num_steps)
+    options = {"num_steps": num_steps, "every": 100, "heartbeat_s": 30.0, "redundancy": 1}
+    with playing(tmp_path / "run", 3, replaces=True, **options) as node:
+        node.let_go_on_to(2)
+        for rank in range(3):
+            node.wait_for_step(rank, 2)
+        first = node.pid_of(0)
+        node.strike(0)
+        came = node.go_on_until(
+            lambda: node.pid_of(0) != first and bool(node.records(0)), first=3, last=36
+        )
+        node.let_go_on_to(came + 3)
+        for rank in range(3):
+            node.wait_for_step(rank, came + 3)
+        node.strike(1, signal.SIGTERM)
+        node.let_go_on_to(num_steps)
+        assert node.wait_for_end() == 0, node.log()
+        check_steps(trained(node), expected, 3)
+        noted = [i for i in read_log(node.folder / "events.jsonl") if i["event"] == "generation"]
+        assert f"joins the run on the device of process {first}, which was lost." in node.log()
+    changes = [(len(item["lost"]), item["joined"], item["ranks"]) for item in noted]
+    assert changes == [(1, [], 2), (0, [3], 3), (1, [], 2)]
+    assert [item["steps_again"] for item in noted] == [0, 0, 0]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import machine_namespace, name_membership
-from lightning_hetero.runtime.generation.keeper import tell_keeper
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import (
     Door,
@@ -23,10 +22,10 @@ from lightning_hetero.runtime.generation.newcomers import (
     find_layer_call,
     num_first,
 )
+from lightning_hetero.runtime.generation.worker import JOIN, tell_keeper
 from lightning_hetero.runtime.ranks.meeting import choose_connecting
 
 __all__ = [
-    "JOIN",
     "find_layer_call_of_run",
     "find_node",
     "is_newcomer",
@@ -35,8 +34,6 @@ __all__ = [
     "split_address",
 ]
 
-JOIN = "LIGHTNING_HETERO_JOIN"
-"""Environment variable of a newcomer: host:port of the store of the run that it is to join."""
 _REFUSED_S = 3.0
 """Seconds for which a port may be unserved before it counts as no run's store."""
 OPEN = "lightning_hetero/open membership"

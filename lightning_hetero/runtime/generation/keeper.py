@@ -8,6 +8,7 @@ launcher doesn't notice if a worker dies. A keeper
 - passes signals on to them,
 - serves the store if it is rank 0's and torchrun's agent doesn't,
 - tells the membership when a worker has died, and why; ends a worker that others have given up,
+- starts a newcomer on a lost worker's device, if the others go on and nobody has told it to end,
 - ends when its workers and training have ended: with 0 if training was finished, else with a
   worker's exit code, for the launcher to act on.
 
@@ -23,40 +24,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_hetero.runtime.generation.worker import Worker
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = [
-    "KEPT",
-    "Keeper",
-    "KeeperTask",
-    "Worker",
-    "be_kept",
-    "become_keeper",
-    "block_signals",
-    "main",
-    "tell_keeper",
-]
+__all__ = ["Keeper", "KeeperTask", "be_kept", "become_keeper", "block_signals", "main"]
 
-KEPT = "LIGHTNING_HETERO_KEPT"
-"""Variable of a worker's environment: where it tells its keeper which member of a run it is."""
 _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
 """How often it looks into the store."""
 _LOOK_AT_RUN_S = 2.0
-"""How often once all its workers have died: each loss that a run survives leaves such a keeper."""
-_HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""How often while it has no worker, and the run goes on."""
+_ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_HANDED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
 _FROM_TERMINAL = 0x80
 """`si_code` of what the system itself sends: to the whole process group, so to workers as well."""
-_AT_ONCE = {0, 14}
-"""Exit codes that all ranks end with: done, and agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -73,6 +62,8 @@ class KeeperTask:
     port: int
     serves: bool
     """Whether this keeper serves it."""
+    replaces: bool
+    """Whether newcomers take the devices of lost workers."""
     path: list[str] = field(default_factory=lambda: list(sys.path))
     """Where Python finds modules."""
 
@@ -84,70 +75,6 @@ def become_keeper(task: KeeperTask) -> NoReturn:
     code = f"import sys; sys.path[:] = {task.path!r}; from {__name__} import main; main()"
     environment = os.environ | {_TASK: json.dumps(asdict(task))}
     os.execve(sys.executable, [sys.executable, "-c", code], environment)
-
-
-def tell_keeper(prefix: str, number: int) -> None:
-    """Tell this worker's keeper, if it has one, which member it is.
-
-    Args:
-        prefix: The membership's prefix in the store.
-        number: The member's number.
-    """
-    descriptor = int(os.environ.get(KEPT, "-1"))
-    if descriptor >= 0:
-        with suppress(OSError):
-            os.write(descriptor, json.dumps([prefix, number]).encode() + b"\n")
-
-
-class Worker:
-    """A worker process, and what its keeper knows of it.
-
-    Args:
-        start: Starts it: returns its process id, given the variables that its environment has
-            besides this process's, and a descriptor that it inherits.
-    """
-
-    def __init__(self, start: Callable[[dict[str, str], int], int]) -> None:
-        self._told, write = os.pipe()
-        os.set_blocking(self._told, False)
-        self.pid = start({KEPT: str(write)}, write)
-        os.close(write)
-        self._status: int | None = None
-        self.member: tuple[str, int] | None = None
-        """The prefix of its membership, and its number; None until it has told."""
-        self.died_in_training: bool | None = None
-        """Whether it died before training had ended; None until the membership has been told."""
-
-    def look(self) -> None:
-        """Check whether it has ended, and read what it has told; called by one thread only."""
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = status if pid else None
-        with suppress(BlockingIOError):
-            lines = os.read(self._told, 65536).splitlines()
-            if lines:
-                prefix, number = json.loads(lines[-1])
-                self.member = prefix, number
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code, 128 + n where signal n has ended it; None while it runs."""
-        if self._status is None:
-            return None
-        code = os.waitstatus_to_exitcode(self._status)
-        return code if code >= 0 else 128 - code
-
-    def signal(self, number: int) -> None:
-        """Send it a signal if it runs."""
-        if self._status is None:
-            os.kill(self.pid, number)
-
-    def describe_end(self) -> str:
-        """Say how it has ended."""
-        assert self._status is not None
-        code = os.waitstatus_to_exitcode(self._status)
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return f"Its process {self.pid} ended with {how}."
 
 
 class _Outlook(enum.Enum):
@@ -169,13 +96,22 @@ class Keeper:
         address: Host of the store.
         port: Port of the store.
         serves: Whether this keeper serves it.
+        replaces: Whether newcomers take the devices of lost workers.
     """
 
     def __init__(
-        self, workers: Sequence["Worker"], *, address: str, port: int, serves: bool
+        self,
+        workers: Sequence[Worker],
+        *,
+        address: str,
+        port: int,
+        serves: bool,
+        replaces: bool = False,
     ) -> None:
-        self._workers = workers
+        self._workers = list(workers)
+        """Of the first start, then those that took their devices."""
         self._address, self._port, self._serves = address, port, serves
+        self._may_replace = replaces
         self._woken = threading.Event()
         self._seen: tuple[int, _Outlook | None] = (0, None)
         """The number of dead workers reported to the membership, and its answer."""
@@ -191,9 +127,11 @@ class Keeper:
             if received.si_signo in _HANDED_ON:
                 if received.si_code != _FROM_TERMINAL:
                     self._hand_on(received.si_signo)
+                self._may_replace &= received.si_signo not in _ENDING
                 continue
             for worker in self._workers:
                 worker.look()
+            self._replace_lost()
             self._woken.set()
             code = self._judge()
             if code is not None:
@@ -203,25 +141,41 @@ class Keeper:
         for worker in self._workers:
             worker.signal(number)
 
+    def _replace_lost(self) -> None:
+        """Start newcomers on the devices of lost workers, if their time has come."""
+        _, outlook = self._seen
+        if not self._may_replace or outlook in (_Outlook.ENDED, _Outlook.OVER):
+            return
+        for worker in [worker for worker in self._workers if worker.is_due]:
+            newcomer = worker.replaced(f"{self._address}:{self._port}")
+            self._workers.append(newcomer)
+            text = f"process {newcomer.pid} joins the run on the device of process {worker.pid}"
+            sys.stderr.write(f"lightning_hetero: {text}, which was lost.\n")
+            sys.stderr.flush()
+
     def _judge(self) -> int | None:
         """Return this keeper's exit code; None while it has to stay."""
         dead = self._dead()
         for worker in dead:
-            if worker.member is None:
+            if worker.member is None and not worker.is_guest:
                 # It wasn't a member yet, and the run can't begin without it.
                 return worker.code
-        num_living = sum(worker.code is None for worker in self._workers)
-        if num_living:
+        if self._has_members():
             return None
         if not dead:
             return max(worker.code or 0 for worker in self._workers)
         num_told, outlook = self._seen
         if num_told < len(dead) or outlook in (None, _Outlook.GOES_ON):
             return None
+        # Guests that the run hasn't let in end with this process.
         return 0 if outlook is _Outlook.ENDED else dead[0].code
 
     def _dead(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.code not in (None, *_AT_ONCE)]
+        return [worker for worker in self._workers if worker.is_lost]
+
+    def _has_members(self) -> bool:
+        """Whether a worker lives for which this process stays, whatever becomes of the run."""
+        return any(worker.code is None and not worker.is_guest for worker in self._workers)
 
     # -- the thread that waits for the store ------------------------------------------------------
 
@@ -258,12 +212,13 @@ class Keeper:
 
     def _may_rest(self) -> bool:
         """Whether nothing is left to tell, not even of a worker that died during the last look."""
-        return self._seen == (len(self._dead()), _Outlook.GOES_ON)
+        lives = any(worker.code is None for worker in self._workers)
+        return not lives and self._seen == (len(self._dead()), _Outlook.GOES_ON)
 
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import records
+        from lightning_hetero.runtime.generation import newcomers, records
 
         dead = self._dead()
         # The dead first: others wait for that word.
@@ -272,6 +227,7 @@ class Keeper:
                 continue
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
+            worker.is_guest = worker.is_guest and newcomers.has_only_knocked(of_run, number)
             if worker.code is None:
                 if records.is_gone(of_run, number):
                     # The others have given it up, and it hasn't noticed.
@@ -279,32 +235,32 @@ class Keeper:
             elif worker in dead and worker.died_in_training is None:
                 worker.died_in_training = not records.has_ended(of_run)
                 records.tell_gone(of_run, number, worker.describe_end())
-        # While a worker lives, this process stays whatever becomes of the run.
-        lives = any(worker.code is None for worker in self._workers)
-        self._seen = len(dead), None if lives else self._outlook(store, dead)
+        self._seen = len(dead), None if self._has_members() else self._outlook(store, dead)
 
-    def _outlook(self, store: "Store", dead: Sequence["Worker"]) -> "_Outlook | None":
+    def _outlook(self, store: "Store", dead: Sequence[Worker]) -> _Outlook | None:
         """Return what the membership says of the run of dead workers; None if they had none."""
         from torch.distributed.distributed_c10d import PrefixStore
 
         from lightning_hetero.runtime.generation import newcomers, records
 
-        outlook = None
+        outlooks = set()
         for worker in dead:
-            if worker.member is None:
+            if worker.member is None or worker.is_guest:
                 continue
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
             outlook = _Outlook.OVER
             if newcomers.has_only_knocked(of_run, number):
                 # The run is none of its own: whoever started it hears at once that it failed.
-                continue
-            if records.has_ended(of_run):
+                pass
+            elif records.has_ended(of_run):
                 # What fails after training, in code that follows, is a failure of the script.
                 outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
             elif records.is_anybody_left(of_run):
                 outlook = _Outlook.GOES_ON
-        return outlook
+            outlooks.add(outlook)
+        # Where one worker's end is a failure, so is this process's.
+        return max(outlooks, key=lambda outlook: outlook.value, default=None)
 
 
 def _import_slowly() -> None:
@@ -341,5 +297,11 @@ def main() -> None:
         return pid
 
     workers = [Worker(partial(start, own)) for own in task.workers]
-    keeper = Keeper(workers, address=task.address, port=task.port, serves=task.serves)
+    keeper = Keeper(
+        workers,
+        address=task.address,
+        port=task.port,
+        serves=task.serves,
+        replaces=task.replaces,
+    )
     os._exit(keeper.run())

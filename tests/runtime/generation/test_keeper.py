@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,31 +12,36 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.runtime.generation.keeper import (
-    KEPT,
-    Keeper,
-    Worker,
-    be_kept,
-    block_signals,
-    tell_keeper,
-)
+from lightning_hetero.runtime.generation import worker
+from lightning_hetero.runtime.generation.keeper import Keeper, be_kept, block_signals
 from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.generation.newcomers import Newcomer, begin_numbers, note_entered
 from lightning_hetero.runtime.generation.records import (
+    ENDED,
     NEWEST,
     Member,
     propose,
+    tell_gone,
     who_is_gone,
+)
+from lightning_hetero.runtime.generation.worker import (
+    JOIN,
+    KEPT,
+    Worker,
+    newcomer_variables,
+    tell_keeper,
 )
 from tests.processes import fork_server, free_port
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120.0
-    while not condition():
-        assert time.monotonic() < deadline_s, "nothing came"
+def wait_until(condition: Callable[[], object]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
         time.sleep(0.02)
+    raise AssertionError("nothing came")
 
 
 def keep(folder: Path, port: int, codes: list[int | None]) -> None:
@@ -128,7 +133,8 @@ def keeper_of(
         Membership(run, number=number, node="a", patience_s=60.0)
     workers = []
     for number, code in enumerate(codes):
-        more = {"died_in_training": None, "describe_end": lambda: "It ended."}
+        more = {"died_in_training": None, "is_guest": False, "is_due": False}
+        more |= {"describe_end": lambda: "It ended.", "is_lost": code is not None}
         workers.append(SimpleNamespace(member=("members", number), code=code, **more))
     seen = Seen(run, on_call)
     monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda *_: seen)
@@ -153,7 +159,7 @@ def test_a_keeper_does_not_rest_before_it_has_told_of_a_worker_that_dies_while_i
 ) -> None:
     def die(name: str, *arguments: object) -> None:
         if arguments == (["gone/1"],):
-            workers[1].code = 3
+            workers[1].code, workers[1].is_lost = 3, True
 
     keeper, workers, run = keeper_of([3, None], die, monkeypatch)
     propose(run, 0, [Member(number, "a") for number in range(3)])  # The third one lives elsewhere.
@@ -164,6 +170,141 @@ def test_a_keeper_does_not_rest_before_it_has_told_of_a_worker_that_dies_while_i
     keeper._look(dist.HashStore())
     assert who_is_gone(run) == {0, 1}
     assert keeper._may_rest()
+
+
+def test_one_worker_that_fails_after_training_is_a_failure_though_another_died_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keeper, workers, run = keeper_of([5, 3], lambda *_: None, monkeypatch)
+    workers[1].died_in_training = True
+    run.set(ENDED, "1")
+    keeper._look(dist.HashStore())
+    assert keeper._judge() == 5
+
+
+class Place:
+    """A device whose workers are processes that wait, and a keeper that replaces them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(worker.time, "monotonic", lambda: self.now_s)
+        self.run = dist.PrefixStore("members", dist.HashStore())
+        begin_numbers(self.run, 2)
+        for number in range(2):
+            Membership(self.run, number=number, node="a", patience_s=60.0)
+        propose(self.run, 0, [Member(0, "a"), Member(1, "b")])
+        self.run.set(NEWEST, "0")
+        of_prefix = lambda *_: self.run  # noqa: E731 - takes what `PrefixStore` takes
+        monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", of_prefix)
+        self.environments: list[dict[str, str]] = []
+        self.keeper = Keeper(
+            [Worker(self._start)], address="host", port=7, serves=False, replaces=True
+        )
+        self.worker.member = ("members", 0)
+
+    def _start(self, environment: dict[str, str], _: int) -> int:
+        self.environments.append(environment)
+        return os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ)
+
+    @property
+    def worker(self) -> Worker:
+        """The latest."""
+        return self.keeper._workers[-1]
+
+    def lose(self) -> None:
+        """Let the latest worker die, and the keeper hear of it."""
+        os.kill(self.worker.pid, signal.SIGKILL)
+        wait_until(lambda: self.worker.look() or self.worker.is_lost)
+        self.look()
+
+    def look(self) -> None:
+        """Do what a keeper does all the time."""
+        self.keeper._look(dist.HashStore())
+        self.keeper._replace_lost()
+
+    def knock(self) -> None:
+        """Let the latest worker knock at the run's door."""
+        self.worker.member = ("members", Newcomer(self.run, {}).number)
+
+    def wait_for_next(self) -> float:
+        """Return for how long the device stays empty."""
+        lost, since_s = self.worker, self.now_s
+        while self.worker is lost:
+            self.now_s += 1.0
+            self.look()
+        return self.now_s - since_s
+
+    def end(self) -> None:
+        """End the latest worker."""
+        self.worker.signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    place = Place(monkeypatch)
+    yield place
+    place.end()
+
+
+def test_a_lost_worker_s_device_gets_a_newcomer_later_each_time_that_it_loses_one(
+    place: Place,
+) -> None:
+    waits = []
+    for _ in range(6):
+        place.lose()
+        waits.append(place.wait_for_next())
+    assert waits == [5.0, 20.0, 80.0, 320.0, 600.0, 600.0]
+    place.now_s += 3600.0
+    place.lose()
+    assert place.wait_for_next() == 5.0
+    first, *others = place.environments
+    assert JOIN not in first
+    assert {environment[JOIN] for environment in others} == {"host:7"}
+
+
+def test_a_guest_holds_its_keeper_only_while_the_run_goes_on(place: Place) -> None:
+    place.lose()
+    place.wait_for_next()
+    place.knock()
+    place.look()
+    assert place.keeper._judge() is None
+    place.run.set(ENDED, "1")
+    place.look()
+    assert place.keeper._judge() == 0
+
+
+def test_a_newcomer_that_was_let_in_is_a_worker_like_others(place: Place) -> None:
+    place.lose()
+    place.wait_for_next()
+    place.knock()
+    note_entered(place.run, place.worker.member[1])
+    place.look()
+    place.run.set(ENDED, "1")
+    place.look()
+    assert place.keeper._judge() is None, "it may have to save what was trained"
+    place.lose()
+    assert place.keeper._judge() == 137, "it failed after training"
+
+
+def test_no_newcomer_comes_where_the_run_is_over_or_the_worker_left(place: Place) -> None:
+    place.lose()
+    tell_gone(place.run, 1, "lost, too")
+    place.now_s += 6.0
+    place.look()
+    assert len(place.environments) == 1
+    assert place.keeper._judge() == 137
+    left = SimpleNamespace(code=14)
+    assert not Worker.is_lost.fget(left)
+
+
+def test_a_newcomer_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    told = newcomer_variables("host:7")
+    assert told == {JOIN: "host:7", "NODE_RANK": "1", "RANK": "1", "SLURM_PROCID": "1"}
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("SLURM_PROCID")
+    assert newcomer_variables("host:7") == {JOIN: "host:7", "NODE_RANK": "1"}
 
 
 def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:

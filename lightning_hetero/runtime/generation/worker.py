@@ -1,0 +1,152 @@
+"""A worker process as its keeper knows it, and the newcomer that takes its device when it is lost.
+
+Nothing here imports torch: a keeper starts its workers before that.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+__all__ = ["JOIN", "KEPT", "Worker", "newcomer_variables", "tell_keeper"]
+
+JOIN = "LIGHTNING_HETERO_JOIN"
+"""Environment variable of a newcomer: host:port of the store of the run that it is to join."""
+KEPT = "LIGHTNING_HETERO_KEPT"
+"""Variable of a worker's environment: where it tells its keeper which member of a run it is."""
+_AT_ONCE = {0, 14}
+"""Exit codes that all ranks end with: done, and agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
+_FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
+_FORGOTTEN_S = 3600.0
+
+
+def newcomer_variables(address: str) -> dict[str, str]:
+    """Return what the environment of a newcomer has besides that of a worker of the first start.
+
+    It does none of rank 0's work before it has a rank.
+
+    Args:
+        address: host:port of the run's store.
+    """
+    more = {JOIN: address, "NODE_RANK": "1"}
+    if os.environ.get("RANK", "0") == "0":
+        more["RANK"] = "1"
+    if os.environ.get("SLURM_PROCID") == "0":
+        more["SLURM_PROCID"] = "1"
+    return more
+
+
+def _wait_before_replacing_s(ends_s: Sequence[float]) -> float:
+    """Return how long a device stays empty after it has lost its worker again.
+
+    What breaks each of its workers costs all others a generation each time, so the wait grows:
+    5 s, 20 s, 80 s, …, 10 minutes. Losses of more than an hour ago don't count.
+
+    Args:
+        ends_s: When its workers have ended, in seconds, the latest last.
+    """
+    recent = sum(ends_s[-1] - end_s < _FORGOTTEN_S for end_s in ends_s)
+    return float(min(_FIRST_WAIT_S * _WAIT_FACTOR ** (recent - 1), _LONGEST_WAIT_S))
+
+
+class Worker:
+    """A worker process, and what its keeper knows of it.
+
+    Args:
+        start: Starts it: returns its process id, given the variables that its environment has
+            besides this process's, and a descriptor that it inherits.
+        more: Further variables of its environment.
+        ends_s: When those that had its device before it have ended.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[dict[str, str], int], int],
+        more: Mapping[str, str] | None = None,
+        ends_s: Sequence[float] = (),
+    ) -> None:
+        self._start = start
+        self._ends_s = ends_s
+        self._told, write = os.pipe()
+        os.set_blocking(self._told, False)
+        self.pid = start({**(more or {}), KEPT: str(write)}, write)
+        os.close(write)
+        self._status: int | None = None
+        self.member: tuple[str, int] | None = None
+        """The prefix of its membership, and its number; None until it has told."""
+        self.died_in_training: bool | None = None
+        """Whether it died before training had ended; None until the membership has been told."""
+        self.is_guest = bool(ends_s)
+        """Whether it took a lost one's device, and the run, as far as known, hasn't let it in."""
+        self.is_replaced = False
+        """Whether another one has its device."""
+
+    def look(self) -> None:
+        """Check whether it has ended, and read what it has told; called by one thread only."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = status
+                self._ends_s = [*self._ends_s, time.monotonic()]
+        with suppress(BlockingIOError):
+            lines = os.read(self._told, 65536).splitlines()
+            if lines:
+                prefix, number = json.loads(lines[-1])
+                self.member = prefix, number
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, 128 + n where signal n has ended it; None while it runs."""
+        if self._status is None:
+            return None
+        code = os.waitstatus_to_exitcode(self._status)
+        return code if code >= 0 else 128 - code
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, but neither by itself nor together with all others."""
+        return self.code not in (None, *_AT_ONCE)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal if it runs."""
+        if self._status is None:
+            os.kill(self.pid, number)
+
+    def describe_end(self) -> str:
+        """Say how it has ended."""
+        assert self._status is not None
+        code = os.waitstatus_to_exitcode(self._status)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"Its process {self.pid} ended with {how}."
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its device has been empty for as long as its losses call for."""
+        may_be_replaced = self.died_in_training or self.is_guest
+        if not self.is_lost or not may_be_replaced or self.is_replaced:
+            return False
+        return time.monotonic() >= self._ends_s[-1] + _wait_before_replacing_s(self._ends_s)
+
+    def replaced(self, address: str) -> "Worker":
+        """Start and return a newcomer on its device.
+
+        Args:
+            address: host:port of the store of the run, which it joins.
+        """
+        self.is_replaced = True
+        return Worker(self._start, newcomer_variables(address), self._ends_s)
+
+
+def tell_keeper(prefix: str, number: int) -> None:
+    """Tell this worker's keeper, if it has one, which member it is.
+
+    Args:
+        prefix: The membership's prefix in the store.
+        number: The member's number.
+    """
+    descriptor = int(os.environ.get(KEPT, "-1"))
+    if descriptor >= 0:
+        with suppress(OSError):
+            os.write(descriptor, json.dumps([prefix, number]).encode() + b"\n")
