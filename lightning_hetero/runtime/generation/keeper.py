@@ -111,7 +111,8 @@ class Keeper:
         self._workers = list(workers)
         """Of the first start, then those that took their devices."""
         self._address, self._port, self._serves = address, port, serves
-        self._may_replace = replaces
+        self._replaces = replaces
+        self._is_told_to_end = False
         self._woken = threading.Event()
         self._seen: tuple[int, _Outlook | None] = (0, None)
         """The number of dead workers reported to the membership, and its answer."""
@@ -127,7 +128,7 @@ class Keeper:
             if received.si_signo in _HANDED_ON:
                 if received.si_code != _FROM_TERMINAL:
                     self._hand_on(received.si_signo)
-                self._may_replace &= received.si_signo not in _ENDING
+                self._is_told_to_end |= received.si_signo in _ENDING
                 continue
             for worker in self._workers:
                 worker.look()
@@ -144,7 +145,8 @@ class Keeper:
     def _replace_lost(self) -> None:
         """Start newcomers on the devices of lost workers, if their time has come."""
         _, outlook = self._seen
-        if not self._may_replace or outlook in (_Outlook.ENDED, _Outlook.OVER):
+        is_over = outlook in (_Outlook.ENDED, _Outlook.OVER)
+        if is_over or self._is_told_to_end or not self._replaces:
             return
         for worker in [worker for worker in self._workers if worker.is_due]:
             newcomer = worker.replaced(f"{self._address}:{self._port}")
@@ -165,7 +167,9 @@ class Keeper:
         if not dead:
             return max(worker.code or 0 for worker in self._workers)
         num_told, outlook = self._seen
-        if num_told < len(dead) or outlook in (None, _Outlook.GOES_ON):
+        if num_told < len(dead) or outlook is None:
+            return None
+        if outlook is _Outlook.GOES_ON and (self._serves or not self._is_told_to_end):
             return None
         # Guests that the run hasn't let in end with this process.
         return 0 if outlook is _Outlook.ENDED else dead[0].code

@@ -297,6 +297,20 @@ def test_no_newcomer_comes_where_the_run_is_over_or_the_worker_left(place: Place
     assert not Worker.is_lost.fget(left)
 
 
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_keeper_without_workers_ends_when_it_is_told_to_unless_it_serves_the_run(
+    place: Place, *, serves: bool
+) -> None:
+    place.keeper._serves = serves
+    place.lose()
+    assert place.keeper._judge() is None
+    place.keeper._is_told_to_end = True
+    place.now_s += 1000.0
+    place.look()
+    assert len(place.environments) == 1, "no newcomer starts any more"
+    assert place.keeper._judge() == (None if serves else 137)
+
+
 def test_a_newcomer_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("SLURM_PROCID", "0")
