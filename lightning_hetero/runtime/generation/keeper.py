@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from lightning_hetero.runtime.generation.worker import Worker
+from lightning_hetero.runtime.generation.worker import ALL_LEAVE, Worker
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -164,6 +164,8 @@ class Keeper:
                 return worker.code
         if self._has_members():
             return None
+        if any(worker.code == ALL_LEAVE for worker in self._workers):
+            return ALL_LEAVE  # Those too whose workers were lost before: nobody goes on.
         if not dead:
             return max(worker.code or 0 for worker in self._workers)
         num_told, outlook = self._seen

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-__all__ = ["JOIN", "KEPT", "Worker", "newcomer_variables", "tell_keeper"]
+__all__ = ["ALL_LEAVE", "JOIN", "KEPT", "Worker", "newcomer_variables", "tell_keeper"]
 
 JOIN = "LIGHTNING_HETERO_JOIN"
 """Environment variable of a newcomer: host:port of the store of the run that it is to join."""
 KEPT = "LIGHTNING_HETERO_KEPT"
 """Variable of a worker's environment: where it tells its keeper which member of a run it is."""
-_AT_ONCE = {0, 14}
-"""Exit codes that all ranks end with: done, and agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
+ALL_LEAVE = 14
+"""Exit code of all ranks of a run that have agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
 _FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
 _FORGOTTEN_S = 3600.0
 
@@ -107,7 +107,7 @@ class Worker:
     @property
     def is_lost(self) -> bool:
         """Whether it has ended, but neither by itself nor together with all others."""
-        return self.code not in (None, *_AT_ONCE)
+        return self.code not in (None, 0, ALL_LEAVE)
 
     def signal(self, number: int) -> None:
         """Send it a signal if it runs."""

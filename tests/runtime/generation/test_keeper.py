@@ -31,6 +31,7 @@ from lightning_hetero.runtime.generation.worker import (
     newcomer_variables,
     tell_keeper,
 )
+from lightning_hetero.runtime.ranks.failure import LEAVE_EXIT_CODE
 from tests.processes import fork_server, free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -293,7 +294,7 @@ def test_no_newcomer_comes_where_the_run_is_over_or_the_worker_left(place: Place
     place.look()
     assert len(place.environments) == 1
     assert place.keeper._judge() == 137
-    left = SimpleNamespace(code=14)
+    left = SimpleNamespace(code=LEAVE_EXIT_CODE)
     assert not Worker.is_lost.fget(left)
 
 
@@ -319,6 +320,20 @@ def test_a_newcomer_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("SLURM_PROCID")
     assert newcomer_variables("host:7") == {JOIN: "host:7", "NODE_RANK": "1"}
+
+
+def test_where_all_agree_to_leave_a_worker_that_was_lost_before_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody says then that the others are gone, for they start again."""
+    keeper, workers, run = keeper_of([9, None], lambda *_: None, monkeypatch)
+    propose(run, 0, [Member(number, "a") for number in range(2)])
+    run.set(NEWEST, "0")
+    keeper._look(dist.HashStore())
+    assert keeper._judge() is None
+    workers[1].code = LEAVE_EXIT_CODE
+    keeper._look(dist.HashStore())
+    assert keeper._judge() == LEAVE_EXIT_CODE
 
 
 def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:
