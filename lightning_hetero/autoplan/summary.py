@@ -17,7 +17,7 @@ from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import ParameterSpec, PlanHolders, Slice
+from lightning_hetero.core.slices import Holding, ParameterSpec, PlanHolders, Slice
 from lightning_hetero.core.table import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.detect import cluster_of
@@ -281,15 +281,25 @@ def state_memory(
     """
     used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
     holders = PlanHolders(plan)
+    # Bytes of a row of all parameters that are held, or owned, alike: these have one object each.
+    held: dict[int, tuple[tuple[Holding, ...], list[float]]] = {}
+    owned: dict[int, tuple[Sequence[Slice], list[float]]] = {}
     for spec in specs:
-        for holding in holders.of(spec).holdings:
+        holdings, items = holders.of(spec).holdings, slices[spec.name]
+        _, of_row = held.setdefault(id(holdings), (holdings, [0.0, 0.0]))
+        of_row[0] += spec.row_numel * facts.compute_bytes
+        of_row[1] += spec.row_numel * facts.summed_bytes * spec.requires_grad
+        _, of_owned_row = owned.setdefault(id(items), (items, [0.0]))
+        num_states = NUM_STATES if spec.requires_grad else 1
+        of_owned_row[0] += spec.row_numel * facts.master_bytes * num_states
+    for holdings, (weight_bytes, gradient_bytes) in held.values():
+        for holding in holdings:
             rows = sum(stop - start for start, stop in holding.intervals)
-            held = used[holding.global_rank]
-            held[0] += rows * spec.row_numel * facts.compute_bytes
-            held[1] += rows * spec.row_numel * facts.summed_bytes * spec.requires_grad
-        owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
-        for item in slices[spec.name]:
+            used[holding.global_rank][0] += rows * weight_bytes
+            used[holding.global_rank][1] += rows * gradient_bytes
+    for items, (owned_bytes,) in owned.values():
+        for item in items:
             for rank in item.keepers:
                 if not facts.owned_device.is_on_host(plan, rank):
-                    used[rank][2] += (item.stop - item.start) * spec.row_numel * owned_bytes
+                    used[rank][2] += (item.stop - item.start) * owned_bytes
     return [MemoryTerms(*terms) for terms in used]

@@ -164,21 +164,19 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 f"ElasticRestart(in_place=True) needs Linux, where a worker ends with its keeper; "
                 f"this is {sys.platform}. Leave in_place out."
             )
-        environment = self.cluster_environment
-        address, port, joins = environment.main_address, environment.main_port, is_newcomer()
-        if joins:
-            address, port = split_address(os.environ[JOIN])
+        environment, joins = self.cluster_environment, is_newcomer()
+        started = environment.main_address, environment.main_port
+        address, port = split_address(os.environ[JOIN]) if joins else started
         # What this process's first start of Lightning may have set itself isn't the user's.
         common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         if environment.creates_processes_externally:
             workers = [common]
         else:
-            num_ranks = self.num_processes * self.num_nodes
             common |= {
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "NODE_RANK": str(environment.node_rank()),
-                "WORLD_SIZE": str(num_ranks),
+                "WORLD_SIZE": str(self.num_processes * self.num_nodes),
             }
             workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
         if joins:
