@@ -5,11 +5,14 @@ gradients over to the slices. Clipping by norm needs the norm over every rank's 
 once, which is one all-reduce of one number.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -71,6 +74,33 @@ class HeteroPrecision(Precision):
         return plugin if isinstance(plugin, cls) else cls(name)
 
     @override
+    def convert_input(self, data: Any) -> Any:
+        """Return a batch, with "bf16-true" its floating-point tensors in bf16, as in Lightning.
+
+        With "bf16-mixed" they stay as they are: targets in bf16 would lose digits.
+        """
+        if self.precision != "bf16-true":
+            return data
+        return apply_to_collection(data, Tensor, _in_bf16)
+
+    @contextmanager
+    def explain_dtypes(self) -> Iterator[None]:
+        """Add a remedy to torch's errors about tensors of two dtypes inside this context."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            if self.compute_dtype is torch.bfloat16 and "bfloat16" in text and "type" in text:
+                error.add_note(
+                    f"With HeteroStrategy and precision={self.precision!r} weights are bf16 in "
+                    "steps, and there is no autocast. Cast the floating-point tensors that meet "
+                    "them, such as `x = x.to(self.head.weight.dtype)`, or enter "
+                    "`torch.autocast(self.device.type, torch.bfloat16)` in the step; or use "
+                    '"32-true".'
+                )
+            raise
+
+    @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         # Hooks and clipping, in which ranks wait for each other; the step itself waits for nobody.
         super()._after_closure(model, optimizer)
@@ -110,3 +140,7 @@ class HeteroPrecision(Precision):
         for parameter in self.main_params(optimizer):
             if parameter.grad is not None:
                 parameter.grad.clamp_(min=-clip_val, max=clip_val)
+
+
+def _in_bf16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
