@@ -81,7 +81,10 @@ class EvenPieces:
     ) -> None:
         self.members = members
         self.own_index = members.index(store.global_rank)
-        self._rows = [_Rows.of(pieces, store.device) for pieces in own_rows]
+        # Parameters that are divided alike share one object.
+        layouts = {id(pieces): pieces for pieces in own_rows}
+        known = {key: _Rows.of(pieces, store.device) for key, pieces in layouts.items()}
+        self._rows = [known[id(pieces)] for pieces in own_rows]
         self._own = [pieces[self.own_index] for pieces in own_rows]
         self._dims = [spec.cut_dim for spec in specs]
         self._shapes = [
