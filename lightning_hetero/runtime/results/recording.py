@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
-from torch.utils._pytree import tree_map
 
 from lightning_hetero.runtime.callers import calling_frame, takes_written_rows
-from lightning_hetero.runtime.leaves import tensors_in, tree_leaves
+from lightning_hetero.runtime.leaves import tensors_in, tree_leaves, tree_map
 from lightning_hetero.runtime.random_state import PreservedRandomState, seed_torch
 
 __all__ = ["Call", "Change", "Recording", "Value"]
@@ -57,6 +55,8 @@ class Call(NamedTuple):
     args: Any
     kwargs: Any
     """With a `Value` for each tensor."""
+    takes: tuple[int, ...]
+    """Numbers of the tensors among its arguments."""
     results: tuple[int, ...]
     """Numbers of the tensors that it returned."""
     takes_nothing: bool
@@ -68,12 +68,6 @@ class Call(NamedTuple):
     is_written: bool
     """Whether it takes rows by indices written in the user's code."""
     autocast: tuple[bool, torch.dtype]
-
-    @property
-    def takes(self) -> list[int]:
-        """Numbers of the tensors among its arguments."""
-        given = _pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_value)
-        return [item.number for item in given if _is_value(item)]
 
 
 Change = Callable[[Call, int, Tensor], Tensor]
@@ -175,24 +169,25 @@ class Recording(TorchFunctionMode):
         results = tuple(self._give_number(item) for item in made)
         if any(number in self._depending for number in numbers):
             self._depending.update(results, map(self._number_of_given, changed))
-        autocast = (
-            torch.is_autocast_enabled(self._device_type),
-            torch.get_autocast_dtype(self._device_type),
-        )
         self.calls.append(
             Call(
                 func,
                 name,
                 taken,
                 named,
+                tuple(numbers),
                 results,
                 takes_nothing=_takes_nothing(given, made),
                 rounding=_rounding_of(made),
                 changes=bool(changed),
                 is_written=name == "getitem" and _is_written(),
-                autocast=autocast,
+                autocast=self._autocast(),
             )
         )
+
+    def _autocast(self) -> tuple[bool, torch.dtype]:
+        kind = self._device_type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def _stand_in(self, item: Any) -> Any:
         return Value(self._number_of_given(item)) if isinstance(item, Tensor) else item
@@ -254,7 +249,7 @@ class Recording(TorchFunctionMode):
         """
         found: set[int] = set()
         for call in self.calls:
-            takes, given = call.takes, _pytree.tree_leaves((call.args, call.kwargs))
+            takes, given = call.takes, tree_leaves((call.args, call.kwargs))
             begins = call.name in _COUNTING or any(isinstance(item, range) for item in given)
             goes_on = bool(takes) and found.issuperset(takes) and call.name not in _JOINING
             if call.changes and found.intersection(takes):
@@ -294,13 +289,16 @@ class Recording(TorchFunctionMode):
 
     def _call(self, call: Call, values: dict[int, Tensor]) -> list[Tensor]:
         args, kwargs = tree_map(
-            lambda item: values[item.number] if _is_value(item) else item,
+            lambda item: values[item.number] if type(item) is Value else item,
             (call.args, call.kwargs),
-            is_leaf=_is_value,
+            leaf=Value,
         )
-        enabled, dtype = call.autocast
-        with torch.autocast(self._device_type, dtype, enabled):
+        if call.autocast == self._autocast():
             result = call.func(*args, **kwargs)
+        else:
+            enabled, dtype = call.autocast
+            with torch.autocast(self._device_type, dtype, enabled):
+                result = call.func(*args, **kwargs)
         made = tensors_in(result)
         if "empty" in call.name:
             made = [item.zero_() for item in made]
@@ -335,10 +333,6 @@ def _counting_two(call: Call) -> Call:
     if place is not None and args[place : place + 1] == [1]:
         args[place] = 2
     return call._replace(args=tuple(args))
-
-
-def _is_value(item: Any) -> bool:
-    return isinstance(item, Value)
 
 
 def _is_plain(tensor: Tensor) -> bool:
