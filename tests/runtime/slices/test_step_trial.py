@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.runtime.slices.digests import digest_of
+from lightning_hetero.runtime.slices import digests
+from lightning_hetero.runtime.slices.digests import digest_of, digests_of
 from lightning_hetero.runtime.slices.step_trial import Verdict, _judge, try_steps
 
 
@@ -149,3 +150,19 @@ def test_a_digest_depends_on_each_bit_and_its_place(dtype: torch.dtype) -> None:
         changed.view(torch.uint8).flatten()[index * dtype.itemsize] ^= 1
         assert digest_of(changed) != digest
     assert digest_of(torch.tensor([0.0])) != digest_of(torch.tensor([-0.0]))
+
+
+def test_digests_of_many_are_those_of_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_AT_ONCE", 3 * digests._SMALL)  # Three at a time.
+    torch.manual_seed(0)
+    shapes = [(5, 7), (), (0,), (digests._SMALL,), (digests._SMALL + 1,), (2, 3), (4,), (9, 1)]
+    tensors = {
+        f"{shape} {dtype}": torch.randn(shape).to(dtype)
+        for shape in shapes
+        for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool)
+    }
+    tensors["strided"] = torch.randn(6, 5).t()
+    found = digests_of(tensors)
+    assert list(found) == list(tensors)
+    assert found == {name: int(digest_of(tensor)) for name, tensor in tensors.items()}
+    assert digests_of({}) == {}
