@@ -32,6 +32,8 @@ READING = {"send"}
 WRITING = {"recv", "broadcast", "allreduce"}
 INTO_FIRST = {"alltoall_base", "_allgather_base", "_reduce_scatter_base", "allgather"}
 """Communications that write to their first argument and read the second one."""
+_expired: Any = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+"""What `StorageWeakRef.expired` asks, which each allocation does of all memories."""
 
 
 @dataclass
@@ -102,8 +104,8 @@ class Streams:
         address = storage.data_ptr()
         found = self._memories.get(address)
         if found is None or found.alive.expired():
-            self._gone += [item for item in self._memories.values() if item.alive.expired()]
-            self._memories = {k: i for k, i in self._memories.items() if not i.alive.expired()}
+            for gone in [key for key, item in self._memories.items() if _expired(item.alive.cdata)]:
+                self._gone.append(self._memories.pop(gone))
             self._give_away(stream)
             found = self._memories[address] = Memory(stream, StorageWeakRef(storage.memory))
         return found
