@@ -1,5 +1,6 @@
 """Decide, by the simulator, whether gradients are summed on each node before they leave it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -60,10 +61,11 @@ def _gain(
     """Return how many times faster a plan's push is by node."""
     slices = config.owners(specs, plan, world_size=facts.comms.world_size)
     width, straight_s, by_node_s = 4 / facts.compute_bytes, 0.0, 0.0
-    for unit in TransferTable(specs, slices, plan).trainable_units:
-        for circle in unit.kind.circles(push=True) or ():
-            sizes = zip(circle.held, unit.kind.row_numels, strict=True)
+    kinds = Counter(unit.kind for unit in TransferTable(specs, slices, plan).trainable_units)
+    for kind, number in kinds.items():
+        for circle in kind.circles(push=True) or ():
+            sizes = zip(circle.held, kind.row_numels, strict=True)
             held = facts.compute_bytes * sum((end - start) * numel for (start, end), numel in sizes)
-            straight_s += push_straight_s(links, circle.members, held)
-            by_node_s += push_by_node_s(links, circle.members, held, width=width)
+            straight_s += number * push_straight_s(links, circle.members, held)
+            by_node_s += number * push_by_node_s(links, circle.members, held, width=width)
     return straight_s / by_node_s if by_node_s else 1.0

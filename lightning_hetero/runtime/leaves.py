@@ -27,9 +27,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def tree_map(
-    function: Callable[[Any], Any], tree: Any, *, leaf: type[object] | None = None
-) -> Any:
+def tree_map(function: Callable[[Any], Any], tree: Any, *, leaf: type[object] | None = None) -> Any:
     """Return what torch's `tree_map` returns, in a fraction of its time.
 
     Args:
