@@ -2,9 +2,10 @@
 
 Balancing and sharing are exact for their own objectives, but neither sees warm-up, links, gradient
 exchange and memory together; the simulator does. Moves are tried in a fixed order and the first
-that helps is kept, until none helps or the budget is spent. Where that ends depends on where it
-begins and on the order, so many plans are moved a little, in two orders, and the best of them to
-the end. A thorough search also starts from plans that are a move away from the best.
+that helps is kept, or the best that gives, takes or cuts devices, until none helps or the budget is
+spent. Where that ends depends on where it begins and on the order, so many plans are moved a
+little, in two orders, and the best of them to the end. A thorough search also starts from plans
+that are a move away from the best.
 """
 
 import itertools
@@ -198,24 +199,33 @@ def _improve_by(
     seen: set[Candidate] | None = None,
 ) -> Candidate:
     """Return the candidate after the moves that help; `seen` are those whose ways are known."""
-    best, score = candidate, judge.score(candidate)
+    best, known = candidate, set() if seen is None else seen
     limit = judge.work_done + budget
-    improved = True
-    while improved:
-        improved = False
-        for family in families:
-            for moved in family(best, estimator):
-                if judge.work_done >= limit:
-                    return best
-                enough = score * (1 - _MIN_GAIN)
-                found = judge.better(moved, estimator, below=enough)
-                if found and seen is not None:
-                    if found in seen:
-                        return best
-                    seen.add(found)
-                if found:
-                    best, score, improved = found, judge.score(found), True
-                    break
-            if improved:
+    while judge.work_done < limit:
+        moved = (_moved_by(family, best, judge, estimator, limit) for family in families)
+        found = next(filter(None, moved), None)
+        if found is None or found in known:
+            break
+        known.add(found)
+        best = found
+    return best
+
+
+def _moved_by(
+    family: Family, candidate: Candidate, judge: Judge, estimator: Estimator, limit: int
+) -> Candidate | None:
+    """Return the candidate after a move of a family that helps; None if none does.
+
+    It is the first that helps. But of those that add or remove devices or change degrees it is the
+    best: they are few, and one may take the devices that a better one needs.
+    """
+    best, score = None, judge.score(candidate)
+    for moved in family(candidate, estimator):
+        if judge.work_done >= limit:
+            break
+        found = judge.better(moved, estimator, below=score * (1 - _MIN_GAIN))
+        if found:
+            best, score = found, judge.score(found)
+            if family not in RESIZES:
                 break
     return best

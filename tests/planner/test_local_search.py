@@ -87,6 +87,25 @@ def test_the_best_plan_of_each_number_of_pipelines_that_comes_near_is_improved(m
     assert far not in improved
 
 
+def test_of_moves_that_resize_the_best_is_taken_and_of_others_the_first_that_helps(monkeypatch):
+    """Of 92 devices, one stage of degree 2 took those that several pipelines needed."""
+    start, best, *others = [candidate(1, node) for node in range(4)]
+    scores = {start: 1.0, others[0]: 0.8, best: 0.5, others[1]: 0.7}
+
+    def moves(item, _estimator):
+        yield from [others[0], best, others[1]] if item == start else []
+
+    def better(moved, _estimator, *, below):
+        return moved if scores[moved] < below else None
+
+    judge = SimpleNamespace(score=scores.__getitem__, work_done=0, better=better)
+    module = "lightning_hetero.planner.local_search"
+    for resizes, others_first, expected in (((moves,), (), best), ((), (moves,), others[0])):
+        monkeypatch.setattr(f"{module}.RESIZES", resizes)
+        monkeypatch.setattr(f"{module}.MOVES", others_first)
+        assert improve(start, judge, None, budget=1) == expected
+
+
 def test_moving_far_from_where_the_likeliest_plan_begins_leads_to_what_a_part_finds():
     """The best plan begins 20 % above the likeliest one: many are moved a little first."""
     task = Task(
