@@ -26,7 +26,7 @@ class Improver:
     Args:
         judge: Scores them.
         estimators: For equal shares, and for unequal ones if they are allowed.
-        keeping: The same as if recomputing freed no memory; none if no plan recomputes.
+        keeping: The same as if recomputing freed no memory; used only once a plan recomputes.
         find_starts: Searches that may do less.
     """
 
@@ -45,11 +45,13 @@ class Improver:
     def improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
         """Return the candidates and improved ones, best first; `effort` as in `improve_best`.
 
-        Where plans recompute, they are also improved as if none could: other moves help then.
+        Where plans recompute, also ones that moves lead to, candidates are also improved as if none
+        could: other moves help then.
         """
         found = improve_best(candidates, self._judge, self._estimators, effort=effort)
-        if self._keeping:
-            found = self._improve_as(self._keeping, found, candidates, effort / 2)
+        keeping = self._keeping_if_recomputing()
+        if keeping:
+            found = self._improve_as(keeping, found, candidates, effort / 2)
         return found
 
     def improve_with_less(self, found: Sequence[Candidate], effort: float) -> list[Candidate]:
@@ -58,7 +60,7 @@ class Improver:
         These are without recomputation, and with equal shares.
         """
         improved = list(found)
-        for estimators in (self._keeping, self._estimators[:-1]):
+        for estimators in (self._keeping_if_recomputing(), self._estimators[:-1]):
             if estimators:
                 starts = self._find_starts(estimators, None, float("inf"))
                 improved = self._improve_as(estimators, improved, starts, effort)
@@ -90,14 +92,19 @@ class Improver:
 
         Where plans recompute, they are improved as if none could, and the best of them freely.
         """
-        estimators = self._keeping or self._estimators
+        keeping = self._keeping_if_recomputing()
+        estimators = keeping or self._estimators
         starts = self._find_starts(estimators, part, best)
         near = [item for item in starts if self._judge.score(item) <= best * WORTH_SIMULATING]
         more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
         more = self._ranked(more)
-        if self._keeping and more and self._judge.score(more[0]) < best:
+        if keeping and more and self._judge.score(more[0]) < best:
             more += improve_long(more[:1], self._judge, self._estimators[-1], most=1)
         return self._ranked(more)
+
+    def _keeping_if_recomputing(self) -> Sequence[Estimator]:
+        """Return estimators that recompute nothing; none if no plan recomputes."""
+        return self._keeping if self._judge.is_recomputing else ()
 
     def _improve_as(
         self,

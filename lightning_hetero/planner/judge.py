@@ -93,6 +93,8 @@ class Judge:
         self._alone: dict[tuple[PipelineKey, tuple[StageShape, ...], int], float] = {}
         self.work_done = 0
         """Approximate microseconds of work so far; budgets are in this unit."""
+        self.is_recomputing = False
+        """Whether a plan that was simulated, or the estimate of a move, recomputes anything."""
 
     @property
     def num_simulated(self) -> int:
@@ -148,6 +150,7 @@ class Judge:
                 return None
         self._count(_ESTIMATE_WORK, moved)
         estimate = estimator.estimate(moved)
+        self.is_recomputing |= estimate is not None and estimate.is_recomputing
         if estimate and estimate.is_recomputing and estimator in self._keeping:
             self._count(_ESTIMATE_WORK, moved)
             other = self._keeping[estimator].estimate(moved)

@@ -213,12 +213,7 @@ class PlanSearch:
         find that may do less, since they begin elsewhere.
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
-        improver = Improver(
-            self.judge,
-            self.estimators,
-            keeping if self.shortlist.is_recomputing else (),
-            self._find_starts,
-        )
+        improver = Improver(self.judge, self.estimators, keeping, self._find_starts)
         found = improver.improve(candidates, effort)
         if not self._is_small and self._is_worth_effort(found[0]):
             self.progress("Searching with less freedom", 0.7)

@@ -37,8 +37,6 @@ class Shortlist:
         self.likely: dict[Arrangement, float] = {}
         """Scores, or estimates of them."""
         self.num_estimated = 0
-        self.is_recomputing = False
-        """Whether a plan that was simulated recomputes anything."""
 
     @property
     def best(self) -> float:
@@ -100,7 +98,7 @@ class Shortlist:
                 fitting.append(candidate)
                 numbers.add(number)
                 best = min(best, simulated)
-                self.is_recomputing |= estimate.is_recomputing
+                self._judge.is_recomputing |= estimate.is_recomputing
         return fitting
 
     def _note_score(self, candidate: Candidate, score: float) -> None:

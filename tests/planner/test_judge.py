@@ -104,10 +104,15 @@ def test_layers_of_a_move_are_also_those_of_stages_that_recompute_nothing():
     estimator = Estimator(cost, workload, equal_microbatches=False)
     arrangement = tuple(PipelineNodes((1,) * 8, tuple(range(first, 16, 2))) for first in (0, 1))
 
-    def best_s(keeping):
+    keeping = estimator.keeping()
+
+    def best_s(moved_by, keeping):
         judge = Judge(estimator, lambda seconds, _arrangement: seconds, keeping)
-        found = judge.better(arrangement, estimator, below=float("inf"))
+        found = judge.better(arrangement, moved_by, below=float("inf"))
         assert found is not None
+        assert judge.is_recomputing == (moved_by is estimator)
         return judge.score(found)
 
-    assert best_s({estimator: estimator.keeping()}) < 0.95 * best_s({})
+    with_keeping_s = best_s(estimator, {estimator: keeping})
+    assert with_keeping_s < 0.95 * best_s(estimator, {})
+    assert with_keeping_s == best_s(keeping, {})
