@@ -110,8 +110,17 @@ def test_nobody_steps_before_all_have_their_gradients(pool: ProcessPool, exchang
     assert (stepped.min(axis=0) >= pushed.max(axis=0)).all()
 
 
-def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool) -> None:
-    case = Case(plan=UNEQUAL, world_size=3)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(plan=UNEQUAL, world_size=3), id="messages"),
+        # All weights are gathered, but not into what a standby keeps.
+        pytest.param(
+            Case(plan=THREE, world_size=3, options=COLLECTIVES, num_rows=18), id="collectives"
+        ),
+    ],
+)
+def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool, case: Case) -> None:
     with pytest.raises(ProcessFailed) as caught:
         pool.run(train_redundant, 3, case, "abc", change_a_standby)
     assert len(caught.value.failures) == 3

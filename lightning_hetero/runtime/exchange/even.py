@@ -242,6 +242,14 @@ class GatheredUnit(_EvenUnit):
         return self.way.narrow(self._views[1], self.unit.specs)
 
     @cached_property
+    def _kept(self) -> list[Tensor]:
+        """The rows kept here, also for others, that are views of the compute weights."""
+        if not self.unit.kind.has_standbys:
+            return []
+        names = [spec.name for spec in self.unit.specs]
+        return [self.weights.home(name) for name in names if name in self.weights.shared]
+
+    @cached_property
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of the parameters that its whole stage holds, and these parameters."""
         indices, wholes = self.way.part_indices, self._views[1]
@@ -261,14 +269,20 @@ class GatheredUnit(_EvenUnit):
         self._work = all_gather_single(received, given, self.group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the weights, and copy them into the compute weights."""
+        """Wait for the weights, and copy them into the compute weights.
+
+        A standby's copy stays as it is: an owner's rows in its place would hide that they differ.
+        """
         assert self._received is not None
         self._wait_for_others()
+        before = [rows.clone() for rows in self._kept]
         rectangle = self._received.view(len(self.way.pieces.members), -1)
         self.way.pieces.unpack_wholes(rectangle, self._shared)
         self._work = self._received = None
         if self.way.parts is not None:
             self._gather_parts(self.way.parts)
+        if before:
+            torch._foreach_copy_(self._kept, before)
 
     def _gather_parts(self, pieces: EvenPieces) -> None:
         """Gather, from the stage's ranks, the parameters that all of them hold."""

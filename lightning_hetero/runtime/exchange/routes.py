@@ -163,7 +163,7 @@ class Routes:
         options = self.options
         if not options.may_be_collective(unit.kind.members):
             return False
-        if unit.kind.circles(push=push) is not None or (not push and self._may_be_views(unit)):
+        if unit.kind.circles(push=push) is not None:
             return False
         circles = circles_by_proxies(unit.kind, options.kind, self.proxies)
         return circles is not None and all(
@@ -203,22 +203,11 @@ class Routes:
         if rows is not None:
             among = self._way_of_holders(unit)
             return GatheredFromProxies(unit, among, *common, rows=rows, place=place)
-        if not self._may_be_views(unit) and (way := self._find_even(unit, push=False)) is not None:
+        if (way := self._find_even(unit, push=False)) is not None:
             return GatheredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
         pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
-
-    def _may_be_views(self, unit: Unit) -> bool:
-        """Whether kept rows may be views of compute weights, which mustn't be gathered into.
-
-        With standbys only. The same answer on all ranks, though not all can have such views of a
-        parameter: with standbys in a ring, one rank keeps both ends of it.
-        """
-        masters = (self._store.masters[spec.name] for spec in unit.specs)
-        return unit.kind.has_standbys and any(
-            not item.is_floating_point() or item.dtype is self.options.dtype for item in masters
-        )
 
     def pushed(
         self,
