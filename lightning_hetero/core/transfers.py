@@ -385,8 +385,17 @@ class TransferTable:
         Local copies are included, under (rank, rank).
         """
         numels: Counter[tuple[int, int]] = Counter()
-        for kind, count in Counter(unit.kind for unit in self.trainable_units).items():
+        for kind, count in self._trainable_kinds().items():
             if global_rank in kind.members:
                 for move in kind.moves(global_rank, push=push):
                     numels[move.source, move.destination] += count * kind.numel(move)
         return numels
+
+    def largest_push(self, global_rank: int) -> int:
+        """Return the elements of the largest message that a rank sends or receives in a push."""
+        kinds = (kind for kind in self._trainable_kinds() if global_rank in kind.members)
+        moves = ((kind, kind.moves(global_rank, push=True)) for kind in kinds)
+        return max((kind.numel(move) for kind, found in moves for move in found), default=0)
+
+    def _trainable_kinds(self) -> Counter[UnitKind]:
+        return Counter(unit.kind for unit in self.trainable_units)

@@ -11,7 +11,7 @@ Where a unit has neither circles nor proxies a rank's table grows with the ranks
 here by itself, also of ranks that own alike, as if they had no proxies.
 
 `--only "TP 8"` takes the plans whose name holds that, `--only control` what has no plan, `--only
-tables` those tables.
+tables` those tables, `--only fits` what a whole `Trainer.fit` adds to the engine (`lone_fit`).
 """
 
 import statistics
@@ -21,7 +21,7 @@ from functools import partial
 from itertools import accumulate
 from math import log2
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from lightning_hetero.straggler import (
     suspect,
 )
 from tests.benchmarks.harness import Row
+from tests.benchmarks.lone_fit import measure_fit
 from tests.benchmarks.lone_rank import (
     NUM_LAYERS,
     NUM_ROWS,
@@ -66,12 +67,19 @@ PLANS: dict[str, dict[str, Any]] = {
     "one stage, TP 8": {"num_stages": 1, "tp_degree": 8},
     "8 stages, all ranks own alike": {"num_stages": 8, "ownership": Ownership.EVEN},
 }
+FITS: dict[str, dict[str, Any]] = {
+    "one-stage plan": {"num_stages": 1},
+    "8 stages": {"num_stages": 8},
+    "one stage, redundancy=1": {"num_stages": 1, "redundancy": 1},
+}
+_Found = TypeVar("_Found")
 
 
 def run(only: str = "") -> list[Row]:
     rows = [_store_calls(), *_sockets(), *_forming()] if only in "control traffic" else []
     rows += _watching() if only in "control traffic" else []
     rows += _tables() if only in "tables" else []
+    rows += _fits() if only in "whole fits" else []
     for name in [name for name in PLANS if only in name]:
         cases = [Case(world_size=size, **PLANS[name]) for size in SIZES]
         figures = ((case.world_size, _measure(case)) for case in cases if case.has_other_plan)
@@ -79,14 +87,29 @@ def run(only: str = "") -> list[Row]:
     return rows
 
 
-def _measure(case: Case) -> Figures | None:
+def _fits() -> list[Row]:
+    """The start of a whole `Trainer.fit`, and a step of it."""
+    rows = []
+    for name, options in FITS.items():
+        cases = [Case(world_size=size, **options) for size in SIZES[1:]]
+        figures = {case.world_size: _measure(case, measure_fit) for case in cases}
+        starts = {size: item.start_s for size, item in figures.items() if item is not None}
+        steps = {size: item.step_s for size, item in figures.items() if item is not None}
+        rows += [
+            _row_of_sizes(f"start of a fit, {name}", "CPU s", starts, 2.0),
+            _row_of_sizes(f"step of a fit, {name}", "CPU s", steps, 1.2 * steps[64]),
+        ]
+    return rows
+
+
+def _measure(case: Case, work: Callable[[Case], _Found] = measure) -> _Found | None:
     """Measure in a process of its own; None if that takes too long.
 
     Groups and memory of one case don't show in another.
     """
     context = fork_server()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_figures, args=(theirs, case), daemon=True)
+    process = context.Process(target=_send_figures, args=(theirs, case, work), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -96,8 +119,8 @@ def _measure(case: Case) -> Figures | None:
         process.join()
 
 
-def _send_figures(connection: Connection, case: Case) -> None:
-    connection.send(measure(case))
+def _send_figures(connection: Connection, case: Case, work: Callable[[Case], Any]) -> None:
+    connection.send(work(case))
 
 
 def _rows_of(plan: str, figures: dict[int, Figures]) -> list[Row]:

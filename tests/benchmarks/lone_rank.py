@@ -41,7 +41,17 @@ from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 from tests.rendezvous.operations import OperationKind
 from tests.rendezvous.recorder import Recorder
 
-__all__ = ["Case", "Figures", "measure"]
+__all__ = [
+    "WIDTH",
+    "Case",
+    "Figures",
+    "Module",
+    "counted_groups",
+    "empty_inputs",
+    "measure",
+    "timed_gathers",
+    "zeroed_buffers",
+]
 
 NUM_LAYERS = 80
 NUM_ROWS = 4096
@@ -59,6 +69,7 @@ class Case:
     num_stages: int = 1
     tp_degree: int = 1
     ownership: Ownership = Ownership.HOLDERS
+    redundancy: int = 0
 
     @property
     def plan(self) -> ParallelPlan:
@@ -148,9 +159,9 @@ def measure(case: Case) -> Figures:
     module = Module()
     num_bytes = _resident_bytes()
     with (
-        _counted_groups() as made,
-        _zeroed_buffers(),
-        _empty_inputs(),
+        counted_groups() as made,
+        zeroed_buffers(),
+        empty_inputs(),
         # Large layers travel by themselves.
         mock.patch.object(running_plan, "MERGED_NUMEL", 0),
     ):
@@ -161,7 +172,7 @@ def measure(case: Case) -> Figures:
         with recorder:
             _train(engine, 0)
         num_groups = len(made)
-        with _timed_gathers() as gathers_s:
+        with timed_gathers() as gathers_s:
             seconds = []
             for index in range(NUM_ITERATIONS):
                 gathers_s.clear()
@@ -227,7 +238,7 @@ def _change_back(engine: Engine, case: Case) -> float:
 
 
 @contextmanager
-def _counted_groups() -> Iterator[list[Any]]:
+def counted_groups() -> Iterator[list[Any]]:
     """Make all groups fake, whatever backend they are to have, and note them."""
     made: list[Any] = []
     new_group = dist.new_group
@@ -243,7 +254,7 @@ def _counted_groups() -> Iterator[list[Any]]:
 
 
 @contextmanager
-def _timed_gathers() -> Iterator[list[float]]:
+def timed_gathers() -> Iterator[list[float]]:
     """Time each all-gather of the fake group, in seconds of CPU."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     gather, seconds = getattr(dist, name), list[float]()
@@ -260,7 +271,7 @@ def _timed_gathers() -> Iterator[list[float]]:
 
 
 @contextmanager
-def _zeroed_buffers() -> Iterator[None]:
+def zeroed_buffers() -> Iterator[None]:
     """Make buffers of zeros, as messages that never come leave them as they were made."""
     with ExitStack() as patches:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
@@ -269,7 +280,7 @@ def _zeroed_buffers() -> Iterator[None]:
 
 
 @contextmanager
-def _empty_inputs() -> Iterator[None]:
+def empty_inputs() -> Iterator[None]:
     """Let a rank send nothing in an all-to-all, which the fake one refuses: it sends to itself."""
     all_to_all = dist.all_to_all_single
 

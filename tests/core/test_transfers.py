@@ -140,6 +140,8 @@ def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
             for message in walked:
                 numels[message.source, message.destination] += table.numel(message)
             assert table.traffic(rank, push=push) == numels
+        if push:
+            assert table.largest_push(rank) == max(map(table.numel, walked), default=0)
 
 
 @given(rng=random, tied=st.booleans(), rule=RULES)

@@ -109,7 +109,7 @@ class HeteroRun(PlainRun):
         """Bytes of the largest message of weights or gradients, 1 KiB at least."""
         engine = self._strategy.engine
         table = engine.plans.table_of(self._strategy.plan)
-        largest = max(map(table.numel, table.push(engine.comms.global_rank)), default=0)
+        largest = table.largest_push(engine.comms.global_rank)
         return max(2**10, largest * engine.config.compute_dtype.itemsize)
 
     @property
