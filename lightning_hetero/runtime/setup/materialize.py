@@ -26,8 +26,8 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.weight_sources import BoxReader, WeightSources
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
-from lightning_hetero.runtime.slices.state import gather_rows
 from lightning_hetero.runtime.slices.weights import SliceStore
+from lightning_hetero.runtime.slices.wholes import gather_everywhere
 
 __all__ = ["materialize"]
 
@@ -151,8 +151,7 @@ def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandI
     if unmoved and before.specs[old].cut_dim == store.specs[name].cut_dim:
         store.adopt_rows(name, own)
     else:
-        whole = gather_rows(before, comms, old, own, everywhere=True)
-        assert whole is not None
+        (whole,) = gather_everywhere(before, comms, {old: (old, own)}).values()
         store.adopt(name, whole)
 
 

@@ -23,14 +23,14 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import Slot
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
-from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
+from lightning_hetero.runtime.slices.weights import SliceStore
+from lightning_hetero.runtime.slices.wholes import gather_everywhere, gather_on_rank_0
 
 __all__ = [
     "agree_on_groups",
     "cut_copy",
     "cut_when_loading",
     "gather_optimizer_state",
-    "gather_rows",
     "leave_stand_ins",
     "load_module_state",
     "scatter_optimizer_state",
@@ -38,35 +38,6 @@ __all__ = [
     "stand_for_awaited",
     "whole_module_state",
 ]
-
-
-def gather_rows(
-    store: SliceStore, comms: Communicators, name: str, own: Tensor, *, everywhere: bool
-) -> Tensor | None:
-    """Return a whole tensor, on CPU, from its owners' rows: on rank 0, else None, or everywhere.
-
-    Collective over all ranks, in the same order of calls. `own` is shaped like this rank's slice.
-    """
-    spec = store.specs[name]
-    own = own.detach().cpu().contiguous()
-    wanted = everywhere or comms.global_rank == 0
-    whole = torch.empty(spec.shape, dtype=own.dtype) if wanted else None
-    for item in store.slices[name]:
-        mine = item.owner == comms.global_rank
-        if mine:
-            rows = store.rows(name, own, item.start, item.stop).contiguous()
-        elif wanted:
-            rows = torch.empty(spec.shape_of_rows(item.stop - item.start), dtype=own.dtype)
-        if everywhere and comms.world_size > 1:
-            dist.broadcast(rows, item.owner, group=comms.control)
-        elif item.owner != 0 and mine:
-            dist.send(rows, 0, group=comms.control)
-        elif item.owner != 0 and wanted:
-            dist.recv(rows, item.owner, group=comms.control)
-        if whole is not None:
-            target = narrow_rows(whole, spec, item.start, item.stop)
-            target.copy_(rows.reshape(target.shape))
-    return whole
 
 
 @contextmanager
@@ -98,11 +69,8 @@ def whole_module_state(
 
     Collective over all ranks. The module's own `state_dict` makes it, hooks included.
     """
-    wholes = {}
-    for name, master in store.masters.items():
-        whole = gather_rows(store, comms, name, master, everywhere=False)
-        if whole is not None:
-            wholes[name] = whole
+    masters = {name: (name, master) for name, master in store.masters.items()}
+    wholes = gather_on_rank_0(store, comms, masters)
     if comms.global_rank != 0:
         return {}
     with _in_slots(store, wholes):
@@ -134,11 +102,10 @@ def load_module_state(
 
 def spread_whole(store: SliceStore, comms: Communicators) -> None:
     """Put whole parameters, on CPU, back into the module on every rank; collective."""
-    for name, master in store.masters.items():
-        whole = gather_rows(store, comms, name, master, everywhere=True)
-        assert whole is not None
-        parameter = nn.Parameter(whole, requires_grad=master.requires_grad)
-        store.layout.put(name, parameter)
+    masters = {name: (name, master) for name, master in store.masters.items()}
+    for name, whole in gather_everywhere(store, comms, masters).items():
+        requires_grad = store.masters[name].requires_grad
+        store.layout.put(name, nn.Parameter(whole, requires_grad=requires_grad))
 
 
 def leave_stand_ins(store: SliceStore) -> None:
@@ -185,14 +152,22 @@ def gather_optimizer_state(
     names = _names_of(store, optimizer)
     local = optimizer.state_dict()
     kinds = _gather_kinds(store, comms, names, local["state"])
-    state: dict[int, dict[str, Any]] = {}
+    sliced: dict[tuple[int, str], tuple[str, Tensor]] = {}
     for index, name in enumerate(names):
         for key, (is_sliced, dtype) in kinds[index].items():
-            value = local["state"].get(index, {}).get(key)
             if is_sliced:
-                own = torch.empty(store.shape_of(name), dtype=dtype) if value is None else value
-                whole: Any = gather_rows(store, comms, name, own, everywhere=False)
+                own = local["state"].get(index, {}).get(key)
+                if own is None:
+                    own = torch.empty(store.shape_of(name), dtype=dtype)
+                sliced[index, key] = name, own
+    wholes = gather_on_rank_0(store, comms, sliced)
+    state: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(names):
+        for key, (is_sliced, _) in kinds[index].items():
+            if is_sliced:
+                whole: Any = wholes.pop((index, key), None)
             else:
+                value = local["state"].get(index, {}).get(key)
                 whole = _from_owner(comms, store.slices[name][0].owner, value)
             if comms.global_rank == 0:
                 state.setdefault(index, {})[key] = whole
@@ -318,11 +293,10 @@ def cut_copy(copy: nn.Module, store: SliceStore, comms: Communicators) -> None:
             copy.get_submodule(owner)._parameters[attribute] = own
 
     def join(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[str, Any]) -> None:
-        for name in store.masters:
-            slots = store.layout.slots[name]
-            whole = gather_rows(store, comms, name, state[prefix + slots[0].name], everywhere=False)
-            if whole is not None:
-                state.update({prefix + slot.name: whole for slot in slots})
+        slots = {name: store.layout.slots[name] for name in store.masters}
+        own = {name: (name, state[prefix + slots[name][0].name]) for name in slots}
+        for name, whole in gather_on_rank_0(store, comms, own).items():
+            state.update({prefix + slot.name: whole for slot in slots[name]})
 
     copy.register_state_dict_post_hook(join)  # type: ignore[no-untyped-call]
     cut_when_loading(copy, store)
