@@ -273,8 +273,8 @@ class HookedStrategy(ParallelStrategy):
 
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
-        watching, precision = self._processes.watching, self.precision_plugin
-        return explained(watching, self.memory, precision, self._module, trains=trains)
+        watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
+        return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""

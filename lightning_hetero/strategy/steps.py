@@ -19,7 +19,6 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
-from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.sigterm import heed_sigterm, note_sigterm
 
 __all__ = ["Steps", "epoch_to_load", "explained"]
@@ -140,7 +139,7 @@ class Steps:
 def explained(
     watching: Callable[[], AbstractContextManager[None]],
     memory: MemoryWatch,
-    precision: HeteroPrecision,
+    explain_dtypes: Callable[[], AbstractContextManager[None]],
     module: pl.LightningModule,
     *,
     trains: bool,
@@ -150,7 +149,7 @@ def explained(
     Args:
         watching: See `Processes`.
         memory: Explains out-of-memory errors.
-        precision: Explains errors about dtypes.
+        explain_dtypes: See `HeteroPrecision`.
         module: The user's; its embedding is named if it was asked for a row that it doesn't have.
         trains: Whether the iteration is one of training.
     """
@@ -158,8 +157,8 @@ def explained(
         yield
     except Exception:
         # Entered after an error only: each of them would cost every iteration some microseconds.
-        explaining = memory.explaining(trains=trains), precision.explain_dtypes()
-        with watching(), explaining[0], explaining[1], explain_unknown_rows(module):
+        explaining = memory.explaining(trains=trains)
+        with watching(), explaining, explain_dtypes(), explain_unknown_rows(module):
             raise
 
 
