@@ -14,7 +14,7 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.generation.entering import JOIN
+from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.results.loss_trial import LossTrials
 from lightning_hetero.runtime.slices.slice_uses import SliceUses
 from lightning_hetero.strategy.sliced_state import SlicedState

@@ -20,10 +20,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.generation import entering, newcomers
-from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
+from lightning_hetero.runtime.generation.entering import join_membership, split_address
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
 from lightning_hetero.runtime.generation.records import Generation, Member, say_here
+from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.strategy.generations import _Generations, size_that_stays
