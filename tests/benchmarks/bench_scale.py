@@ -96,7 +96,7 @@ def _fits() -> list[Row]:
         starts = {size: item.start_s for size, item in figures.items() if item is not None}
         steps = {size: item.step_s for size, item in figures.items() if item is not None}
         rows += [
-            _row_of_sizes(f"start of a fit, {name}", "CPU s", starts, 2.0),
+            _row_of_sizes(f"start of a fit, {name}", "CPU s", starts, 1.0),
             _row_of_sizes(f"step of a fit, {name}", "CPU s", steps, 1.2 * steps[64]),
         ]
     return rows

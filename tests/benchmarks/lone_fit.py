@@ -41,7 +41,7 @@ from tests.benchmarks.lone_rank import (
 
 __all__ = ["FitFigures", "measure_fit"]
 
-NUM_STEPS = 8
+NUM_STEPS = 24
 _DEVICES_PER_NODE = 8
 
 
