@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -133,6 +134,7 @@ def measure_fit(case: Case) -> FitFigures:
         empty_inputs(),
         timed_gathers() as gathers_s,
         _alone(),
+        TemporaryDirectory() as folder,
     ):
         times = _Times(gathers_s)
         trainer = L.Trainer(
@@ -145,6 +147,7 @@ def measure_fit(case: Case) -> FitFigures:
             plugins=[_Environment(case.world_size)],
             callbacks=[StragglerMonitor(), RunMetrics(), times],
             max_steps=NUM_STEPS,
+            default_root_dir=folder,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
