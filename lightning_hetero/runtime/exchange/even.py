@@ -233,8 +233,7 @@ class GatheredUnit(_EvenUnit):
             master = self.weights.home(spec.name)
             parts = self.store.owned_parts(spec.name, master)
             owned.append(parts[0] if parts else narrow_rows(master, spec, 0, 0))
-        names = [spec.name for spec in self.unit.specs]
-        return owned, [self.weights.written(name) for name in names]
+        return owned, [self.weights.written(spec.name) for spec in self.unit.specs]
 
     @cached_property
     def _shared(self) -> list[Tensor]:
@@ -244,9 +243,7 @@ class GatheredUnit(_EvenUnit):
     @cached_property
     def _kept(self) -> list[Tensor]:
         """The rows kept here, also for others, that are views of the compute weights."""
-        if not self.unit.kind.has_standbys:
-            return []
-        names = [spec.name for spec in self.unit.specs]
+        names = [spec.name for spec in self.unit.specs if self.unit.kind.has_standbys]
         return [self.weights.home(name) for name in names if name in self.weights.shared]
 
     @cached_property
