@@ -150,7 +150,9 @@ class Keeper:
             return
         for worker in [worker for worker in self._workers if worker.is_due]:
             newcomer = worker.replaced(f"{self._address}:{self._port}")
-            self._workers.append(newcomer)
+            # However often a device loses its worker, the first one and the latest are kept.
+            stay = [item for item in self._workers if item.is_first or item is not worker]
+            self._workers = [*stay, newcomer]
             text = f"process {newcomer.pid} joins the run on the device of process {worker.pid}"
             sys.stderr.write(f"lightning_hetero: {text}, which was lost.\n")
             sys.stderr.flush()

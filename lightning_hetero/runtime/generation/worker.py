@@ -38,17 +38,16 @@ def newcomer_variables(address: str) -> dict[str, str]:
     return more
 
 
-def _wait_before_replacing_s(ends_s: Sequence[float]) -> float:
-    """Return how long a device stays empty after it has lost its worker again.
+def _wait_before_replacing_s(num_lost: int) -> float:
+    """Return how long a device stays empty after it has lost its worker.
 
     What breaks each of its workers costs all others a generation each time, so the wait grows:
-    5 s, 20 s, 80 s, …, 10 minutes. Losses of more than an hour ago don't count.
+    5 s, 20 s, 80 s, …, 10 minutes.
 
     Args:
-        ends_s: When its workers have ended, in seconds, the latest last.
+        num_lost: Workers that it has lost within an hour.
     """
-    recent = sum(ends_s[-1] - end_s < _FORGOTTEN_S for end_s in ends_s)
-    return float(min(_FIRST_WAIT_S * _WAIT_FACTOR ** (recent - 1), _LONGEST_WAIT_S))
+    return float(min(_FIRST_WAIT_S * _WAIT_FACTOR ** (num_lost - 1), _LONGEST_WAIT_S))
 
 
 class Worker:
@@ -58,7 +57,7 @@ class Worker:
         start: Starts it: returns its process id, given the variables that its environment has
             besides this process's, and a descriptor that it inherits.
         more: Further variables of its environment.
-        ends_s: When those that had its device before it have ended.
+        ends_s: When those that had its device before it have ended, the latest last.
     """
 
     def __init__(
@@ -78,23 +77,28 @@ class Worker:
         """The prefix of its membership, and its number; None until it has told."""
         self.died_in_training: bool | None = None
         """Whether it died before training had ended; None until the membership has been told."""
-        self.is_guest = bool(ends_s)
+        self.is_first = not ends_s
+        """Whether it is of the first start."""
+        self.is_guest = not self.is_first
         """Whether it took a lost one's device, and the run, as far as known, hasn't let it in."""
         self.is_replaced = False
         """Whether another one has its device."""
 
     def look(self) -> None:
         """Check whether it has ended, and read what it has told; called by one thread only."""
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = status
-                self._ends_s = [*self._ends_s, time.monotonic()]
+        if self._status is not None:
+            return
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
         with suppress(BlockingIOError):
             lines = os.read(self._told, 65536).splitlines()
             if lines:
                 prefix, number = json.loads(lines[-1])
                 self.member = prefix, number
+        if pid:
+            os.close(self._told)
+            end_s = time.monotonic()
+            recent_s = [item for item in self._ends_s if end_s - item < _FORGOTTEN_S]
+            self._ends_s, self._status = [*recent_s, end_s], status
 
     @property
     def code(self) -> int | None:
@@ -127,7 +131,7 @@ class Worker:
         may_be_replaced = self.died_in_training or self.is_guest
         if not self.is_lost or not may_be_replaced or self.is_replaced:
             return False
-        return time.monotonic() >= self._ends_s[-1] + _wait_before_replacing_s(self._ends_s)
+        return time.monotonic() >= self._ends_s[-1] + _wait_before_replacing_s(len(self._ends_s))
 
     def replaced(self, address: str) -> "Worker":
         """Start and return a newcomer on its device.

@@ -251,9 +251,13 @@ def test_a_lost_worker_s_device_gets_a_newcomer_later_each_time_that_it_loses_on
     place: Place,
 ) -> None:
     waits = []
+    descriptors = set()
     for _ in range(6):
         place.lose()
         waits.append(place.wait_for_next())
+        descriptors.add(len(os.listdir("/proc/self/fd")))
+    assert len(descriptors) == 1
+    assert len(place.keeper._workers) == 2
     assert waits == [5.0, 20.0, 80.0, 320.0, 600.0, 600.0]
     place.now_s += 3600.0
     place.lose()
