@@ -6,6 +6,7 @@ runs this part of it, so it gets other items and numbers.
 
 import pickle
 import random
+import sys
 import warnings
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -21,13 +22,20 @@ from lightning_hetero.runtime.callers import is_of_library
 __all__ = ["DrawWatch", "warn_of_draws"]
 
 
+_MOST_ITEMS = 100
+"""Of a list or dict, or attributes of an object, in which iterators and generators are sought."""
+_DEPTH = 2
+"""How many lists, dicts and objects these may lie in, one inside another."""
+
+
 class DrawWatch:
     """A context that watches each step of one iteration on one rank.
 
     While a step runs, the module's iterators are replaced by stand-ins that note draws.
 
     Args:
-        module: The user's. Submodules of the user's own classes are looked at, too.
+        module: The user's. Submodules of the user's own classes are looked at, too, and short
+            lists, dicts and objects that these keep.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,31 +46,64 @@ class DrawWatch:
         self.num_steps = 0
         """Steps that have begun."""
         self._module = module
-        self._stand_ins: list[tuple[dict[str, Any], str, _StandIn]] = []
+        self._stand_ins: list[tuple[_Container, Any, _StandIn]] = []
         self._states: list[tuple[str, Any, bytes]] = []
+        self._seen: set[int] = set()
+        """Ids of the containers looked into: all layers keep the same configuration."""
 
     def __enter__(self) -> None:
         self.num_steps += 1
         for path, owner in self._module.named_modules():
             if not is_of_library(type(owner).__module__):
-                self._look_at(f"{path}." if path else "", vars(owner))
+                start = f"{path}." if path else ""
+                for name in [*vars(owner)]:
+                    self._look_at(vars(owner), name, start + name, _DEPTH)
 
-    def _look_at(self, start: str, attributes: dict[str, Any]) -> None:
-        for name, value in list(attributes.items()):
-            if _is_iterator(value):
-                note = partial(self.from_iterators.add, start + name)
-                attributes[name] = stand_in = _StandIn(value, note)
-                self._stand_ins.append((attributes, name, stand_in))
-            elif (state := _state_of(value)) is not None:
-                self._states.append((start + name, value, state))
+    def _look_at(self, container: "_Container", key: Any, name: str, depth: int) -> None:
+        value = container[key]
+        if _is_iterator(value):
+            stand_in = _StandIn(value, partial(self.from_iterators.add, name))
+            container[key] = stand_in
+            self._stand_ins.append((container, key, stand_in))
+        elif (state := _state_of(value)) is not None:
+            self._states.append((name, value, state))
+        elif depth:
+            items, form = _items_of(value)
+            if items and len(items) <= _MOST_ITEMS and id(items) not in self._seen:
+                self._seen.add(id(items))
+                for inner in [*items] if isinstance(items, dict) else range(len(items)):
+                    self._look_at(items, inner, name + form.format(inner), depth - 1)
 
     def __exit__(self, *_: object) -> None:
-        for attributes, name, stand_in in self._stand_ins:
-            if attributes.get(name) is stand_in:  # The step may have replaced it.
-                attributes[name] = stand_in._iterator
+        for container, key, stand_in in self._stand_ins:
+            if _get(container, key) is stand_in:  # The step may have replaced it.
+                container[key] = stand_in._iterator
         drawn = (name for name, value, state in self._states if _state_of(value) != state)
         self.from_generators.update(drawn)
         self._stand_ins, self._states = [], []
+        self._seen.clear()
+
+
+_Container = dict[Any, Any] | list[Any]
+
+
+def _items_of(value: Any) -> tuple[_Container, str]:
+    """Return what a list, a dict or an object of the user's holds, and how its items are named."""
+    kind = type(value)
+    if kind in (list, dict):
+        return value, "[{!r}]"
+    root = kind.__module__.partition(".")[0]
+    is_foreign = root in sys.stdlib_module_names or is_of_library(kind.__module__)
+    if is_foreign or isinstance(value, nn.Module | Tensor):
+        return {}, ""
+    return getattr(value, "__dict__", {}), ".{}"
+
+
+def _get(container: _Container, key: Any) -> Any:
+    """Return what lies there; None if nothing does."""
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if key < len(container) else None
 
 
 class _StandIn:

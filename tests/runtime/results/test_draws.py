@@ -92,8 +92,52 @@ def test_random_numbers_that_a_step_draws_are_noticed(name: str) -> None:
     assert watch.from_generators == {"kept"}
 
 
+class Mixer:
+    """Keeps what it draws from."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+
+WHERE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "kept[1]": (lambda kept: [0, kept], lambda held: held[1]),
+    "kept['a']": (lambda kept: {"a": kept}, lambda held: held["a"]),
+    "kept['a'][0]": (lambda kept: {"a": [kept]}, lambda held: held["a"][0]),
+    "kept.kept": (Mixer, lambda held: held.kept),
+    "kept.kept[0]": (lambda kept: Mixer([kept]), lambda held: held.kept[0]),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_lies_in_lists_dicts_and_objects_is_noticed(where: str) -> None:
+    put, get = WHERE[where]
+    kept, generator = numbers(), np.random.default_rng(0)
+    module, other = Keeper(put(kept)), Keeper(put(generator))
+    watch, other_watch = DrawWatch(module), DrawWatch(other)
+    with watch, other_watch:
+        pass
+    assert not watch.from_iterators | other_watch.from_generators
+    with watch, other_watch:
+        assert next(get(module.kept)) == 0
+        get(other.kept).uniform()
+    assert watch.from_iterators == {where} == other_watch.from_generators
+    assert get(module.kept) is kept
+
+
+def test_a_list_that_a_step_shortens_stays_as_it_leaves_it() -> None:
+    module = Keeper([iter([1]), iter([2])])
+    with DrawWatch(module):
+        assert next(module.kept.pop()) == 2
+    assert next(module.kept[0]) == 1
+    assert type(module.kept[0]) is type(iter([]))
+
+
 def test_what_is_kept_otherwise_is_let_be() -> None:
-    for kept in ([1, 2], {"a": 1}, nn.Linear(1, 1), torch.ones(2), random.SystemRandom(), open):
+    long = [iter([1])] * 101
+    circle: list[Any] = []
+    circle.append(circle)
+    plain = (nn.Linear(1, 1), torch.ones(2), random.SystemRandom(), open)
+    for kept in ([1, 2], {"a": 1}, long, circle, *plain):
         watch = DrawWatch(Keeper(kept))
         with watch:
             pass
