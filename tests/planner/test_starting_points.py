@@ -63,6 +63,31 @@ def test_types_have_a_degree_each_in_what_is_proposed_and_glanced_at(propose):
     assert {(0, 1), (1, 4)} in found
 
 
+@pytest.mark.parametrize("model", ["bert-large", "llama-7b"])
+def test_ends_are_wide_where_the_head_takes_as_long_as_a_layer(model):
+    cluster = Cluster(nodes=(Node(device="T4", count=4),) * 4)
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    cost = RooflineCost(cluster, ModelSpec.load(model))
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    found = {
+        pipeline.tp_degrees
+        for arrangement in propose_mixed_degrees(estimator, [4] * 4, (1, 2))
+        for pipeline in arrangement
+    }
+    wide = {(2, 1, 1, 1, 1, 2), (2, 1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1, 2)}
+    assert (wide <= found) is (model == "bert-large")
+    assert model == "bert-large" or not found
+
+
+def test_only_devices_of_one_type_become_one_wide_stage():
+    cluster = Cluster(nodes=(Node(device="T4", count=1), Node(device="A100-80GB", count=4)))
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
+    found = propose_mixed_degrees(estimator, [1, 4], (1, 2))
+    assert any(item[0].stages == ((0, 1), (1, 1), (1, 1), (1, 2)) for item in found)
+    assert all(stage != (0, 2) for item in found for row in item for stage in row.stages)
+
+
 @given(
     totals=st.lists(st.integers(0, 4), min_size=1, max_size=2),
     degrees=st.sets(st.sampled_from([1, 2]), min_size=1),
