@@ -18,6 +18,7 @@ FindStarts = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]
 """Returns the candidates, best first, that a search for some estimators, of a part or of all, would
 improve, and of which none is far above a score."""
 _IMPROVED_OF_A_PART = 2
+_IMPROVED_LONGER = 2
 
 
 class Improver:
@@ -86,6 +87,11 @@ class Improver:
                 improved = ranked
                 part = smaller(part) if is_ahead else None
         return improved
+
+    def improve_longer(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return what was found, and the likeliest of it improved with long budgets, best first."""
+        more = improve_long(found, self._judge, self._estimators[-1], most=_IMPROVED_LONGER)
+        return self._ranked([*found, *more])
 
     def _improve_part(self, part: Part, best: float) -> list[Candidate]:
         """Return the improved candidates of a part that begin near the `best` score, best first.

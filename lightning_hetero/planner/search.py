@@ -222,6 +222,7 @@ class PlanSearch:
             parts = without_a_node(self.cost.cluster)
             parts.sort(key=lambda part: self._glance(part, float("inf"))[0])
             found = improver.improve_parts(found, parts[:_LEFT_OUT], self._without_another)
+            found = improver.improve_longer(found)
         return found
 
     def _without_another(self, part: Part) -> Part | None:

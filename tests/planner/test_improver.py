@@ -117,13 +117,34 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
 
     monkeypatch.setattr(Improver, "improve", pass_on)
     monkeypatch.setattr(Improver, "improve_with_less", with_less_freedom)
+
+    def note_longer(self, found):
+        longer.append((found, improve_longer(self, found)))
+        return longer[-1][-1]
+
+    longer, improve_longer = [], Improver.improve_longer
     monkeypatch.setattr(Improver, "improve_parts", note)
+    monkeypatch.setattr(Improver, "improve_longer", note_longer)
     best = search.run().best
     [(found, parts, ranked)] = improved
     assert with_less == [found]
     assert sorted(parts) == sorted(without_a_node(search.cost.cluster))
-    assert best.simulation.iteration_time_s == pytest.approx(search.judge.score(ranked[0]))
     assert search.judge.score(ranked[0]) < search.judge.score(found[0])
+    [(before, after)] = longer
+    assert before == ranked
+    assert best.simulation.iteration_time_s == pytest.approx(search.judge.score(after[0]))
+
+
+def test_the_best_plans_are_improved_with_long_budgets():
+    # Of 336 devices, moves of layers and swaps are so many that usual budgets end among them.
+    search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
+    few = search._find_starts(search.estimators, (0, 2, 2), float("inf"))
+    improver = Improver(search.judge, search.estimators, (), search._find_starts)
+    ranked = improver.improve_longer(few)
+    assert set(few) < set(ranked)
+    scores = list(map(search.judge.score, ranked))
+    assert scores == sorted(scores)
+    assert scores[0] < search.judge.score(few[0])
 
 
 def test_more_nodes_are_left_out_as_long_as_that_helps():
