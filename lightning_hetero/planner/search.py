@@ -210,7 +210,7 @@ class PlanSearch:
         """Return the candidates and improved ones, best first.
 
         Where a thorough search of many devices ends far above the lower bound, so is what searches
-        find that may do less, since they begin elsewhere.
+        find that may do less, since they begin elsewhere; and then the best with long budgets.
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
         improver = Improver(self.judge, self.estimators, keeping, self._find_starts)

@@ -33,6 +33,7 @@ from lightning_hetero.planner.solvers.rates import (
     bottleneck_times_s,
     choose_pipelines,
 )
+from lightning_hetero.planner.wide_ends import is_head_heavy, with_wide_ends
 
 __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
 
@@ -83,14 +84,17 @@ def propose_mixed_degrees(
 ) -> list[Arrangement]:
     """Return arrangements with a degree for each device type, such as A100 TP 1 and V100 TP 4.
 
-    And with twice the degree at a pipeline's ends. The degrees are from `tp_degrees`; stages of one
-    pipeline may differ.
+    And with twice the degree at pipelines' ends, if the head is heavy. The degrees are from
+    `tp_degrees`; stages of one pipeline may differ.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
     for degrees in types.mixed_degrees(tp_degrees):
         groupings += _dealt(types, degrees, _FEW_NUMBERS)
-    groupings += _with_wide_ends(types, tp_degrees)
+    for degree in tp_degrees:
+        if 2 * degree in tp_degrees and is_head_heavy(types, degree):
+            for groups in _dealt(types, [degree] * len(types.names), _WIDENED_NUMBERS):
+                groupings += with_wide_ends(groups)
     return _mapped(groupings, types, list(MappingOrder))
 
 
@@ -162,39 +166,6 @@ def _dealt(
         rows = [row for row, repeats in dealt for _ in range(repeats)]
         if all(map(any, rows)):
             yield types.groups_of(tp_degrees, rows)
-
-
-def _with_wide_ends(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
-    """Deal units evenly, and make the first two of a pipeline one stage, the last two, or both.
-
-    Only where the head takes at least as long as a layer; the first stage may need the room.
-    """
-    for degree in tp_degrees:
-        if 2 * degree in tp_degrees and _is_head_heavy(types, degree):
-            for groups in _dealt(types, [degree] * len(types.names), _WIDENED_NUMBERS):
-                for ends in ((0, -2), (0,), (-2,)):
-                    yield [_widened(group, ends) for group in groups]
-
-
-def _is_head_heavy(types: DeviceTypes, degree: int) -> bool:
-    """Return whether some type's last stage takes twice as long as another one of one layer."""
-    nodes = [node for node, units in zip(types.nodes, types.units(degree), strict=True) if units]
-    times = types.estimator.stage_times_s
-    layer_s = [sum(item[1] for item in times(i, degree, first=False, last=False)) for i in nodes]
-    last_s = [sum(item[1] for item in times(i, degree, first=False, last=True)) for i in nodes]
-    return any(last >= 2 * layer for last, layer in zip(last_s, layer_s, strict=True))
-
-
-def _widened(group: Group, ends: Sequence[int]) -> Group:
-    """Return a group with each two stages that begin at one of some places made one."""
-    stages = [*zip(group.tp_degrees, group.devices, strict=True)]
-    for end in ends:
-        first = end % len(stages)
-        if len(stages) > 2 and stages[first] == stages[first + 1]:
-            degree, device = stages[first]
-            stages[first : first + 2] = [(2 * degree, device)]
-    degrees, devices = zip(*stages, strict=True)
-    return Group(degrees, devices)
 
 
 def _alike(types: DeviceTypes, tp_degree: int) -> Iterator[list[Group]]:
