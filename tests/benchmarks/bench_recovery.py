@@ -7,6 +7,11 @@ as without `in_place`: the agent ends all workers and starts them again. Its wor
 process that has imported torch, so the seconds that a real start spends on imports (8 s of
 processor time each here) are not counted; the peer is shown at its best.
 
+Four workers on three nodes lose the node of two, with its keeper: nobody tells of it, so its
+silence must last for the heartbeat's limit, too. Then they lose the node that serves the store, and
+with it the membership: who is left can't know who else is, and ends, for the launcher to start
+again. The figure is when the last one has.
+
 Then newcomers join a run of three, one after another, and leave on a SIGTERM: the longest gap
 between two steps of the others, over their usual one. Newcomers are forks, too, but what they
 import on the way to their fit they import before they knock.
@@ -25,6 +30,7 @@ from pathlib import Path
 from lightning_hetero.callbacks.run_log import read_log
 from tests.benchmarks.harness import Row
 from tests.callbacks.in_place import playing
+from tests.callbacks.several_nodes import playing_nodes
 
 REPEATS = 20
 NUM_RANKS = 4
@@ -38,6 +44,10 @@ _FAULTS = {
     "SIGSTOP of rank 2, after the heartbeat's 2 s": (2, signal.SIGSTOP),
 }
 _CASES: dict[str, dict[str, int]] = {"": {}, ", redundancy=1": {"redundancy": 1}}
+_NODES = {
+    "next step after a node of 2 is lost, after the heartbeat's 2 s, redundancy=1": 1,
+    "all have ended after the store's node is lost": 0,
+}
 _JOINING = "gap of the others when a process joins, or leaves on a SIGTERM"
 
 
@@ -50,6 +60,8 @@ def run(repeats: int = REPEATS, only: str = "") -> list[Row]:
     for what, options in _CASES.items():
         faults = [name for name in _FAULTS if only in _name(name, what)]
         rows += _measure_faults(faults, what, repeats, **options)
+    if any(only in name for name in _NODES):
+        rows += [_row(name, seconds, None) for name, seconds in _measure_nodes(repeats).items()]
     if only in _JOINING:
         for what, seconds in _measure_joining(repeats).items():
             rows.append(_row(f"gap of the others when a process {what}", seconds, None, target=1.0))
@@ -88,6 +100,28 @@ def _lost_steps(again: list[int]) -> Row:
         value=sum(again),
         note=f"{again.count(0)} of {len(again)} recoveries read no checkpoint's step again",
     )
+
+
+def _measure_nodes(num_repeats: int) -> _Measured:
+    """Lose a node, then the one that serves the store; return the seconds that each has cost."""
+    names = {node: name for name, node in _NODES.items()}
+    seconds: _Measured = {name: [] for name in _NODES}
+    options = {"num_steps": 100_000, "every": 1000, "redundancy": 1, "heartbeat_s": HEARTBEAT_S}
+    for _ in range(num_repeats):
+        with (
+            tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder,
+            playing_nodes(Path(folder) / "run", **options) as nodes,
+        ):
+            nodes.wait_for_step(0, FIRST_STEP)
+            struck_at_s = time.time()
+            nodes.lose(1)
+            seconds[names[1]].append(nodes.wait_for_recovery(struck_at_s) - HEARTBEAT_S)
+            time.sleep(TRAINING_S)
+            struck_at_s = time.time()
+            nodes.lose(0)
+            nodes.wait_for_end()
+            seconds[names[0]].append(time.time() - struck_at_s)
+    return seconds
 
 
 def _measure_joining(num_repeats: int) -> _Measured:
