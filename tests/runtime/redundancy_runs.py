@@ -202,4 +202,5 @@ def change_a_standby(strategy: HeteroStrategy, step: int) -> None:
             if item.standby == 1
         )
         rows = store.rows(name, store.masters[name].detach(), item.start, item.stop)
-        rows.view(torch.int32).flatten()[0] ^= 1
+        # Not the last bit: the next step's rounding may take that away.
+        rows.view(torch.int32).flatten()[0] ^= 1 << 16
