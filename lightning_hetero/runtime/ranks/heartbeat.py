@@ -5,9 +5,10 @@ makes calls; others read what it has received, and whether it still receives any
 
 A round is three calls, each an addition to a number in the store, for any number of ranks: the
 rank's own beats, the number of news, and the beats of the rank that it watches. Only if there are
-news it reads more. Rounds follow each other quickly once a connection has broken, until it is known
-why. A rank that says goodbye leaves the number of the rank that it watched, which its own watcher
-then watches: so nobody has to skip over all ranks that have gone.
+news, or that rank is silent, it reads more: a node's ranks are lost together, and with them who
+would have watched all but the first. Rounds follow each other quickly once a connection has broken,
+until it is known why. A rank that says goodbye leaves the number of the rank that it watched, which
+its own watcher then watches: so nobody has to skip over all ranks that have gone.
 """
 
 import json
@@ -27,6 +28,10 @@ _QUICKLY_S, _MOST_CALLS_PER_S = 0.01, 30_000
 """Seconds between rounds after a connection has broken; and most calls per second of all ranks."""
 _MAX_HOPS = 64
 """Most gone ranks that are skipped in one round; seldom more than one."""
+_OF_A_NODE = 16
+"""Ranks that are watched once the first of them is silent: a node's ranks are lost together."""
+_SILENT_ROUNDS = 1.5
+"""Rounds without a beat after which a rank is silent."""
 
 
 class Silence:
@@ -128,6 +133,8 @@ class Heartbeat:
         """Number of that rank's heartbeats."""
         self.peer_silence = Silence(2 * interval_s)
         """That rank's silence, as of the last look."""
+        self._further: dict[int, Silence] = {}
+        """The silence of each rank that follows it, while it is silent; nobody else may watch."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def tell(self, failed_rank: int, reason: str) -> None:
@@ -147,8 +154,10 @@ class Heartbeat:
 
     def silence_since(self, global_rank: int, beats: int) -> float:
         """Return the seconds for which a rank was seen to be silent after `beats` heartbeats."""
-        known = self.peer_silence.sign == (global_rank, beats)
-        return self.peer_silence.seconds if known else 0.0
+        for silence in (self.peer_silence, self._further.get(global_rank)):
+            if silence is not None and silence.sign == (global_rank, beats):
+                return silence.seconds
+        return 0.0
 
     def beats_of(self, global_rank: int) -> int:
         """Return a rank's number of heartbeats; called by another thread while the store answers.
@@ -218,6 +227,7 @@ class Heartbeat:
             self.num_readers = store.add("readers", 0)
         peer, self.peer_beat = self._watch(beat)
         self.peer = peer
+        self._watch_further()
         self.num_rounds += 1
 
     def _tell(self) -> int:
@@ -257,6 +267,21 @@ class Heartbeat:
                 break
             peer = beat // _GONE - 1
         return peer, beat
+
+    def _watch_further(self) -> None:
+        """While the watched rank is silent, watch those that follow, which it no longer may do."""
+        silence, is_silent = self.peer_silence, False
+        if silence.sign == (self.peer, self.peer_beat):
+            is_silent = silence.seconds > _SILENT_ROUNDS * self._interval_s
+        if not is_silent:
+            self._further.clear()
+            return
+        for step in range(1, min(_OF_A_NODE, self._world_size - 1)):
+            rank = (self.peer + step) % self._world_size
+            if rank != self._rank:
+                sign = rank, self.beats_of(rank)
+                silence = self._further.setdefault(rank, Silence(2 * self._interval_s, sign=sign))
+                silence.look(sign)
 
 
 def sign_of_life(store: Store, global_rank: int) -> tuple[int, int]:

@@ -41,11 +41,11 @@ class CountingStore:
         return counted
 
 
-def heartbeats(store: CountingStore, world_size: int) -> list[Heartbeat]:
+def heartbeats(store: CountingStore, world_size: int, interval_s: float = 0.0) -> list[Heartbeat]:
     """Return the heartbeats of all ranks, whose rounds the test calls itself."""
     with mock.patch.object(threading.Thread, "start"):
         return [
-            Heartbeat(store, global_rank=rank, world_size=world_size, interval_s=0.0)  # type: ignore[arg-type]
+            Heartbeat(store, global_rank=rank, world_size=world_size, interval_s=interval_s)  # type: ignore[arg-type]
             for rank in range(world_size)
         ]
 

@@ -96,3 +96,28 @@ def test_a_rank_that_lost_a_connection_looks_again_at_once_until_it_knows_why() 
     # After a failure rank 0 doesn't wait until the others have seen it leave.
     heartbeat.failure = "it is dead"
     heartbeat.end(60.0)
+
+
+def test_those_behind_a_silent_rank_are_watched_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's ranks are lost together, so who would watch the second one is lost, too."""
+    store, now_s = CountingStore(), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    ranks = heartbeats(store, 5, interval_s=1.0)
+    first = ranks[0]
+
+    def go_on(alive: tuple[int, ...], rounds: int) -> list[float]:
+        for _ in range(rounds):
+            now_s[0] += 1.0
+            for rank in alive:
+                ranks[rank]._round()
+            first._round()
+            first.look_at_peer()
+        return [first.silence_since(rank, first.beats_of(rank)) for rank in range(1, 5)]
+
+    go_on((1, 2, 3, 4), 1)
+    assert go_on((3, 4), 8) == [8, 5, 0, 0]
+    # Once it beats, the others are its own concern again.
+    assert go_on((1, 3, 4), 3) == [0, 0, 0, 0]
+    store.calls.clear()
+    first._round()
+    assert store.calls == {"add": 3}
