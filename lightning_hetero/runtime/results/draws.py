@@ -9,8 +9,9 @@ import random
 import sys
 import warnings
 from collections.abc import Collection, Iterator
-from functools import partial
+from functools import cache, partial
 from io import IOBase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,19 @@ def _items_of(value: Any) -> tuple[_Container, str]:
     kind = type(value)
     if kind in (list, dict):
         return value, "[{!r}]"
-    root = kind.__module__.partition(".")[0]
-    is_foreign = root in sys.stdlib_module_names or is_of_library(kind.__module__)
-    if is_foreign or isinstance(value, nn.Module | Tensor):
+    if isinstance(value, nn.Module | Tensor) or not _is_of_user(kind.__module__):
         return {}, ""
     return getattr(value, "__dict__", {}), ".{}"
+
+
+@cache
+def _is_of_user(module: str) -> bool:
+    """Whether a Python module is neither Python's own nor installed: others' objects are let be."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = {"site-packages", "dist-packages"}.intersection(Path(file or "").parts)
+    root = module.partition(".")[0]
+    is_foreign = root in sys.stdlib_module_names or is_of_library(module) or file is None
+    return module == "__main__" or not (is_foreign or installed)
 
 
 def _get(container: _Container, key: Any) -> Any:

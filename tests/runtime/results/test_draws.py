@@ -1,9 +1,11 @@
 """A step that draws from what the module keeps is warned of where micro-batches draw, too."""
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Generator
 from itertools import count, islice
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,17 @@ def test_what_lies_in_lists_dicts_and_objects_is_noticed(where: str) -> None:
         get(other.kept).uniform()
     assert watch.from_iterators == {where} == other_watch.from_generators
     assert get(module.kept) is kept
+
+
+def test_objects_of_installed_packages_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("package")
+    package.__file__ = "/usr/lib/python3/site-packages/package.py"
+    monkeypatch.setitem(sys.modules, "package", package)
+    kind = type("Foreign", (Mixer,), {"__module__": "package"})
+    inner = iter([1])
+    module = Keeper(kind(inner))
+    with DrawWatch(module):
+        assert module.kept.kept is inner
 
 
 def test_a_list_that_a_step_shortens_stays_as_it_leaves_it() -> None:
