@@ -18,7 +18,7 @@ FindStarts = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]
 """Returns the candidates, best first, that a search for some estimators, of a part or of all, would
 improve, and of which none is far above a score."""
 _IMPROVED_OF_A_PART = 2
-_IMPROVED_LONGER = 2
+_IMPROVED_LONGER = 4
 
 
 class Improver:
@@ -89,9 +89,14 @@ class Improver:
         return improved
 
     def improve_longer(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return what was found, and the likeliest of it improved with long budgets, best first."""
-        more = improve_long(found, self._judge, self._estimators[-1], most=_IMPROVED_LONGER)
-        return self._ranked([*found, *more])
+        """Return what was found, and the likeliest of it improved with long budgets, best first.
+
+        Where plans recompute, as if none could as well.
+        """
+        ranked = list(found)
+        for estimators in filter(None, (self._estimators, self._keeping_if_recomputing())):
+            ranked += improve_long(found, self._judge, estimators[-1], most=_IMPROVED_LONGER)
+        return self._ranked(ranked)
 
     def _improve_part(self, part: Part, best: float) -> list[Candidate]:
         """Return the improved candidates of a part that begin near the `best` score, best first.

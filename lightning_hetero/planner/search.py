@@ -39,6 +39,7 @@ from lightning_hetero.planner.starting_points import (
     glance_at,
     propose_arrangements,
     propose_mixed_degrees,
+    propose_wide_ends,
 )
 from lightning_hetero.planner.workload import (
     Objective,
@@ -343,8 +344,11 @@ class PlanSearch:
         alone = [tp for tp in self.tp_degrees if self.scores.least(counts, [tp]) <= worst]
         every = propose_arrangements(self.estimator, counts, self.tp_degrees, alone)
         found = self.shortlist.simulate(every, most, budget, below)
-        mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
-        return found + self.shortlist.simulate(mixed, max(most // 2, 3), budget, below)
+        for propose in (propose_mixed_degrees, propose_wide_ends):
+            # Apart, so that none takes another one's place.
+            more = propose(self.estimator, counts, self.tp_degrees)
+            found += self.shortlist.simulate(more, max(most // 2, 3), budget, below)
+        return found
 
     def _glance(self, part: Sequence[int], worst: float) -> tuple[float, int]:
         """Return the best estimate for some devices dealt evenly, and how many were looked at.

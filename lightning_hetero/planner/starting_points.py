@@ -35,7 +35,13 @@ from lightning_hetero.planner.solvers.rates import (
 )
 from lightning_hetero.planner.wide_ends import is_head_heavy, with_wide_ends
 
-__all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
+__all__ = [
+    "bound_time_s",
+    "glance_at",
+    "propose_arrangements",
+    "propose_mixed_degrees",
+    "propose_wide_ends",
+]
 
 _MAX_COMPOSITIONS = 6000
 _MAX_EVERY_GROUPING = 1000
@@ -84,13 +90,24 @@ def propose_mixed_degrees(
 ) -> list[Arrangement]:
     """Return arrangements with a degree for each device type, such as A100 TP 1 and V100 TP 4.
 
-    And with twice the degree at pipelines' ends, if the head is heavy. The degrees are from
-    `tp_degrees`; stages of one pipeline may differ.
+    The degrees are from `tp_degrees`; stages of one pipeline may differ.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
     for degrees in types.mixed_degrees(tp_degrees):
         groupings += _dealt(types, degrees, _FEW_NUMBERS)
+    return _mapped(groupings, types, list(MappingOrder))
+
+
+def propose_wide_ends(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+) -> list[Arrangement]:
+    """Return arrangements whose pipelines have twice the degree at their ends.
+
+    None unless the head takes as long as a layer. The degrees are from `tp_degrees`.
+    """
+    types = DeviceTypes(estimator, counts, tp_degrees)
+    groupings: list[list[Group]] = []
     for degree in tp_degrees:
         if 2 * degree in tp_degrees and is_head_heavy(types, degree):
             for groups in _dealt(types, [degree] * len(types.names), _WIDENED_NUMBERS):

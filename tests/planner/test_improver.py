@@ -7,7 +7,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.arrangement import used_counts
 from lightning_hetero.planner.improver import Improver
-from lightning_hetero.planner.local_search import improve_best
+from lightning_hetero.planner.local_search import improve_best, improve_long
 from lightning_hetero.planner.parts import without_a_node
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.simulator import RooflineCost
@@ -135,12 +135,23 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
     assert best.simulation.iteration_time_s == pytest.approx(search.judge.score(after[0]))
 
 
-def test_the_best_plans_are_improved_with_long_budgets():
+def test_the_best_plans_are_improved_with_long_budgets(monkeypatch):
     # Of 336 devices, moves of layers and swaps are so many that usual budgets end among them.
     search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
+    equal = search.estimators[0]
+    keeping = [equal.keeping(), equal.keeping().unequal()]
     few = search._find_starts(search.estimators, (0, 2, 2), float("inf"))
-    improver = Improver(search.judge, search.estimators, (), search._find_starts)
+    improved = []
+
+    def improve(candidates, judge, estimator, **options):
+        improved.append(([*candidates], estimator))
+        return improve_long(candidates, judge, estimator, **options)
+
+    monkeypatch.setattr("lightning_hetero.planner.improver.improve_long", improve)
+    search.judge.is_recomputing = True
+    improver = Improver(search.judge, search.estimators, keeping, search._find_starts)
     ranked = improver.improve_longer(few)
+    assert improved == [(few, search.estimators[-1]), (few, keeping[-1])]
     assert set(few) < set(ranked)
     scores = list(map(search.judge.score, ranked))
     assert scores == sorted(scores)

@@ -16,6 +16,7 @@ from lightning_hetero.planner.starting_points import (
     glance_at,
     propose_arrangements,
     propose_mixed_degrees,
+    propose_wide_ends,
 )
 from lightning_hetero.simulator import RooflineCost
 
@@ -71,7 +72,7 @@ def test_ends_are_wide_where_the_head_takes_as_long_as_a_layer(model):
     estimator = Estimator(cost, workload, equal_microbatches=False)
     found = {
         pipeline.tp_degrees
-        for arrangement in propose_mixed_degrees(estimator, [4] * 4, (1, 2))
+        for arrangement in propose_wide_ends(estimator, [4] * 4, (1, 2))
         for pipeline in arrangement
     }
     wide = {(2, 1, 1, 1, 1, 2), (2, 1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1, 2)}
@@ -83,7 +84,7 @@ def test_only_devices_of_one_type_become_one_wide_stage():
     cluster = Cluster(nodes=(Node(device="T4", count=1), Node(device="A100-80GB", count=4)))
     workload = Workload(sequence_length=512, global_batch_size=8)
     estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
-    found = propose_mixed_degrees(estimator, [1, 4], (1, 2))
+    found = propose_wide_ends(estimator, [1, 4], (1, 2))
     assert any(item[0].stages == ((0, 1), (1, 1), (1, 1), (1, 2)) for item in found)
     assert all(stage != (0, 2) for item in found for row in item for stage in row.stages)
 
