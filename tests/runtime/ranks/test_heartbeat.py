@@ -121,3 +121,21 @@ def test_those_behind_a_silent_rank_are_watched_as_well(monkeypatch: pytest.Monk
     store.calls.clear()
     first._round()
     assert store.calls == {"add": 3}
+
+
+def test_ranks_that_all_seem_silent_ask_no_more_than_the_store_can_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the store has been slow for a moment: else each would ask for a node's ranks."""
+    store, now_s, world_size = CountingStore(), [0.0], 1024
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    ranks = heartbeats(store, world_size, interval_s=0.2)
+    for heartbeat in ranks:
+        heartbeat.peer_silence.sign = heartbeat.peer, 0
+        heartbeat.peer_silence.seconds = 1.0
+    for heartbeat in ranks[:-1]:
+        monkeypatch.setattr(heartbeat, "_watch", lambda _, own=heartbeat: (own.peer, 0))
+    store.calls.clear()
+    for heartbeat in ranks[:-1]:
+        heartbeat._round()
+    assert 2 * world_size < store.calls.total() <= 30_000 * 0.2
