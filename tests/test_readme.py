@@ -128,6 +128,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "`32-true`, `bf16-mixed`": (
         "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
+        "strategy/test_precision.py::test_steps_compute_in_the_dtypes_of_lightning",
     ),
     "consolidated checkpoints": (
         "strategy/test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",

@@ -324,6 +324,7 @@ class HeteroStrategy(HookedStrategy):
         trains = trainer.state.fn == TrainerFn.FITTING
         if trains:
             check_trainable(self._module, self._trainer.callbacks)
+        self.precision_plugin.convert_module(self._module)
         self._set_up_engine(trains=trains)
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
@@ -374,7 +375,8 @@ class HeteroStrategy(HookedStrategy):
             num_batches=self._num_batches,
             seed=lambda: engine.config.seed,
         )
-        self._steps = Steps(self._module, engine, self._dealer)
+        precision.device_type = self.root_device.type
+        self._steps = Steps(self._module, engine, self._dealer, precision.forward_context)
         start = StartUp.gather(facts, engine, plans.auto, num_batches=self._num_batches)
         self.memory = MemoryWatch(start, engine, lambda: self.optimizers)
         if self.plan != self._announced:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -45,7 +45,7 @@ class HeteroPrecision(Precision):
     """Compute in `compute_dtype`, keep and update slices in `master_dtype`.
 
     Args:
-        precision: "32-true"; "bf16-mixed" (bf16 passes, fp32 slices, no autocast) or
+        precision: "32-true"; "bf16-mixed" (bf16 weights under autocast in steps, fp32 slices) or
             "bf16-true" (both bf16).
     """
 
@@ -64,6 +64,8 @@ class HeteroPrecision(Precision):
         """Set by the strategy: the sum of a tensor over all ranks."""
         self.owned_gradients: Callable[[Iterable[Tensor]], list[Tensor]] | None = None
         """Set by the strategy: returns the parts of gradients that this rank counts in norms."""
+        self.device_type = "cpu"
+        """Set by the strategy: the kind of device on which steps run."""
         self.begin_change: Callable[[], None] | None = None
         """Set by the strategy: called when an optimizer is about to change the slices."""
 
@@ -83,6 +85,35 @@ class HeteroPrecision(Precision):
             return data
         return apply_to_collection(data, Tensor, _in_bf16)
 
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return the module, with "bf16-true" its buffers in bf16, as in Lightning.
+
+        Weights are converted where slices are made of them.
+        """
+        if self.precision == "bf16-true":
+            for part in module.modules():
+                held = {name: item for name, item in part._buffers.items() if item is not None}
+                part._buffers.update({name: _in_bf16(item) for name, item in held.items()})
+        return module
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Give the context of a step, as in Lightning: autocast, or bf16 for new tensors."""
+        if self.precision == "bf16-mixed":
+            with torch.autocast(self.device_type, torch.bfloat16):
+                yield
+        elif self.precision == "bf16-true":
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+        else:
+            yield
+
     @contextmanager
     def explain_dtypes(self) -> Iterator[None]:
         """Add a remedy to torch's errors about tensors of two dtypes inside this context."""
@@ -93,10 +124,8 @@ class HeteroPrecision(Precision):
             if self.compute_dtype is torch.bfloat16 and "bfloat16" in text and "type" in text:
                 error.add_note(
                     f"With HeteroStrategy and precision={self.precision!r} weights are bf16 in "
-                    "steps, and there is no autocast. Cast the floating-point tensors that meet "
-                    "them, such as `x = x.to(self.head.weight.dtype)`, or enter "
-                    "`torch.autocast(self.device.type, torch.bfloat16)` in the step; or use "
-                    '"32-true".'
+                    "steps. Cast the floating-point tensors that meet them, such as "
+                    '`x = x.to(self.head.weight.dtype)`; or use "32-true".'
                 )
             raise
 

@@ -39,10 +39,18 @@ class Steps:
         module: The user's LightningModule.
         engine: Runs the iterations.
         dealer: Tells for which plan a batch was dealt.
+        context: Gives the context of each call of a step.
     """
 
-    def __init__(self, module: pl.LightningModule, engine: Engine, dealer: Dealer) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        engine: Engine,
+        dealer: Dealer,
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._module = module
+        self._context = context
         self._engine = engine
         self._dealer = dealer
         self._batches = BatchWatch()
@@ -82,10 +90,7 @@ class Steps:
     def train(self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Train on a batch; return the loss and what else the step returned. Collective."""
 
-        def step(microbatch: Any) -> Any:
-            return self._module.training_step(microbatch, *args, **kwargs)
-
-        loss, records = self._run(step, batch)
+        loss, records = self._run(self._module.training_step, batch, args, kwargs)
         return {"loss": loss, **(self._leave_behind(records) or {})}
 
     def evaluate(
@@ -107,12 +112,22 @@ class Steps:
             of_pipeline: Whether to return only the outputs of this rank's pipeline.
         """
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
-        _, records = self._run(lambda microbatch: step(microbatch, *args, **kwargs), batch)
+        _, records = self._run(step, batch, args, kwargs)
         return self._leave_behind(records, of_pipeline=of_pipeline)
 
-    def _run(self, step: Callable[[Any], Any], batch: Any) -> tuple[torch.Tensor | None, Records]:
+    def _run(
+        self,
+        step: Callable[..., Any],
+        batch: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[torch.Tensor | None, Records]:
+        def run_step(microbatch: Any) -> Any:
+            with self._context():
+                return step(microbatch, *args, **kwargs)
+
         self._batches.check_unchanged()
-        made = self._engine.run(step, batch, self._key())
+        made = self._engine.run(run_step, batch, self._key())
         heed_sigterm(self._module.trainer, self._engine)
         return made
 
