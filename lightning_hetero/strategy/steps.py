@@ -89,7 +89,6 @@ class Steps:
 
     def train(self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Train on a batch; return the loss and what else the step returned. Collective."""
-
         loss, records = self._run(self._module.training_step, batch, args, kwargs)
         return {"loss": loss, **(self._leave_behind(records) or {})}
 
