@@ -8,15 +8,19 @@ Counted, for P bytes of parameters and two ranks:
   weights are owned where they are held, so pull and push move nothing.
 
 What is left is overhead: swapping weights into the module, agreeing on losses (one small
-collective) and seeding. The figure is the median of steps over alternating runs. Each step of ours
-and of DDP's runs inside Lightning's loop, whose hooks take about a millisecond; torch's pipeline
-runs in a bare loop. Notes give the same ratio of the main threads' CPU time, which other processes
-of the machine disturb less.
+collective) and seeding: milliseconds a step and tenths of one an action. So each case is timed with
+steps of a quarter of a second and of two seconds. Runs of ours and the peer's alternate, each of a
+pair first in turn, because such machines change their speed from minute to minute: the ratio is the
+median over pairs, each the ratio of the slower ranks' median steps. Steps of ours and of DDP's run
+inside Lightning's loop, whose hooks take about a millisecond; torch's pipeline runs in a bare loop.
+Notes give the same ratio of the main threads' CPU time.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import lightning as L
@@ -37,8 +41,9 @@ OPTIONS = ToyOptions(num_layers=4, width=256)
 ROWS = 128
 """Samples of 8 tokens a rank and step: 1,024 tokens, few for a real run."""
 STEPS = 10
-REPEATS = 5
 NUM_MICROBATCHES = 8
+NUM_PAIRS = {256: 15, 768: 5}
+"""Pairs of runs, by width of the model; each takes 8 seconds or 40."""
 
 
 Seconds = tuple[float, float]
@@ -106,14 +111,33 @@ def medians(steps: list[Seconds]) -> Seconds:
     return wall, cpu
 
 
-def against_ddp(rank: int) -> tuple[Seconds, Seconds]:
-    """Return (ours, DDP's) median step times on this rank."""
-    ours: list[Seconds] = []
-    theirs: list[Seconds] = []
-    for _ in range(REPEATS):
-        ours += lightning_steps(HeteroStrategy(num_microbatches=1), ROWS)
-        theirs += lightning_steps(DDPStrategy(), ROWS)
-    return medians(ours), medians(theirs)
+Pair = tuple[Seconds, Seconds]
+"""Median steps of a run of ours and of one of the peer's."""
+
+
+def pairs_of(
+    width: int, ours: Callable[[], list[Seconds]], peers: Callable[[], list[Seconds]]
+) -> list[Pair]:
+    """Time pairs of runs with a model of this width, each of a pair first in turn, ours at first.
+
+    Torch's pipelines use the process group that Lightning makes.
+    """
+    global OPTIONS
+    OPTIONS = replace(OPTIONS, width=width)
+    pairs: list[Pair] = []
+    for index in range(NUM_PAIRS[width]):
+        runs = [ours, peers]
+        times = {run: medians(run()) for run in (runs[::-1] if index % 2 else runs)}
+        pairs.append((times[ours], times[peers]))
+    return pairs
+
+
+def against_ddp(rank: int, width: int) -> list[Pair]:
+    return pairs_of(
+        width,
+        lambda: lightning_steps(HeteroStrategy(num_microbatches=1), ROWS),
+        lambda: lightning_steps(DDPStrategy(), ROWS),
+    )
 
 
 class FirstStage(nn.Module):
@@ -173,16 +197,14 @@ def torch_pipeline_steps(rank: int) -> list[Seconds]:
     return watch.steps
 
 
-def against_torch_pipelining(rank: int) -> tuple[Seconds, Seconds]:
-    """Return (ours, torch's) median step times on this rank."""
-    ours: list[Seconds] = []
-    theirs: list[Seconds] = []
-    for _ in range(REPEATS):
+def against_torch_pipelining(rank: int, width: int) -> list[Pair]:
+    def ours() -> list[Seconds]:
         strategy = HeteroStrategy(num_stages=2, num_microbatches=NUM_MICROBATCHES)
-        ours += lightning_steps(strategy, ROWS)
+        steps = lightning_steps(strategy, ROWS)
         dist.barrier()
-        theirs += torch_pipeline_steps(rank)
-    return medians(ours), medians(theirs)
+        return steps
+
+    return pairs_of(width, ours, lambda: torch_pipeline_steps(rank))
 
 
 def slowest(ranks: list[Seconds]) -> Seconds:
@@ -197,16 +219,27 @@ def run() -> list[Row]:
         ("step, two equal pipelines", against_ddp, 1.02, "Lightning DDPStrategy"),
         ("step, one pipeline of two stages", against_torch_pipelining, 1.0, "torch 1F1B"),
     )
-    for name, function, target, peer_name in cases:
-        figures = pool.run(function, 2, timeout_s=500)
-        ours, ours_cpu = slowest([item[0] for item in figures])
-        peer, peer_cpu = slowest([item[1] for item in figures])
-        note = f"{peer_name}; CPU time {ours_cpu / peer_cpu:.3f}"
+    for width, (name, function, target, peer_name) in product(NUM_PAIRS, cases):
+        by_rank = pool.run(function, 2, width, timeout_s=900)
+        pairs = [
+            [slowest(list(item)) for item in zip(*pair, strict=True)]
+            for pair in zip(*by_rank, strict=True)
+        ]
+        walls = sorted(ours[0] / peer[0] for ours, peer in pairs)
+        cpu = statistics.median(ours[1] / peer[1] for ours, peer in pairs)
         rows.append(
             Row(
-                name=name, ours=ours, peer=peer, unit="s", target=target, better="lower",
-                kind="measured", value=ours / peer, note=note,
+                name=f"{name}, width {width}",
+                ours=statistics.median(ours[0] for ours, _ in pairs),
+                peer=statistics.median(peer[0] for _, peer in pairs),
+                unit="s",
+                target=target,
+                better="lower",
+                kind="measured",
+                value=statistics.median(walls),
+                note=f"{peer_name}; {len(pairs)} pairs, {walls[0]:.2f} to {walls[-1]:.2f}; "
+                f"CPU time {cpu:.3f}",
             )
-        )  # fmt: skip
+        )
     pool.close()
     return rows
