@@ -42,7 +42,7 @@ ROWS = 128
 """Samples of 8 tokens a rank and step: 1,024 tokens, few for a real run."""
 STEPS = 10
 NUM_MICROBATCHES = 8
-NUM_PAIRS = {256: 15, 768: 5}
+NUM_PAIRS = {256: 9, 768: 3}
 """Pairs of runs, by width of the model; each takes 8 seconds or 40."""
 
 
