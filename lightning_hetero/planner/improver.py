@@ -91,10 +91,11 @@ class Improver:
     def improve_longer(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return what was found, and the likeliest of it improved with long budgets, best first.
 
-        Where plans recompute, as if none could as well.
+        As if shares were equal as well, and where plans recompute, as if none could.
         """
         ranked = list(found)
-        for estimators in filter(None, (self._estimators, self._keeping_if_recomputing())):
+        ways = self._estimators, self._keeping_if_recomputing(), self._estimators[:-1]
+        for estimators in filter(None, ways):
             ranked += improve_long(found, self._judge, estimators[-1], most=_IMPROVED_LONGER)
         return self._ranked(ranked)
 
