@@ -136,8 +136,8 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
 
 
 def test_the_best_plans_are_improved_with_long_budgets(monkeypatch):
-    # Of 336 devices, moves of layers and swaps are so many that usual budgets end among them. Of 87,
-    # the best plan, 1.9 % faster, was found with long budgets as if shares were equal.
+    # Of 336 devices, moves of layers and swaps are so many that usual budgets end among them. The
+    # best plan of 87, 1.9 % faster, was found with long budgets as if shares were equal.
     search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
     equal = search.estimators[0]
     keeping = [equal.keeping(), equal.keeping().unequal()]
