@@ -19,8 +19,9 @@ from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["DeviceTypes", "PipelineKey", "StageTimes"]
 
-_MIXED_DEGREES = 2
-"""Most choices of one degree for each device type that are proposed."""
+_MIXED_DEGREES, _MIXED_DEGREES_DEVICES = 2, 768
+"""Choices of one degree for each device type that are proposed: more of them where devices are few.
+"""
 
 PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
 """A class of pipelines: TP degrees, node classes, and whether neighbouring stages share a node."""
@@ -238,11 +239,12 @@ class DeviceTypes:
         return [known[row] for row in rows]
 
     def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return a few choices of a degree for each type, not all equal, the best estimate first.
+        """Return some choices of a degree for each type, not all equal, the best estimate first.
 
         M micro-batches on U units of total power P take about (M + U)/P: larger groups make
         pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
         """
+        most = max(_MIXED_DEGREES, _MIXED_DEGREES_DEVICES // max(1, int(self.totals.sum())))
         powers = {degree: self.powers(degree) for degree in tp_degrees}
         rated = []
         for degrees in itertools.product(tp_degrees, repeat=len(self.names)):
@@ -252,4 +254,4 @@ class DeviceTypes:
                 power = sum(count * powers[degree][index] for index, (count, degree) in kinds)
                 work = self.estimator.workload.num_microbatches + sum(units)
                 rated.append((work / power, degrees))
-        return [degrees for _, degrees in sorted(rated)[:_MIXED_DEGREES]]
+        return [degrees for _, degrees in sorted(rated)[:most]]
