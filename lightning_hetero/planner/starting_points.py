@@ -54,6 +54,9 @@ _FEW_DEVICES = 64
 """Up to this many devices, local search finds which units to leave idle."""
 _FEW_NUMBERS = 8
 """Numbers of groups that are tried for mixed degrees and at a glance."""
+_MIXED_DEGREES, _MIXED_DEGREES_DEVICES = 2, 768
+"""Choices of one degree for each device type: at a glance, and proposed where devices are many. The
+fewer devices, the more are proposed."""
 _WIDENED_NUMBERS = 16
 """The same for pipelines with wide ends."""
 _MAX_BOUNDED = 600_000
@@ -94,7 +97,8 @@ def propose_mixed_degrees(
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
-    for degrees in types.mixed_degrees(tp_degrees):
+    most = max(_MIXED_DEGREES, _MIXED_DEGREES_DEVICES // max(1, int(types.totals.sum())))
+    for degrees in types.mixed_degrees(tp_degrees, most):
         groupings += _dealt(types, degrees, _FEW_NUMBERS)
     return _mapped(groupings, types, list(MappingOrder))
 
@@ -124,7 +128,7 @@ def glance_at(
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     choices = [(tp_degree,) * len(types.names) for tp_degree in tp_degrees]
-    choices += types.mixed_degrees(tp_degrees)
+    choices += types.mixed_degrees(tp_degrees, _MIXED_DEGREES)
     groupings: list[list[Group]] = []
     for degrees in choices:
         if sum(types.units_of(degrees)):

@@ -19,10 +19,6 @@ from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["DeviceTypes", "PipelineKey", "StageTimes"]
 
-_MIXED_DEGREES, _MIXED_DEGREES_DEVICES = 2, 768
-"""Choices of one degree for each device type that are proposed: more of them where devices are few.
-"""
-
 PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
 """A class of pipelines: TP degrees, node classes, and whether neighbouring stages share a node."""
 
@@ -238,13 +234,12 @@ class DeviceTypes:
             known[row] = Group(degrees, devices)
         return [known[row] for row in rows]
 
-    def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return some choices of a degree for each type, not all equal, the best estimate first.
+    def mixed_degrees(self, tp_degrees: Sequence[int], most: int) -> list[tuple[int, ...]]:
+        """Return the best choices of a degree for each type, not all equal, `most` of them.
 
         M micro-batches on U units of total power P take about (M + U)/P: larger groups make
         pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
         """
-        most = max(_MIXED_DEGREES, _MIXED_DEGREES_DEVICES // max(1, int(self.totals.sum())))
         powers = {degree: self.powers(degree) for degree in tp_degrees}
         rated = []
         for degrees in itertools.product(tp_degrees, repeat=len(self.names)):
