@@ -24,7 +24,7 @@ from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.improver import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima
+from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima, improve_best
 from lightning_hetero.planner.parts import (
     WORTH_SIMULATING,
     LikelyParts,
@@ -184,6 +184,8 @@ class PlanSearch:
         if self._is_small and self._is_worth_effort(ranked[0]):
             self.progress("Looking beyond the best plans", 0.8)
             ranked = escape_optima(ranked, self.judge, self.estimators)
+            self.progress("Searching with fewer TP degrees", 0.9)
+            ranked = self._search_with_fewer_degrees(ranked)
         self.shortlist.likely |= {
             item.arrangement: self.judge.score(item) for item in reversed(ranked)
         }
@@ -226,6 +228,32 @@ class PlanSearch:
             found = improver.improve_longer(found)
         return found
 
+    def _search_with_fewer_degrees(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return what was found, and what is found without a TP degree of the best, best first.
+
+        With that degree, plans without it are seldom among those that are improved.
+        """
+        ranked = list(found)
+        used = {degree for row in found[0].arrangement for degree in row.tp_degrees}
+        for degree in sorted(used - {min(self.tp_degrees)}):
+            degrees = [other for other in self.tp_degrees if other != degree]
+            fewer = {
+                estimator.with_degrees(degrees): self._keeping[estimator].with_degrees(degrees)
+                for estimator in self.estimators
+            }
+            self._keeping |= fewer  # The judge has it, too.
+            estimators = tuple(fewer)
+            starts = self._find_starts(estimators, None, float("inf"))
+            if not starts:
+                continue
+            improver = Improver(self.judge, estimators, [*fewer.values()], self._find_starts)
+            more = improver.improve(starts, _MOST_EFFORT)
+            more = escape_optima(more, self.judge, estimators)
+            if self.judge.score(more[0]) < self.judge.score(ranked[0]):
+                more += improve_best(more[:1], self.judge, self.estimators)
+            ranked = sorted(dict.fromkeys([*ranked, *more]), key=self.judge.score)
+        return ranked
+
     def _without_another(self, part: Part) -> Part | None:
         return without_another(self.cost.cluster, part)
 
@@ -249,6 +277,7 @@ class PlanSearch:
         """Return a search that may do less; it shares what is known of candidates."""
         other = copy.copy(self)
         other.estimators, other.estimator = tuple(estimators), estimators[-1]
+        other.tp_degrees = other.estimator.tp_degrees
         other.progress = lambda _what, _share: None
         other.shortlist = Shortlist(other.estimators, self.judge, self._weigh)
         return other

@@ -9,7 +9,7 @@ the same cut of the layers in all pipelines of a depth if gradients take long.
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +46,12 @@ class Estimator(ArrangementEstimator):
         other = copy.copy(self)
         other.equal_microbatches = False
         other._least_s = {}
+        return other
+
+    def with_degrees(self, tp_degrees: Sequence[int]) -> "Estimator":
+        """Return an estimator with the same caches, for searches of these TP degrees alone."""
+        other = copy.copy(self)
+        other.tp_degrees = tuple(tp_degrees)
         return other
 
     def keeping(self) -> "Estimator":
