@@ -4,6 +4,7 @@ A glance estimates a few arrangements (`starting_points.glance_at`). First come 
 types, where the others hold everybody up; they say of which types fewer devices are worth a glance.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 
@@ -11,7 +12,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import classify_nodes
 
-__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part", "without_a_node", "without_another"]
+__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part", "of_some_types", "without_a_node", "without_another"]
 
 Part = tuple[int, ...]
 """Devices of each node that may be used."""
@@ -30,6 +31,8 @@ _FEW_DEVICES = 64
 """
 _LEAST_OVERHEAD = 1.02
 """Bubbles and exchange make an iteration at least so much longer than its work."""
+_MOST_TYPES = 4
+"""Most types of which any may be left out together."""
 _ESTIMATED_STAGES = 60_000
 """Arrangements that are estimated, times their devices: of whole types, and of others."""
 
@@ -156,6 +159,20 @@ def without_a_node(cluster: Cluster) -> list[Part]:
     last = {key: index for index, key in enumerate(_classes(cluster))}
     parts = [_without(counts, index) for index in last.values()]
     return [part for part in parts if any(part)]
+
+
+def of_some_types(cluster: Cluster) -> list[Part]:
+    """Return the parts with all devices of some types, but not of all: those of any such types.
+
+    Of many types, these are the parts that lack one type.
+    """
+    types = list(dict.fromkeys(node.device for node in cluster.nodes))
+    least = 1 if len(types) <= _MOST_TYPES else len(types) - 1
+    chosen = (c for n in range(least, len(types)) for c in itertools.combinations(types, n))
+    return [
+        tuple([node.count if node.device in some else 0 for node in cluster.nodes])
+        for some in chosen
+    ]
 
 
 def without_another(cluster: Cluster, part: Part) -> Part | None:

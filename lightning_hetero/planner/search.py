@@ -29,6 +29,7 @@ from lightning_hetero.planner.parts import (
     WORTH_SIMULATING,
     LikelyParts,
     Part,
+    of_some_types,
     without_a_node,
     without_another,
 )
@@ -66,11 +67,15 @@ With the fewest, they look beyond local optima; with more, they search with less
 _NEAR_BOUND, _NOT_FAR = 1.1, 1.3
 """A score at most so much above the lower bound leaves little to be found: of the fewest, of more.
 """
+_WORTH_ESCAPING = 1.06
+"""What a search without a TP degree finds may score so much above the best to be looked beyond."""
 _FEW_DEVICES = 64
 """Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
 _LEFT_OUT = 4
 """Classes of equal nodes of which one is left out, where devices are many."""
+_OF_TYPES = 3
+"""Parts of some types only that are searched then, too."""
 _LIKELIEST, _LIKELIEST_DEVICES = 48, 4_096
 """Arrangements of another search by which one is judged: more of them where devices are few."""
 # Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
@@ -222,9 +227,13 @@ class PlanSearch:
             self.progress("Searching with less freedom", 0.7)
             found = improver.improve_with_less(found, effort)
             self.progress("Searching without a node", 0.8)
-            parts = without_a_node(self.cost.cluster)
-            parts.sort(key=lambda part: self._glance(part, float("inf"))[0])
-            found = improver.improve_parts(found, parts[:_LEFT_OUT], self._without_another)
+            cluster = self.cost.cluster
+            parts = [
+                *self._likeliest(without_a_node(cluster), _LEFT_OUT),
+                *self._likeliest(of_some_types(cluster), _OF_TYPES),
+            ]
+            parts = list(dict.fromkeys(parts))
+            found = improver.improve_parts(found, parts, self._without_another)
             found = improver.improve_longer(found)
         return found
 
@@ -248,11 +257,16 @@ class PlanSearch:
                 continue
             improver = Improver(self.judge, estimators, [*fewer.values()], self._find_starts)
             more = improver.improve(starts, _MOST_EFFORT)
-            more = escape_optima(more, self.judge, estimators)
+            if self.judge.score(more[0]) <= self.judge.score(ranked[0]) * _WORTH_ESCAPING:
+                more = escape_optima(more, self.judge, estimators)
             if self.judge.score(more[0]) < self.judge.score(ranked[0]):
                 more += improve_best(more[:1], self.judge, self.estimators)
             ranked = sorted(dict.fromkeys([*ranked, *more]), key=self.judge.score)
         return ranked
+
+    def _likeliest(self, parts: Sequence[Part], most: int) -> list[Part]:
+        """Return the parts that look best at a glance, `most` of them."""
+        return sorted(parts, key=lambda part: self._glance(part, float("inf"))[0])[:most]
 
     def _without_another(self, part: Part) -> Part | None:
         return without_another(self.cost.cluster, part)
