@@ -12,7 +12,14 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import classify_nodes
 
-__all__ = ["WORTH_SIMULATING", "LikelyParts", "Part", "of_some_types", "without_a_node", "without_another"]
+__all__ = [
+    "WORTH_SIMULATING",
+    "LikelyParts",
+    "Part",
+    "of_some_types",
+    "without_a_node",
+    "without_another",
+]
 
 Part = tuple[int, ...]
 """Devices of each node that may be used."""

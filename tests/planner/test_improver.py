@@ -8,7 +8,7 @@ from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.arrangement import used_counts
 from lightning_hetero.planner.improver import Improver
 from lightning_hetero.planner.local_search import improve_best, improve_long
-from lightning_hetero.planner.parts import without_a_node
+from lightning_hetero.planner.parts import of_some_types, without_a_node
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.simulator import RooflineCost
 
@@ -128,7 +128,9 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
     best = search.run().best
     [(found, parts, ranked)] = improved
     assert with_less == [found]
-    assert sorted(parts) == sorted(without_a_node(search.cost.cluster))
+    # Of 224 devices, 27 nodes of A100 alone are 1.6 % faster than what all devices lead to.
+    cluster = search.cost.cluster
+    assert sorted(parts) == sorted([*without_a_node(cluster), *of_some_types(cluster)])
     assert search.judge.score(ranked[0]) < search.judge.score(found[0])
     [(before, after)] = longer
     assert before == ranked

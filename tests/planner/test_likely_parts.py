@@ -1,7 +1,12 @@
 """Which parts of a cluster are searched, after a glance at each."""
 
 from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.planner.parts import LikelyParts, without_a_node, without_another
+from lightning_hetero.planner.parts import (
+    LikelyParts,
+    of_some_types,
+    without_a_node,
+    without_another,
+)
 
 
 def test_types_that_hold_everybody_up_are_left_out_of_many_devices():
@@ -93,3 +98,21 @@ def test_another_node_is_left_out_of_the_same_class():
     assert without_another(cluster, (2, 2, 0)) == (0, 2, 0)
     assert without_another(cluster, (0, 2, 0)) is None
     assert without_another(Cluster(nodes=(nodes[0],) * 2), (2, 0)) is None
+
+
+def test_parts_have_all_devices_of_any_types_or_of_all_but_one_if_types_are_many():
+    names = ("T4", "V100-16GB", "A100-80GB", "T4")
+    cluster = Cluster(nodes=tuple(Node(device=name, count=4) for name in names))
+    assert of_some_types(cluster) == [
+        (4, 0, 0, 4),
+        (0, 4, 0, 0),
+        (0, 0, 4, 0),
+        (4, 4, 0, 4),
+        (4, 0, 4, 4),
+        (0, 4, 4, 0),
+    ]
+    assert of_some_types(Cluster(nodes=(Node(device="T4", count=8),))) == []
+    many = (*names[:3], "RTX-4090", "A10-24GB")
+    cluster = Cluster(nodes=tuple(Node(device=name, count=1) for name in many))
+    parts = [tuple(int(node != lacked) for node in range(5)) for lacked in reversed(range(5))]
+    assert of_some_types(cluster) == parts
