@@ -9,7 +9,12 @@ from collections.abc import Callable, Sequence
 
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import improve_best, improve_long
+from lightning_hetero.planner.local_search import (
+    WORTH_ESCAPING,
+    escape_optima,
+    improve_best,
+    improve_long,
+)
 from lightning_hetero.planner.parts import WORTH_SIMULATING, Part
 
 __all__ = ["FindStarts", "Improver"]
@@ -66,6 +71,32 @@ class Improver:
                 starts = self._find_starts(estimators, None, float("inf"))
                 improved = self._improve_as(estimators, improved, starts, effort)
         return improved
+
+    def improve_without_degrees(self, found: Sequence[Candidate], effort: float) -> list[Candidate]:
+        """Return what was found, and improved candidates of searches without a degree, best first.
+
+        Left out is each TP degree of the best candidate but the least: with it, plans without it
+        are seldom improved. Those that come near the best are also improved beyond local optima.
+        """
+        ranked, degrees = list(found), self._estimators[-1].tp_degrees
+        used = {degree for pipeline in found[0].arrangement for degree in pipeline.tp_degrees}
+        for left_out in sorted(used - {min(degrees)}):
+            rest = [degree for degree in degrees if degree != left_out]
+            pairs = zip(self._estimators, self._keeping, strict=True)
+            fewer = {each.with_degrees(rest): keeping.with_degrees(rest) for each, keeping in pairs}
+            self._judge.add(fewer)
+            estimators = tuple(fewer)
+            starts = self._find_starts(estimators, None, float("inf"))
+            if not starts:
+                continue
+            other = Improver(self._judge, estimators, [*fewer.values()], self._find_starts)
+            more, best = other.improve(starts, effort), self._judge.score(ranked[0])
+            if self._judge.score(more[0]) <= best * WORTH_ESCAPING:
+                more = escape_optima(more, self._judge, estimators)
+            if self._judge.score(more[0]) < best:
+                more += improve_best(more[:1], self._judge, self._estimators, effort=effort)
+            ranked = self._ranked([*ranked, *more])
+        return ranked
 
     def improve_parts(
         self,

@@ -82,7 +82,7 @@ class Judge:
     ) -> None:
         self.estimator = estimator
         self._weigh = weigh
-        self._keeping = keeping or {}
+        self._keeping = dict(keeping or {})
         self._scores: dict[Candidate, float] = {}
         self._filled: dict[tuple[Arrangement, Estimator], Candidate | None] = {}
         self._at_least: dict[Hashable, float] = {}
@@ -100,6 +100,10 @@ class Judge:
     def num_simulated(self) -> int:
         """Number of candidates simulated."""
         return len(self._scores)
+
+    def add(self, keeping: Mapping[Estimator, Estimator]) -> None:
+        """Take more estimators, each with the one that recomputes nothing."""
+        self._keeping |= keeping
 
     def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation]:
         """Return the plan of a candidate that fits, with settled memory, and its simulation."""

@@ -16,6 +16,7 @@ from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.moves import MOVES, ORDERS, RESIZES, Family
 
 __all__ = [
+    "WORTH_ESCAPING",
     "WORTH_IMPROVING",
     "escape_optima",
     "has_equal_shares",
@@ -24,6 +25,8 @@ __all__ = [
     "improve_long",
 ]
 
+WORTH_ESCAPING = 1.06
+"""A local optimum's score may be so much above the best one's."""
 WORTH_IMPROVING = 1.03
 """A score may be so much above the best to be improved for its number of pipelines."""
 
@@ -40,8 +43,6 @@ _LONG_WORK_OF_A_PLAN = 300_000
 _MOST_BUDGETS = 5
 _ESCAPES = 4
 """Local optima, of different arrangements, from which a way out is looked for."""
-_WORTH_ESCAPING = 1.06
-"""A local optimum's score may be so much above the best one's."""
 _WORTH_LEAVING_FOR = 1.1
 """A plan a move away from a local optimum may score so much above it."""
 _WORK_OF_AN_ESCAPE = 1_200_000
@@ -115,7 +116,7 @@ def escape_optima(
                 optima.setdefault(tuple(sorted(judge.estimator.keys(item.arrangement))), item)
         likeliest = [*optima.values()][:_ESCAPES]
         for item in likeliest:
-            if judge.score(item) <= judge.score(likeliest[0]) * _WORTH_ESCAPING:
+            if judge.score(item) <= judge.score(likeliest[0]) * WORTH_ESCAPING:
                 found.append(_escape(item, judge, estimator))
     return sorted(dict.fromkeys(found), key=judge.score)
 

@@ -24,7 +24,7 @@ from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.improver import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima, improve_best
+from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima
 from lightning_hetero.planner.parts import (
     WORTH_SIMULATING,
     LikelyParts,
@@ -62,13 +62,12 @@ _SIMULATED_WORK = 1_500_000  # about microseconds
 _FEWEST, _THOROUGH, _MOST_EFFORT = 32, 512, 2
 """Devices up to which searches may be thorough; of plans that these improve, a multiple.
 
-With the fewest, they look beyond local optima; with more, they search with less freedom as well.
+With the fewest, they look beyond local optima and search without TP degrees; with more, they search
+with less freedom and without some devices as well.
 """
 _NEAR_BOUND, _NOT_FAR = 1.1, 1.3
 """A score at most so much above the lower bound leaves little to be found: of the fewest, of more.
 """
-_WORTH_ESCAPING = 1.06
-"""What a search without a TP degree finds may score so much above the best to be looked beyond."""
 _FEW_DEVICES = 64
 """Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
@@ -186,11 +185,6 @@ class PlanSearch:
         self.progress("Improving the best plans", 0.6)
         effort = _MOST_EFFORT if self._is_worth_effort(candidates[0]) else 1
         ranked = self._improve(candidates, effort)
-        if self._is_small and self._is_worth_effort(ranked[0]):
-            self.progress("Looking beyond the best plans", 0.8)
-            ranked = escape_optima(ranked, self.judge, self.estimators)
-            self.progress("Searching with fewer TP degrees", 0.9)
-            ranked = self._search_with_fewer_degrees(ranked)
         self.shortlist.likely |= {
             item.arrangement: self.judge.score(item) for item in reversed(ranked)
         }
@@ -217,52 +211,30 @@ class PlanSearch:
     def _improve(self, candidates: Sequence[Candidate], effort: float) -> list[Candidate]:
         """Return the candidates and improved ones, best first.
 
-        Where a thorough search of many devices ends far above the lower bound, so is what searches
-        find that may do less, since they begin elsewhere; and then the best with long budgets.
+        Where a thorough search ends far above the lower bound, more is improved. Of few devices,
+        plans beyond local optima, and of searches without a TP degree of the best plan. Of more,
+        what searches find that may do less or lack devices, since they begin elsewhere; and then
+        the best with long budgets.
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
         improver = Improver(self.judge, self.estimators, keeping, self._find_starts)
         found = improver.improve(candidates, effort)
-        if not self._is_small and self._is_worth_effort(found[0]):
-            self.progress("Searching with less freedom", 0.7)
-            found = improver.improve_with_less(found, effort)
-            self.progress("Searching without a node", 0.8)
-            cluster = self.cost.cluster
-            parts = [
-                *self._likeliest(without_a_node(cluster), _LEFT_OUT),
-                *self._likeliest(of_some_types(cluster), _OF_TYPES),
-            ]
-            parts = list(dict.fromkeys(parts))
-            found = improver.improve_parts(found, parts, self._without_another)
-            found = improver.improve_longer(found)
-        return found
-
-    def _search_with_fewer_degrees(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return what was found, and what is found without a TP degree of the best, best first.
-
-        With that degree, plans without it are seldom among those that are improved.
-        """
-        ranked = list(found)
-        used = {degree for row in found[0].arrangement for degree in row.tp_degrees}
-        for degree in sorted(used - {min(self.tp_degrees)}):
-            degrees = [other for other in self.tp_degrees if other != degree]
-            fewer = {
-                estimator.with_degrees(degrees): self._keeping[estimator].with_degrees(degrees)
-                for estimator in self.estimators
-            }
-            self._keeping |= fewer  # The judge has it, too.
-            estimators = tuple(fewer)
-            starts = self._find_starts(estimators, None, float("inf"))
-            if not starts:
-                continue
-            improver = Improver(self.judge, estimators, [*fewer.values()], self._find_starts)
-            more = improver.improve(starts, _MOST_EFFORT)
-            if self.judge.score(more[0]) <= self.judge.score(ranked[0]) * _WORTH_ESCAPING:
-                more = escape_optima(more, self.judge, estimators)
-            if self.judge.score(more[0]) < self.judge.score(ranked[0]):
-                more += improve_best(more[:1], self.judge, self.estimators)
-            ranked = sorted(dict.fromkeys([*ranked, *more]), key=self.judge.score)
-        return ranked
+        if not self._is_worth_effort(found[0]):
+            return found
+        if self._is_small:
+            self.progress("Looking beyond the best plans", 0.8)
+            found = escape_optima(found, self.judge, self.estimators)
+            self.progress("Searching without TP degrees", 0.9)
+            return improver.improve_without_degrees(found, effort)
+        self.progress("Searching with less freedom", 0.7)
+        found = improver.improve_with_less(found, effort)
+        self.progress("Searching without devices", 0.8)
+        cluster = self.cost.cluster
+        parts = self._likeliest(without_a_node(cluster), _LEFT_OUT)
+        parts += self._likeliest(of_some_types(cluster), _OF_TYPES)
+        parts = list(dict.fromkeys(parts))
+        found = improver.improve_parts(found, parts, self._without_another)
+        return improver.improve_longer(found)
 
     def _likeliest(self, parts: Sequence[Part], most: int) -> list[Part]:
         """Return the parts that look best at a glance, `most` of them."""
