@@ -11,7 +11,8 @@ parts, and then as long as a proxy needs to send S / D of sums to owners, or an 
 f_q once. Both leave out what stays on a rank, as if each proxy had rows of every owner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 from typing_extensions import override
@@ -31,6 +32,9 @@ from lightning_hetero.simulator.exchange import (
 )
 
 __all__ = ["exchange_of", "host_bytes", "moved_params"]
+
+_MOST_CELLS = 1_000_000
+"""Holders x nodes that are computed at once."""
 
 
 def exchange_of(
@@ -125,26 +129,39 @@ class _OwnedExchange(ExchangeTable):
         alike = list(zip(self.push_s, self.pull_s, strict=True))
         self.push_s, self.pull_s = [], []
         layout = cost.layout
-        for index, segment in enumerate(self.segments):
-            unit, on_nodes = self._units[index], self._on_nodes[index]
-            params = float(segment.params_per_unit)
-            # Holders on the same nodes that own equally much take equally long.
-            kinds = [on_nodes.kind(ranks) for ranks in unit.holders]
-            firsts = dict(zip(kinds, unit.holders, strict=True))
+        for index, pairs in enumerate(self._holder_s()):
             if self._by_proxies[index]:
-                found = [self._proxy_s(ranks, on_nodes, params) for ranks in firsts.values()]
                 push, (push_before, pull_before) = SUM_BYTES * layout.num_keepers, alike[index]
             else:
-                found = self._seconds(list(firsts.values()), on_nodes, params)
-                push, push_before = layout.pushed_bytes, [0.0] * len(kinds)
+                push, push_before = layout.pushed_bytes, [0.0] * len(pairs)
                 pull_before = push_before
-            known = dict(zip(firsts, found, strict=True))
-            pairs = [known[kind] for kind in kinds]
             self.push_s.append(_after(push_before, pairs, push))
             if are_alike[index] and self._are_gathered[index]:
                 self.pull_s.append(alike[index][1])
             else:
                 self.pull_s.append(_after(pull_before, pairs, layout.weight_bytes))
+
+    def _holder_s(self) -> list[list[tuple[float, float]]]:
+        """Return latency, and seconds for each byte of a value, as [unit][pipeline]."""
+        known: dict[tuple[int, Hashable], tuple[float, float]] = {}
+        direct: dict[tuple[int, Hashable], tuple[Sequence[int], _OnNodes, float]] = {}
+        keys: list[list[tuple[int, Hashable]]] = []
+        for index, (segment, unit, on_nodes) in enumerate(
+            zip(self.segments, self._units, self._on_nodes, strict=True)
+        ):
+            # Holders on the same nodes that own equally much take equally long.
+            keys.append([(index, on_nodes.kind(ranks)) for ranks in unit.holders])
+            params = float(segment.params_per_unit)
+            for key, ranks in dict(zip(keys[-1], unit.holders, strict=True)).items():
+                if self._by_proxies[index]:
+                    known[key] = self._proxy_s(ranks, on_nodes, params)
+                else:
+                    direct[key] = ranks, on_nodes, params
+        every = [*direct.values()]
+        most = max(1, _MOST_CELLS // len(self._cost.cluster.nodes))
+        parts = [self._direct_s(every[i : i + most]) for i in range(0, len(every), most)]
+        known |= zip(direct, chain.from_iterable(parts), strict=True)
+        return [[known[key] for key in row] for row in keys]
 
     def _are_by_proxies(self, owned: dict[int, float]) -> bool:
         """Whether a unit whose holders are a circle but own unequal parts goes by proxies.
@@ -223,22 +240,23 @@ class _OwnedExchange(ExchangeTable):
                 row[place.stage_index] = max(row[place.stage_index], value)
         return found, idle
 
-    def _seconds(
-        self, every: Sequence[Sequence[int]], on_nodes: "_OnNodes", params: float
+    def _direct_s(
+        self, every: Sequence[tuple[Sequence[int], "_OnNodes", float]]
     ) -> list[tuple[float, float]]:
-        """Return latency, and seconds for each byte of a value, of one unit on some pipelines.
+        """Return latency, and seconds for each byte of a value, between holders and owners.
 
-        `every` are each pipeline's holders of the unit.
+        `every` are a pipeline's holders of a unit, where it is, and its parameters.
         """
-        node_of, owned = self._cost.node_of_rank, on_nodes.owned
-        rates = [self._rates_from(node_of[ranks[0]]) for ranks in every]
+        node_of = self._cost.node_of_rank
+        rates = [self._rates_from(node_of[ranks[0]]) for ranks, _, _ in every]
         per_byte_s, latency_s = np.array([r[0] for r in rates]), np.array([r[1] for r in rates])
         shares, owners, holders = (
-            np.repeat(row[None], len(every), axis=0)
-            for row in (on_nodes.shares, on_nodes.owners, on_nodes.holders)
+            np.array([getattr(on_nodes, name) for _, on_nodes, _ in every])
+            for name in ("shares", "owners", "holders")
         )
         leaving, mine = np.zeros((2, len(every)))
-        for row, ranks in enumerate(every):
+        for row, (ranks, on_nodes, params) in enumerate(every):
+            owned = on_nodes.owned
             for rank in ranks:
                 if rank in owned:
                     shares[row, node_of[rank]] -= owned[rank]
