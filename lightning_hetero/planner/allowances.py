@@ -68,7 +68,8 @@ class Scores:
         """Return the device-seconds of a micro-batch on a node, or for COST their price."""
         seconds = self._times.seconds_per_device(node, tp_degrees)
         entry = self._nodes[node]
-        return seconds * (entry.price_per_hour or 0.0) / entry.count if self._is_price else seconds
+        price = max(entry.price_per_hour or 0.0, self._least_price)
+        return seconds * price / entry.count if self._is_price else seconds
 
 
 def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[int, ...]]:

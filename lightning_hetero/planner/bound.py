@@ -160,10 +160,20 @@ def _bottlenecks_s(estimator: Estimator, kinds: Sequence[UnitKind], rows: IntArr
     pairs = [estimator.stage_times_s(k.node, k.tp_degree, first=False, last=False) for k in kinds]
     # Least times of n or more layers: a profile's noise must not raise the bound.
     times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
-    # For a bound, stages may own nothing and recompute everything at no cost.
-    uses = [MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0)]
-    most = [estimator.most_layers(k.node, k.tp_degree, uses, recompute=True) for k in kinds]
-    return bottleneck_times_s(rows, times, np.concatenate(most))
+    # For a bound, stages may recompute everything at no cost. They own nothing, or are a single
+    # pipeline's, which needs no buffers for pushes.
+    uses = (
+        MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0),
+        MemoryUse(num_pipelines=1, num_in_flight=1),
+    )
+    most = [
+        max(
+            int(estimator.most_layers(kind.node, kind.tp_degree, [use], recompute=True)[0])
+            for use in uses
+        )
+        for kind in kinds
+    ]
+    return bottleneck_times_s(rows, times, np.array(most))
 
 
 def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:

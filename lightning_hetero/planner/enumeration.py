@@ -36,16 +36,22 @@ def enumerate_arrangements(
         for i in range(len(alike))
     ]
     found: dict[Arrangement, Arrangement] = {}
-    visited = 0
-    stack: list[tuple[Arrangement, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
+    num_visited = num_tried = 0
+    stack: list[tuple[Arrangement, list[PipelineNodes], int, tuple[int, ...]]]
+    stack = [((), pipelines, 0, tuple(counts))]
     while stack:
-        arrangement, start, free = stack.pop()
+        arrangement, likely, start, free = stack.pop()
         if arrangement:
             found.setdefault(_relabel(arrangement, alike), arrangement)
         if len(arrangement) == most_pipelines:
             continue
-        for index in range(start, len(pipelines)):
-            pipeline = pipelines[index]
+        num_tried += len(likely) - start
+        if num_visited > 8 * limit or num_tried > 64 * limit or len(found) > limit:
+            return None
+        # What has no room now has none later, either.
+        rest = itertools.islice(likely, start, None)
+        fitting = [p for p in rest if all(free[node] >= size for node, size in p.stages)]
+        for index, pipeline in enumerate(fitting):
             left = list(free)
             in_order = True
             for node, tp_degree in pipeline.stages:
@@ -53,10 +59,8 @@ def enumerate_arrangements(
                 in_order &= before is None or left[before] < counts[before]
                 left[node] -= tp_degree
             if in_order and min(left) >= 0:
-                visited += 1
-                if visited > 8 * limit or len(found) > limit:
-                    return None
-                stack.append(((*arrangement, pipeline), index, tuple(left)))
+                num_visited += 1
+                stack.append(((*arrangement, pipeline), fitting, index, tuple(left)))
     return list(found.values())
 
 

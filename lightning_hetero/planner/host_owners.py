@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
 
-__all__ = ["check_hosts", "cost_on_hosts", "with_host_owners"]
+__all__ = ["candidates_on_hosts", "check_hosts", "cost_on_hosts", "with_host_owners"]
 
 _USABLE = 0.9
 """Share of a host's memory that states may take; the system and the data need the rest."""
@@ -21,12 +22,41 @@ _GIB = 2**30
 
 
 def cost_on_hosts(cost: CostModel) -> CostModel | None:
-    """Return the costs if all states are on hosts; None if that isn't possible, or already so."""
+    """Return the costs if all states are on hosts; None if no node has room, or it is already so.
+
+    Plans for these costs may keep states on hosts that have no room: see `check_hosts`.
+    """
     if not cost.layout.is_owned_by_room:
         return None
-    if any(node.host_memory_bytes is None for node in cost.cluster.nodes):
+    if all(node.host_memory_bytes is None for node in cost.cluster.nodes):
         return None
     return cost.with_layout(replace(cost.layout, host_owned=True))
+
+
+def candidates_on_hosts(found: PlanningResult, cost: CostModel) -> tuple[PlannedCandidate, ...]:
+    """Return the plans that keep states on hosts where devices lack room, best first.
+
+    Plans for which a host has too little memory are left out.
+
+    Args:
+        found: Plans for the costs of `cost_on_hosts`.
+        cost: Costs with states on devices.
+
+    Raises:
+        PlanningError: No plan is left.
+    """
+    candidates: list[PlannedCandidate] = []
+    failures: list[PlanningError] = []
+    for item in found.candidates:
+        try:
+            pair = with_host_owners(item.plan, cost, found.workload.microbatch)
+        except PlanningError as error:
+            failures.append(error)
+        else:
+            candidates.append(replace(item, plan=pair[0], simulation=pair[1]))
+    if not candidates:
+        raise failures[0]
+    return tuple(sorted(candidates, key=lambda item: item.score(found.objective)))
 
 
 def with_host_owners(

@@ -24,6 +24,8 @@ FindStarts = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]
 improve, and of which none is far above a score."""
 _IMPROVED_OF_A_PART = 2
 _IMPROVED_LONGER = 4
+_MOST_SMALLER = 32
+"""Parts, each smaller than the one before, that are searched while that leads to better plans."""
 
 
 class Improver:
@@ -107,12 +109,14 @@ class Improver:
         """Return what was found, and improved candidates of searches of parts, best first.
 
         Moves may take up the devices that a part lacks. Where a part leads to the best plan, so may
-        a `smaller` one, and so on.
+        a `smaller` one, and so on, up to 32 of them.
         """
         improved, best = list(found), self._judge.score(found[0])
         for first in parts:
             part: Part | None = first
-            while part is not None:
+            for _ in range(_MOST_SMALLER):
+                if part is None:
+                    break
                 ranked = self._ranked([*improved, *self._improve_part(part, best)])
                 is_ahead = self._judge.score(ranked[0]) < self._judge.score(improved[0])
                 improved = ranked
@@ -133,15 +137,18 @@ class Improver:
     def _improve_part(self, part: Part, best: float) -> list[Candidate]:
         """Return the improved candidates of a part that begin near the `best` score, best first.
 
-        Where plans recompute, they are improved as if none could, and the best of them freely.
+        Where plans recompute, they are improved as if none could, and the best of them freely; if
+        none begins near the score so, all are freely.
         """
-        keeping = self._keeping_if_recomputing()
-        estimators = keeping or self._estimators
-        starts = self._find_starts(estimators, part, best)
-        near = [item for item in starts if self._judge.score(item) <= best * WORTH_SIMULATING]
+        for estimators in filter(None, (self._keeping_if_recomputing(), self._estimators)):
+            starts = self._find_starts(estimators, part, best)
+            near = [item for item in starts if self._judge.score(item) <= best * WORTH_SIMULATING]
+            if near:
+                break
         more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
         more = self._ranked(more)
-        if keeping and more and self._judge.score(more[0]) < best:
+        is_free = estimators is self._estimators
+        if not is_free and more and self._judge.score(more[0]) < best:
             more += improve_long(more[:1], self._judge, self._estimators[-1], most=1)
         return self._ranked(more)
 

@@ -72,9 +72,8 @@ def improve_best(
     for estimator in estimators:
         equal = estimator.equal_microbatches
         work, start = effort * (_WORK_EQUAL if equal else _WORK), judge.work_done
-        open_to_it = [item for item in found if not equal or has_equal_shares(item)]
         moved: dict[Candidate, None] = {}
-        for candidate in _worth_improving(open_to_it, judge):
+        for candidate in _worth_improving(_open_to(estimator, found), judge):
             if len(moved) >= effort * _IMPROVED and judge.work_done > start + work // 2:
                 break
             if candidate in begun:
@@ -96,7 +95,7 @@ def improve_long(
 
     Large clusters have so many moves that the budgets of `improve_best` end before a local optimum.
     """
-    likeliest = _worth_improving(candidates, judge)[:most]
+    likeliest = _worth_improving(_open_to(estimator, candidates), judge)[:most]
     return [_improve_on(item, judge, estimator, _LONG_WORK_OF_A_PLAN) for item in likeliest]
 
 
@@ -111,9 +110,8 @@ def escape_optima(
     found = list(ranked)
     for estimator in estimators:
         optima: dict[object, Candidate] = {}
-        for item in sorted(found, key=judge.score):
-            if not estimator.equal_microbatches or has_equal_shares(item):
-                optima.setdefault(tuple(sorted(judge.estimator.keys(item.arrangement))), item)
+        for item in sorted(_open_to(estimator, found), key=judge.score):
+            optima.setdefault(tuple(sorted(judge.estimator.keys(item.arrangement))), item)
         likeliest = [*optima.values()][:_ESCAPES]
         for item in likeliest:
             if judge.score(item) <= judge.score(likeliest[0]) * WORTH_ESCAPING:
@@ -174,6 +172,13 @@ def _worth_improving(candidates: Sequence[Candidate], judge: Judge) -> list[Cand
     worst = min(map(judge.score, candidates), default=0.0) * WORTH_IMPROVING
     near = [item for item in firsts.values() if judge.score(item) <= worst]
     return list(dict.fromkeys([*near, *distinct.values()]))
+
+
+def _open_to(estimator: Estimator, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that have equal shares, or all if the estimator allows others."""
+    return [
+        item for item in candidates if not estimator.equal_microbatches or has_equal_shares(item)
+    ]
 
 
 def has_equal_shares(candidate: Candidate) -> bool:

@@ -67,7 +67,7 @@ def plan_best_size(
             bounds.append((found.lower_bound_s, found.lower_bound_price))
         elif best is not None:
             bounds.append(search.lower_bounds(best.best.simulation.iteration_time_s))
-        if found is not None and (best is None or found.score < best.score):
+        if found is not None and (best is None or search.score(found) < search.score(best)):
             best, num_worse = found, 0
         else:
             num_worse += 1
@@ -76,8 +76,8 @@ def plan_best_size(
     if best is None:
         raise failures[0]
     thorough = PlanSearch(cost, best.workload, options, progress)
-    if thorough.is_worth_effort(best.score, best.best.simulation.iteration_time_s):
-        best = min(best, thorough.run(), key=lambda result: result.score)
+    if thorough.is_worth_running(best):
+        best = min(best, thorough.run(), key=thorough.score)
     prices = [price for _, price in bounds if price is not None]
     uniform = replace(
         best,
@@ -93,10 +93,11 @@ def _plan_size(
     """Return the result of a size, or None if it is worse than the best of the sizes before it."""
     if best is None or before is None or best.best.plan.host_owners:
         return search.run()
-    if not search.comes_close(before, best.score):
+    score = search.score(best)
+    if not search.comes_close(before, score):
         return None
     is_cheap = search.cost.cluster.num_ranks <= _FEW_DEVICES
-    return search.run_near(float("inf") if is_cheap else best.score)
+    return search.run_near(float("inf") if is_cheap else score)
 
 
 def _sizes(global_batch_size: int) -> Iterator[int]:

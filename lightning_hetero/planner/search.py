@@ -1,47 +1,32 @@
 """Find the best plan for a cluster: propose, estimate, simulate, improve (AutoHet Algorithm 1).
 
-1. Arrangements are proposed: all on tiny clusters, else the solvers' favourites
-   (`starting_points`).
+1. Arrangements are proposed: all on tiny clusters, else the solvers' favourites (`starts`).
 2. Each gets layers and micro-batches, and is estimated (`estimator`); the likeliest are simulated
    (`shortlist`).
 3. The best of those are improved by local search (`improver`).
 4. A lower bound on every plan says how much could be left (`bound`).
 """
 
-import copy
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner.allowances import Scores
-from lightning_hetero.planner.arrangement import Arrangement, used_counts, used_nodes
+from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
-from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimating.estimator import Estimator
-from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
+from lightning_hetero.planner.host_owners import candidates_on_hosts, cost_on_hosts
 from lightning_hetero.planner.improver import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima
-from lightning_hetero.planner.parts import (
-    WORTH_SIMULATING,
-    LikelyParts,
-    Part,
-    of_some_types,
-    without_a_node,
-    without_another,
-)
+from lightning_hetero.planner.parts import Part, of_some_types, without_a_node, without_another
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
-from lightning_hetero.planner.shortlist import Shortlist
-from lightning_hetero.planner.starting_points import (
-    bound_time_s,
-    glance_at,
-    propose_arrangements,
-    propose_mixed_degrees,
-    propose_wide_ends,
-)
+from lightning_hetero.planner.starting_points import bound_time_s
+from lightning_hetero.planner.starts import Starts
 from lightning_hetero.planner.workload import (
     Objective,
     PlanningOptions,
@@ -53,12 +38,8 @@ from lightning_hetero.simulator import CostModel, RooflineCost
 
 __all__ = ["PlanSearch", "plan"]
 
-_MAX_ENUMERATED = 12_000
-_MAX_ENUMERATED_DEVICES = 6
-_SIMULATED = 12
-_SIMULATED_DEVICES = 600
-"""Devices of all that are simulated on small clusters."""
-_SIMULATED_WORK = 1_500_000  # about microseconds
+_TRIED_ON_HOSTS = 40
+"""Plans of which some may find room for their states on hosts."""
 _FEWEST, _THOROUGH, _MOST_EFFORT = 32, 512, 2
 """Devices up to which searches may be thorough; of plans that these improve, a multiple.
 
@@ -68,17 +49,12 @@ with less freedom and without some devices as well.
 _NEAR_BOUND, _NOT_FAR = 1.1, 1.3
 """A score at most so much above the lower bound leaves little to be found: of the fewest, of more.
 """
-_FEW_DEVICES = 64
-"""Up to here an improved plan may be far better than where it began."""
-_SIMULATED_OF_A_PART = 3
 _LEFT_OUT = 4
 """Classes of equal nodes of which one is left out, where devices are many."""
 _OF_TYPES = 3
 """Parts of some types only that are searched then, too."""
 _LIKELIEST, _LIKELIEST_DEVICES = 48, 4_096
 """Arrangements of another search by which one is judged: more of them where devices are few."""
-# Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
-_SIMULATED_ENUMERATED = 150
 
 
 def plan(
@@ -124,9 +100,8 @@ class PlanSearch:
         self.options = options
         self.progress = progress or (lambda _what, _share: None)
         self.nodes = cost.cluster.nodes
-        num_devices = cost.cluster.num_ranks
-        self._is_thorough = options.thorough and _MAX_ENUMERATED_DEVICES < num_devices <= _THOROUGH
-        self._is_small = num_devices <= _FEWEST
+        self._is_thorough = options.thorough and cost.cluster.num_ranks <= _THOROUGH
+        self._is_small = cost.cluster.num_ranks <= _FEWEST
         if options.objective is Objective.COST and cost.cluster.price_per_hour is None:
             raise PlanningError(
                 "Planning for cost needs the price of every node. Give each node a price_per_hour "
@@ -149,50 +124,68 @@ class PlanSearch:
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
         self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh, self._keeping)
-        self.shortlist = Shortlist(self.estimators, self.judge, self._weigh)
+        self.starts = Starts(self.judge, self.estimators, self.scores, self._weigh, self.progress)
+        self._bounds: tuple[float, float | None] | None = None
 
     def run(self) -> PlanningResult:
-        """Search, for plans whose states are on hosts if there is no room on devices.
+        """Search, for plans whose states are on hosts as well if devices have little room for them.
+
+        That is, if they have none, or if a thorough search ends far above the lower bound.
 
         Raises:
             PlanningError: The model fits nowhere.
         """
-        result = self.run_near(float("inf"))
-        if result is not None:
-            return result
-        relaxed = cost_on_hosts(self.cost)
-        found = relaxed and PlanSearch(
-            relaxed, self.workload, self.options, self.progress
-        ).run_near(float("inf"))
-        if not found:
+        found = self.run_near(float("inf"))
+        if found is not None and not self._is_worth_hosts(found.gap):
+            return found
+        try:
+            on_hosts = self._run_on_hosts()
+        except PlanningError:
+            if found is None:
+                raise
+            return found
+        return on_hosts if found is None else min(found, on_hosts, key=self.score)
+
+    def _is_worth_hosts(self, gap: float) -> bool:
+        has_hosts = cost_on_hosts(self.cost) is not None
+        return self.options.thorough and gap > _NEAR_BOUND - 1 and has_hosts
+
+    def _run_on_hosts(self) -> PlanningResult:
+        """Return plans that keep states on hosts where devices lack room, best first.
+
+        Raises:
+            PlanningError: The model fits nowhere, not with states on hosts either.
+        """
+        relaxed, most = cost_on_hosts(self.cost), self.options.num_candidates
+        found = None
+        if relaxed is not None:
+            options = replace(self.options, num_candidates=max(most, _TRIED_ON_HOSTS))
+            search = PlanSearch(relaxed, self.workload, options, self.progress)
+            found = search.run_near(float("inf"))
+        if found is None:
             text = explain_no_room(relaxed or self.cost, self.workload, self.tp_degrees)
             raise PlanningError(text)
-        microbatch = self.workload.microbatch
-        pairs = [with_host_owners(item.plan, self.cost, microbatch) for item in found.candidates]
-        candidates = [
-            replace(item, plan=owning, simulation=simulation)
-            for item, (owning, simulation) in zip(found.candidates, pairs, strict=True)
-        ]
-        candidates.sort(key=lambda item: item.score(self.options.objective))
-        return replace(found, candidates=tuple(candidates))
+        candidates = candidates_on_hosts(found, self.cost)
+        return replace(found, candidates=candidates[:most])
 
     def run_near(self, score: float) -> PlanningResult | None:
         """Return what `run` does if devices alone have room and some plan comes near a score."""
         self.progress("Proposing groups", 0.0)
-        candidates = self._simulated(score)
+        candidates = self.starts.find(score)
         if not candidates:
             return None
         self.progress("Improving the best plans", 0.6)
         effort = _MOST_EFFORT if self._is_worth_effort(candidates[0]) else 1
         ranked = self._improve(candidates, effort)
-        self.shortlist.likely |= {
+        self.starts.shortlist.likely |= {
             item.arrangement: self.judge.score(item) for item in reversed(ranked)
         }
         self.progress("Bounding", 0.95)
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
             found, simulation = self.judge.plan(candidate)
-            used = {self.cost.node_of_rank[rank] for rank in found.ranks}
+            owners = [rank for rank, share in enumerate(found.owner_shares or ()) if share]
+            used = {self.cost.node_of_rank[rank] for rank in (*found.ranks, *owners)}
             price = self.cost.cluster.price_of(sorted(used))
             chosen.append(PlannedCandidate(plan=found, simulation=simulation, price_per_hour=price))
         fastest = min(entry.simulation.iteration_time_s for entry in chosen)
@@ -204,7 +197,7 @@ class PlanSearch:
             lower_bound_s=bound_s,
             lower_bound_price=bound_price,
             objective=self.options.objective,
-            num_estimated=self.shortlist.num_estimated,
+            num_estimated=self.starts.shortlist.num_estimated,
             num_simulated=self.judge.num_simulated,
         )
 
@@ -217,7 +210,7 @@ class PlanSearch:
         the best with long budgets.
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
-        improver = Improver(self.judge, self.estimators, keeping, self._find_starts)
+        improver = Improver(self.judge, self.estimators, keeping, self.starts.find_with_less)
         found = improver.improve(candidates, effort)
         if not self._is_worth_effort(found[0]):
             return found
@@ -233,46 +226,23 @@ class PlanSearch:
         parts = self._likeliest(without_a_node(cluster), _LEFT_OUT)
         parts += self._likeliest(of_some_types(cluster), _OF_TYPES)
         parts = list(dict.fromkeys(parts))
-        found = improver.improve_parts(found, parts, self._without_another)
+        found = improver.improve_parts(found, parts, partial(without_another, cluster))
         return improver.improve_longer(found)
 
     def _likeliest(self, parts: Sequence[Part], most: int) -> list[Part]:
         """Return the parts that look best at a glance, `most` of them."""
-        return sorted(parts, key=lambda part: self._glance(part, float("inf"))[0])[:most]
+        return sorted(parts, key=lambda part: self.starts.glance(part, float("inf"))[0])[:most]
 
-    def _without_another(self, part: Part) -> Part | None:
-        return without_another(self.cost.cluster, part)
-
-    def _find_starts(
-        self, estimators: Sequence[Estimator], part: Part | None, below: float
-    ) -> list[Candidate]:
-        """Return the candidates that a search which may do less would improve, best first.
-
-        It is for a part if one is given. Nothing that is far above `below` is looked for.
-        """
-        apart = self._apart(estimators)
-        if part is None:
-            found = apart._simulated(below)
-        else:
-            found = apart._search(part, _SIMULATED, _SIMULATED_WORK, likely=below, below=below)
-            found.sort(key=self.judge.score)
-        self.shortlist.num_estimated += apart.shortlist.num_estimated
-        return found
-
-    def _apart(self, estimators: Sequence[Estimator]) -> "PlanSearch":
-        """Return a search that may do less; it shares what is known of candidates."""
-        other = copy.copy(self)
-        other.estimators, other.estimator = tuple(estimators), estimators[-1]
-        other.tp_degrees = other.estimator.tp_degrees
-        other.progress = lambda _what, _share: None
-        other.shortlist = Shortlist(other.estimators, self.judge, self._weigh)
-        return other
+    def is_worth_running(self, quick: PlanningResult) -> bool:
+        """Return whether this search may find more than a quick one that found `quick`."""
+        seconds = quick.best.simulation.iteration_time_s
+        return self._is_far(self.score(quick), seconds) or self._is_worth_hosts(quick.gap)
 
     def _is_worth_effort(self, candidate: Candidate) -> bool:
         seconds = self.judge.plan(candidate)[1].iteration_time_s
-        return self.is_worth_effort(self.judge.score(candidate), seconds)
+        return self._is_far(self.judge.score(candidate), seconds)
 
-    def is_worth_effort(self, score: float, seconds: float) -> bool:
+    def _is_far(self, score: float, seconds: float) -> bool:
         """Return whether this is a thorough search, and a plan's score far above the lower bound.
 
         `seconds` are those of the plan's iteration.
@@ -280,98 +250,39 @@ class PlanSearch:
         if not self._is_thorough:
             return False
         bound = self.lower_bounds(seconds)[self.options.objective is Objective.COST] or 0.0
-        return score > bound * (_NEAR_BOUND if self._is_small else _NOT_FAR)
+        is_far = score > bound * (_NEAR_BOUND if self._is_small else _NOT_FAR)
+        return is_far and not self.starts.is_complete
 
     def lower_bounds(self, upper_s: float) -> tuple[float, float | None]:
         """Return seconds, and the price, that every plan takes at least.
 
         `upper_s` are those of a plan that exists.
         """
-        counts = [node.count for node in self.nodes]
-        bound_s = bound_time_s(self.estimator, counts, self.tp_degrees, upper_s)
-        return bound_s, bound_iteration_price(self.estimator, self.tp_degrees)
+        if self._bounds is None:
+            counts = [node.count for node in self.nodes]
+            bound_s = bound_time_s(self.estimator, counts, self.tp_degrees, upper_s)
+            self._bounds = bound_s, bound_iteration_price(self.estimator, self.tp_degrees)
+        bound_s, price = self._bounds
+        return min(bound_s, upper_s), price
+
+    def score(self, result: PlanningResult) -> float:
+        """Return the score of a result's best plan, as the search weighs it.
+
+        It is above 0 for the price of nodes that cost nothing, so that the fastest is the best.
+        """
+        best = result.best
+        nodes = sorted({self.cost.node_of_rank[rank] for rank in best.plan.ranks})
+        return self.scores.weigh(best.simulation.iteration_time_s, nodes)
 
     def comes_close(self, other: "PlanSearch", score: float) -> bool:
         """Return whether what another search found likeliest could have a better score here."""
         most = max(_LIKELIEST, _LIKELIEST_DEVICES // self.cost.cluster.num_ranks)
-        likely = other.shortlist.likely
+        likely = other.starts.shortlist.likely
         likeliest = heapq.nsmallest(most, likely, key=likely.__getitem__)
         estimates = map(self.estimator.estimate, likeliest)
         worst = score * WORTH_IMPROVING
-        return not likeliest or any(e and self.shortlist.rough_score(e) < worst for e in estimates)
-
-    def _simulated(self, below: float) -> list[Candidate]:
-        """Return the candidates that fit, best first: of the cluster, then of parts of it.
-
-        A part is looked at only where its devices could do better than the best so far, and nothing
-        that is far above `below`.
-        """
-        counts = tuple(node.count for node in self.nodes)
-        if sum(counts) <= _MAX_ENUMERATED_DEVICES:
-            every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
-            if every is not None:
-                return self.shortlist.simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_WORK, below)
-        most = max(_SIMULATED, _SIMULATED_DEVICES // sum(counts))
-        parts = LikelyParts(
-            self.cost.cluster,
-            [self.scores.burden(node, self.tp_degrees) for node in range(len(counts))],
-            least=lambda part: self.scores.least(part, self.tp_degrees),
-            glance=self._glance,
-            progress=lambda share: self.progress("Leaving devices out", 0.4 + 0.1 * share),
-        )
-        found: list[Candidate] = []
-        searched = {counts}
-        for first in (parts.far_ahead(below), counts):
-            if first is not None:
-                searched.add(first)
-                likely = min(parts.whole_score, below, self.shortlist.best)
-                found += self._search(first, most, _SIMULATED_WORK, likely=likely, below=below)
-        limit = self.judge.work_done + _SIMULATED_WORK
-        for part in parts.likeliest(min(below, self.shortlist.best)):
-            searched.add(part)
-            budget = max(0, limit - self.judge.work_done)
-            likely = min(below, self.shortlist.best)
-            found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=likely, below=below)
-        if found:
-            # Devices that the best leaves idle, as it is, aren't there for other proposals.
-            used = used_counts(min(found, key=self.judge.score).arrangement, len(counts))
-            if used not in searched:
-                likely = min(below, self.shortlist.best)
-                found += self._search(
-                    used, _SIMULATED_OF_A_PART, _SIMULATED_WORK, likely=likely, below=below
-                )
-        return sorted(dict.fromkeys(found), key=self.judge.score)
-
-    def _search(
-        self,
-        counts: Sequence[int],
-        most: int,
-        budget: int,
-        *,
-        likely: float,
-        below: float,
-    ) -> list[Candidate]:
-        """Return the candidates that fit of all proposals for some devices.
-
-        A degree that can't come near a `likely` score by its work is no degree for all pipelines.
-        """
-        worst = likely * WORTH_SIMULATING
-        alone = [tp for tp in self.tp_degrees if self.scores.least(counts, [tp]) <= worst]
-        every = propose_arrangements(self.estimator, counts, self.tp_degrees, alone)
-        found = self.shortlist.simulate(every, most, budget, below)
-        for propose in (propose_mixed_degrees, propose_wide_ends):
-            # Apart, so that none takes another one's place.
-            more = propose(self.estimator, counts, self.tp_degrees)
-            found += self.shortlist.simulate(more, max(most // 2, 3), budget, below)
-        return found
-
-    def _glance(self, part: Sequence[int], worst: float) -> tuple[float, int]:
-        """Return the best estimate for some devices dealt evenly, and how many were looked at.
-
-        Infinite if none fits or is below `worst`.
-        """
-        few = glance_at(self.estimator, part, self.tp_degrees)
-        return self.shortlist.glance(few, worst), len(few)
+        rough_score = self.starts.shortlist.rough_score
+        return not likeliest or any(each and rough_score(each) < worst for each in estimates)
 
     def _weigh(self, time_s: float, arrangement: Arrangement) -> float:
         if self.options.objective is Objective.THROUGHPUT:

@@ -166,7 +166,7 @@ class _Sizes:
             tuple(self._cost.shape_of(stage) for stage in pipeline.stages)
             for pipeline in plan.pipelines
         ]
-        kinds = set(shapes)
+        kinds = dict.fromkeys(shapes)
         for kind, factor in itertools.product(kinds if len(kinds) > 1 else (), (2.0, 0.5)):
             sizes = [
                 (pipeline.microbatch_size or 1) * (factor if shape == kind else 1.0)

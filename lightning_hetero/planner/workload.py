@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
@@ -25,7 +26,7 @@ class Workload:
     """One iteration: equal sequences in equal micro-batches.
 
     Raises:
-        PlanningError: A size is not positive, or micro-batches don't divide the batch.
+        PlanningError: A size is no whole number above 0, or micro-batches don't divide the batch.
     """
 
     sequence_length: int
@@ -37,9 +38,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch_size", "sequences_per_microbatch"):
-            value = getattr(self, name)
-            if value < 1:
-                raise PlanningError(f"{name} is {value}; it must be 1 or more.")
+            _check_whole(name, getattr(self, name))
         if self.global_batch_size % self.sequences_per_microbatch:
             raise PlanningError(
                 f"A global batch of {self.global_batch_size} sequences can't be cut into "
@@ -64,10 +63,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
-    """How to search."""
+    """How to search.
+
+    Raises:
+        PlanningError: An option is no whole number above 0, or the objective isn't known.
+    """
 
     objective: Objective = Objective.THROUGHPUT
-    """The quantity to minimise."""
+    """The quantity to minimise; its name will do."""
     equal_microbatches: bool = False
     """Give every pipeline the same number of micro-batches, as AutoHet does."""
     tp_degrees: tuple[int, ...] | None = None
@@ -80,12 +83,23 @@ class PlanningOptions:
     plans that do less, without recomputation and with equal shares (with more)."""
 
     def __post_init__(self) -> None:
-        if self.num_candidates < 1:
-            raise PlanningError(f"num_candidates is {self.num_candidates}; it must be 1 or more.")
-        if self.tp_degrees is not None and (not self.tp_degrees or min(self.tp_degrees) < 1):
-            raise PlanningError(
-                f"tp_degrees are {self.tp_degrees}; give one or more whole numbers above 0."
-            )
+        if self.objective not in list(Objective):
+            known = " or ".join(repr(str(item)) for item in Objective)
+            raise PlanningError(f"The objective is {self.objective!r}; it must be {known}.")
+        object.__setattr__(self, "objective", Objective(self.objective))
+        _check_whole("num_candidates", self.num_candidates)
+        degrees = self.tp_degrees
+        if degrees is None:
+            return
+        if not isinstance(degrees, Sequence) or not degrees:
+            raise PlanningError(f"tp_degrees are {degrees!r}; give one or more, such as (1, 2).")
+        for degree in degrees:
+            _check_whole("A degree of tp_degrees", degree)
+
+
+def _check_whole(name: str, value: object) -> None:
+    if type(value) is bool or not isinstance(value, Integral) or value < 1:
+        raise PlanningError(f"{name} is {value!r}; it must be a whole number, 1 or more.")
 
 
 def valid_tp_degrees(

@@ -10,6 +10,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
 from lightning_hetero.simulator import RooflineCost, fitting_lines, simulate
+from tests.planner.every_plan import tiny_cluster, tiny_model
 
 GIB = 2**30
 MODEL = ModelSpec.load("llama-7b")
@@ -81,6 +82,65 @@ def test_hosts_own_nothing_where_devices_have_room():
     with_hosts, without = find(256 * GIB, small="A100-80GB"), find(None, small="A100-80GB")
     assert with_hosts.best == without.best
     assert not with_hosts.best.plan.host_owners
+
+
+def find_tiny(nodes, hosts_gib, *, bytes_per_s, num_candidates=1):
+    """Return the result for nodes as (TFLOP/s, devices, GiB) and their hosts' GiB."""
+    tiny = tiny_cluster(*nodes, bytes_per_s=bytes_per_s)
+    with_hosts = tuple(
+        replace(node, host_memory_bytes=gib and gib * GIB)
+        for node, gib in zip(tiny.nodes, hosts_gib, strict=True)
+    )
+    options = PlanningOptions(num_candidates=num_candidates)
+    return plan(
+        replace(tiny, nodes=with_hosts),
+        tiny_model(8),
+        Workload(sequence_length=512, global_batch_size=8),
+        options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "more", "more_gib", "bytes_per_s"),
+    [
+        # Devices alone have room if both hold the model, but the network is slow.
+        (6, (100, 1, 6), None, 1e7),
+        # Both devices together would do if the second host had more memory.
+        (4, (50, 1, 4), 1, 50e9),
+        (4, (50, 1, 4), 1, 1e8),
+    ],
+)
+def test_a_node_more_is_never_worse_where_hosts_may_own(device_gib, more, more_gib, bytes_per_s):
+    first = 100, 1, device_gib
+    alone = find_tiny([first], [64], bytes_per_s=bytes_per_s)
+    for number in (1, 5):
+        both = find_tiny(
+            [first, more], [64, more_gib], bytes_per_s=bytes_per_s, num_candidates=number
+        )
+        seconds = [item.simulation.iteration_time_s for item in both.candidates]
+        assert seconds[0] <= alone.best.simulation.iteration_time_s * 1.005
+        assert seconds == sorted(seconds)
+        assert len(seconds) <= number
+
+
+def test_the_bound_holds_where_one_pipeline_fits_without_buffers():
+    found = find_tiny([(100, 1, 3.2)], [64], bytes_per_s=50e9)
+    assert found.best.plan.host_owners == (0,)
+    assert 0 < found.lower_bound_s <= found.best.simulation.iteration_time_s
+    assert found.gap >= 0
+
+
+def test_nodes_that_only_own_are_paid_for():
+    tiny = tiny_cluster((989, 1, 5), (1, 1, 80), bytes_per_s=100e9)
+    priced = (
+        replace(node, price_per_hour=price)
+        for node, price in zip(tiny.nodes, (1, 1000), strict=True)
+    )
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    best = plan(replace(tiny, nodes=tuple(priced)), tiny_model(6), workload).best
+    assert best.plan.ranks == (0,)
+    assert best.plan.owner_shares[1] > 0
+    assert best.price_per_hour == 1001
 
 
 def test_hosts_without_room_are_refused_with_the_bytes():

@@ -1,5 +1,6 @@
 """Which plans local search improves, and how far it goes from where it begins."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import PipelineNodes, used_nodes
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import improve, improve_best
+from lightning_hetero.planner.local_search import improve, improve_best, improve_long
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.search_laws import TOLERANCE, Task
 
@@ -85,6 +86,24 @@ def test_the_best_plan_of_each_number_of_pipelines_that_comes_near_is_improved(m
     improved = improved_to_the_end(monkeypatch, scores | {near: 1.02, far: 1.04}, near)
     assert near in improved
     assert far not in improved
+
+
+def test_with_equal_shares_only_plans_that_have_them_take_the_long_budgets(monkeypatch):
+    """Of 512 devices, plans with unequal ones were likelier, and took all of them."""
+    equal = candidate(2, 0)
+    scores = {
+        replace(candidate(2, node), num_microbatches=(3, 5)): 1 - 0.1 * node for node in (1, 2)
+    }
+    judge = SimpleNamespace(
+        score=(scores | {equal: 1.0}).__getitem__,
+        estimator=SimpleNamespace(keys=lambda arrangement: arrangement),
+    )
+    module = "lightning_hetero.planner.local_search"
+    monkeypatch.setattr(f"{module}._improve_on", lambda item, *_: item)
+    candidates = [*scores, equal]
+    for is_equal, expected in ((True, [equal]), (False, [*scores][::-1])):
+        estimator = SimpleNamespace(equal_microbatches=is_equal)
+        assert improve_long(candidates, judge, estimator, most=2) == expected
 
 
 def test_of_moves_that_resize_the_best_is_taken_and_of_others_the_first_that_helps(monkeypatch):

@@ -1,6 +1,10 @@
 """The size of micro-batches is the best of all, although not every size is searched for."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -112,9 +116,7 @@ def test_the_best_size_has_a_thorough_search(monkeypatch):
         return replace(found, candidates=(replace(found.best, simulation=simulation),))
 
     monkeypatch.setattr(PlanSearch, "run_near", run)
-    monkeypatch.setattr(
-        PlanSearch, "is_worth_effort", lambda self, _score, _seconds: self.options.thorough
-    )
+    monkeypatch.setattr(PlanSearch, "is_worth_running", lambda self, _quick: self.options.thorough)
     cost = RooflineCost(tiny_cluster((100, 2, 10), (312, 1, 10), bytes_per_s=12e9), tiny_model(4))
     found = plan_best_size(cost, Workload(sequence_length=64, global_batch_size=16))
     *quick, (_, workload, is_thorough) = searched
@@ -124,6 +126,59 @@ def test_the_best_size_has_a_thorough_search(monkeypatch):
     assert (workload, is_thorough) == (best_workload, True)
     assert found.workload == best_workload
     assert found.score < 0.6 * best_s
+
+
+def test_of_nodes_that_cost_nothing_the_size_is_the_fastest():
+    nodes = (
+        Node(device="A100-80GB", count=2, price_per_hour=0.0),
+        Node(device="T4", count=1, price_per_hour=1.0),
+    )
+    workload = Workload(sequence_length=64, global_batch_size=16)
+    cheap, fast = (
+        plan_best_size(
+            RooflineCost(Cluster(nodes=used), ModelSpec.load("bert-large")),
+            workload,
+            PlanningOptions(objective=objective, thorough=False),
+        )
+        for used, objective in ((nodes, Objective.COST), (nodes[:1], Objective.THROUGHPUT))
+    )
+    assert cheap.workload.sequences_per_microbatch > 1
+    seconds = [found.best.simulation.iteration_time_s for found in (cheap, fast)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+_UNEQUAL_SIZES = """
+from dataclasses import replace
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.devices import find_device
+from lightning_hetero.planner import PlanningOptions, Workload, plan
+from lightning_hetero.planner.unequal_sizes import with_unequal_sizes
+from lightning_hetero.simulator import RooflineCost
+from tests.planner.every_plan import tiny_model
+devices = tuple(replace(find_device("A100-80GB", ()), name=name) for name in ("Red", "Blue"))
+nodes = tuple(Node(device=device.name, count=1) for device in devices)
+cluster = Cluster(nodes=nodes, devices=devices, inter_node_bytes_per_s=1e13)
+cost = RooflineCost(cluster, tiny_model(4, vocab_size=512))
+workload = Workload(sequence_length=64, global_batch_size=40, sequences_per_microbatch=8)
+options = PlanningOptions(thorough=False)
+found = with_unequal_sizes(plan(cluster, cost.model, workload, options, cost=cost), cost, options)
+print([(p.microbatch_size, p.num_microbatches) for p in found.best.plan.pipelines])
+"""
+
+
+def test_the_same_plan_is_found_in_every_process():
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", _UNEQUAL_SIZES],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
 
 
 def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes():

@@ -109,7 +109,7 @@ def test_what_equal_shares_alone_would_simulate_is_simulated_for_many_devices_to
 
     def simulated(**options):
         search = PlanSearch(cost, workload, PlanningOptions(**options))
-        return set(search._simulated(float("inf")))
+        return set(search.starts.find(float("inf")))
 
     equal = simulated(equal_microbatches=True)
     assert equal

@@ -16,6 +16,7 @@ from lightning_hetero.planner.arrangement import used_counts
 from lightning_hetero.planner.local_search import improve_best
 from lightning_hetero.planner.parts import LikelyParts
 from lightning_hetero.planner.search import PlanSearch
+from lightning_hetero.planner.starts import Starts
 from lightning_hetero.simulator import ProfileCost, RooflineCost, StateLayout
 from tests.planner.every_plan import best_time, every_plan, time_of, tiny_cluster, tiny_model
 
@@ -194,17 +195,17 @@ def test_devices_that_the_best_plan_uses_are_searched_alone(monkeypatch):
     work = Workload(sequence_length=512, global_batch_size=64)
     search = PlanSearch(cost, work, PlanningOptions(thorough=False))
     searched = []
-    find = search._search
+    find = search.starts._find_in
 
     def note(counts, *arguments, **options):
         searched.append(tuple(counts))
         return find(counts, *arguments, **options)
 
-    monkeypatch.setattr(search, "_search", note)
+    monkeypatch.setattr(search.starts, "_find_in", note)
     # Nothing else suggests a part.
     monkeypatch.setattr(LikelyParts, "far_ahead", lambda self, below: None)
     monkeypatch.setattr(LikelyParts, "likeliest", lambda self, best: [])
-    best = search._simulated(float("inf"))[0]
+    best = search.starts.find(float("inf"))[0]
     used = used_counts(best.arrangement, 12)
     assert sum(used) < 12
     assert searched[0] == (1,) * 12
@@ -218,13 +219,13 @@ def test_a_small_search_far_from_the_bound_is_repeated_without_each_degree_of_it
     cost = RooflineCost(cluster, ModelSpec.load("bert-large"))
     work = Workload(sequence_length=512, global_batch_size=8)
     searched = []
-    simulated = PlanSearch._simulated
+    find = Starts.find
 
-    def note(search, below):
-        searched.append(search.tp_degrees)
-        return simulated(search, below)
+    def note(starts, below):
+        searched.append(starts._degrees)
+        return find(starts, below)
 
-    monkeypatch.setattr(PlanSearch, "_simulated", note)
+    monkeypatch.setattr(Starts, "find", note)
     result = PlanSearch(cost, work, PlanningOptions()).run()
     degrees = [
         {len(stage.ranks) for pipeline in candidate.plan.pipelines for stage in pipeline.stages}

@@ -10,8 +10,9 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import used_nodes
-from lightning_hetero.planner.enumeration import every_grouping
+from lightning_hetero.planner.enumeration import enumerate_arrangements, every_grouping
 from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.estimating.stage_times import DeviceTypes
 from lightning_hetero.planner.starting_points import (
     glance_at,
     propose_arrangements,
@@ -19,6 +20,7 @@ from lightning_hetero.planner.starting_points import (
     propose_wide_ends,
 )
 from lightning_hetero.simulator import RooflineCost
+from tests.planner.every_plan import tiny_cluster, tiny_model
 
 BERT = ModelSpec.load("bert-large")
 
@@ -62,6 +64,28 @@ def test_types_have_a_degree_each_in_what_is_proposed_and_glanced_at(propose):
         for arrangement in propose(estimator, [4, 4], (1, 4))
     ]
     assert {(0, 1), (1, 4)} in found
+
+
+def test_trying_arrangements_ends_though_few_of_them_fit():
+    # A pipeline of three different devices leaves room for few of the 1,956 that there are.
+    cluster = tiny_cluster(*((100 + index, 1, 10) for index in range(6)))
+    workload = Workload(sequence_length=512, global_batch_size=64)
+    cost = RooflineCost(cluster, tiny_model(16))
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    assert enumerate_arrangements(estimator, [1] * 6, (1,), 12_000) is None
+    assert len(enumerate_arrangements(estimator, [1] * 5 + [0], (1,), 12_000)) == 1031
+
+
+def test_many_types_have_few_degrees_each():
+    # With all four for each of twelve types there would be 17 million choices.
+    cluster = tiny_cluster(*((100 + index, 8, 10) for index in range(12)))
+    workload = Workload(sequence_length=512, global_batch_size=64)
+    cost = RooflineCost(cluster, tiny_model(16))
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    types = DeviceTypes(estimator, [8] * 12, (1, 2, 4, 8))
+    found = types.mixed_degrees((1, 2, 4, 8), 5)
+    assert len(found) == 5
+    assert all(len(set(degrees)) == 2 for degrees in found)
 
 
 @pytest.mark.parametrize("repeats", [1, 40])

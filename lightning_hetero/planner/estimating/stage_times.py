@@ -19,6 +19,8 @@ from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["DeviceTypes", "PipelineKey", "StageTimes"]
 
+_MOST_MIXED = 4_096
+"""Choices of a TP degree for each device type that are rated."""
 PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
 """A class of pipelines: TP degrees, node classes, and whether neighbouring stages share a node."""
 
@@ -238,15 +240,20 @@ class DeviceTypes:
         """Return the best choices of a degree for each type, not all equal, `most` of them.
 
         M micro-batches on U units of total power P take about (M + U)/P: larger groups make
-        pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
+        pipelines shorter and bubbles smaller, smaller ones spend less on their collectives. Of many
+        types, each has only the degrees that give it the most power.
         """
-        powers = {degree: self.powers(degree) for degree in tp_degrees}
-        rated = []
-        for degrees in itertools.product(tp_degrees, repeat=len(self.names)):
-            units = self.units_of(degrees)
-            if len(set(degrees)) > 1 and all(units):
-                kinds = enumerate(zip(units, degrees, strict=True))
-                power = sum(count * powers[degree][index] for index, (count, degree) in kinds)
-                work = self.estimator.workload.num_microbatches + sum(units)
-                rated.append((work / power, degrees))
+        options: list[list[tuple[int, int, float]]] = [[] for _ in self.names]
+        for degree in tp_degrees:
+            rows = zip(options, self.units(degree), self.powers(degree), strict=True)
+            for found, count, power in rows:
+                if count:
+                    found.append((degree, count, count * power))
+        each = max(2, int(_MOST_MIXED ** (1 / len(self.names))))
+        strongest = [sorted(found, key=lambda item: -item[-1])[:each] for found in options]
+        num_microbatches, rated = self.estimator.workload.num_microbatches, []
+        for chosen in itertools.islice(itertools.product(*strongest), _MOST_MIXED):
+            degrees, counts, powers = zip(*chosen, strict=True)
+            if len(set(degrees)) > 1:
+                rated.append(((num_microbatches + sum(counts)) / sum(powers), degrees))
         return [degrees for _, degrees in sorted(rated)[:most]]
