@@ -5,6 +5,7 @@ what it finds is open to the whole search as well: moves may give it all that wa
 freedom, or another node, seldom makes the best plan slower.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lightning_hetero.planner.estimating.estimator import Estimator
@@ -24,6 +25,9 @@ FindStarts = Callable[[Sequence[Estimator], Part | None, float], list[Candidate]
 improve, and of which none is far above a score."""
 _IMPROVED_OF_A_PART = 2
 _IMPROVED_LONGER = 4
+_STARTS_IMPROVED_LONGER, _STARTS_OF_A_NUMBER, _WORTH_LONG = 8, 2, 1.1
+"""Starts that get long budgets, of them with equally many pipelines, and the most that their scores
+may be above the best one's."""
 _MOST_SMALLER = 32
 """Parts, each smaller than the one before, that are searched while that leads to better plans."""
 
@@ -122,6 +126,27 @@ class Improver:
                 improved = ranked
                 part = smaller(part) if is_ahead else None
         return improved
+
+    def improve_starts(
+        self, found: Sequence[Candidate], starts: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Return what was found, and likely starts improved with long budgets, best first.
+
+        From a start that is 10 % slower than the best, moves may lead to a plan that they don't
+        lead to from the best. Two of each number of pipelines are improved, eight in all; where
+        plans recompute, as if none could.
+        """
+        keeping, worst = self._keeping_if_recomputing(), _WORTH_LONG * self._judge.score(found[0])
+        of_number: Counter[int] = Counter()
+        likely: list[Candidate] = []
+        for start in self._ranked(starts):
+            number = len(start.arrangement)
+            of_number[number] += 1
+            if of_number[number] <= _STARTS_OF_A_NUMBER and self._judge.score(start) <= worst:
+                likely.append(start)
+        estimator = (keeping or self._estimators)[-1]
+        more = improve_long(likely, self._judge, estimator, most=_STARTS_IMPROVED_LONGER)
+        return self._ranked([*found, *more])
 
     def improve_longer(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return what was found, and the likeliest of it improved with long budgets, best first.

@@ -40,7 +40,7 @@ _WORK_AT_FIRST = 20_000
 _WORK_OF_A_PLAN = 60_000
 _LONG_WORK_OF_A_PLAN = 300_000
 """The same where moves are so many that the usual budget ends long before all have been tried."""
-_MOST_BUDGETS = 5
+_MOST_BUDGETS, _MOST_LONG_BUDGETS = 5, 6
 _ESCAPES = 4
 """Local optima, of different arrangements, from which a way out is looked for."""
 _WORTH_LEAVING_FOR = 1.1
@@ -96,7 +96,7 @@ def improve_long(
     Large clusters have so many moves that the budgets of `improve_best` end before a local optimum.
     """
     likeliest = _worth_improving(_open_to(estimator, candidates), judge)[:most]
-    return [_improve_on(item, judge, estimator, _LONG_WORK_OF_A_PLAN) for item in likeliest]
+    return [_improve_long(item, judge, estimator) for item in likeliest]
 
 
 def escape_optima(
@@ -145,15 +145,27 @@ def _escape(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candida
     return best
 
 
-def _improve_on(
-    candidate: Candidate, judge: Judge, estimator: Estimator, budget: int = _WORK_OF_A_PLAN
-) -> Candidate:
+def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candidate:
     """Return the candidate improved for as many budgets as gain something."""
     best = candidate
     for _ in range(_MOST_BUDGETS):
         score = judge.score(best)
-        best = improve(best, judge, estimator, budget=budget)
+        best = improve(best, judge, estimator, budget=_WORK_OF_A_PLAN)
         if judge.score(best) > score * (1 - _WORTH_GOING_ON):
+            break
+    return best
+
+
+def _improve_long(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candidate:
+    """Return the candidate improved with long budgets, up to a local optimum if they suffice.
+
+    A budget that gains little may be followed by one that gains much.
+    """
+    best = candidate
+    for _ in range(_MOST_LONG_BUDGETS):
+        before = best
+        best = improve(best, judge, estimator, budget=_LONG_WORK_OF_A_PLAN)
+        if best == before:
             break
     return best
 

@@ -207,7 +207,7 @@ class PlanSearch:
         Where a thorough search ends far above the lower bound, more is improved. Of few devices,
         plans beyond local optima, and of searches without a TP degree of the best plan. Of more,
         what searches find that may do less or lack devices, since they begin elsewhere; and then
-        the best with long budgets.
+        the likeliest starts and the best plans with long budgets.
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
         improver = Improver(self.judge, self.estimators, keeping, self.starts.find_with_less)
@@ -227,7 +227,8 @@ class PlanSearch:
         parts += self._likeliest(of_some_types(cluster), _OF_TYPES)
         parts = list(dict.fromkeys(parts))
         found = improver.improve_parts(found, parts, partial(without_another, cluster))
-        return improver.improve_longer(found)
+        self.progress("Taking longer over the likeliest plans", 0.9)
+        return improver.improve_longer(improver.improve_starts(found, candidates))
 
     def _likeliest(self, parts: Sequence[Part], most: int) -> list[Part]:
         """Return the parts that look best at a glance, `most` of them."""

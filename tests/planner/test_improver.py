@@ -8,8 +8,9 @@ import pytest
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload
-from lightning_hetero.planner.arrangement import used_counts
+from lightning_hetero.planner.arrangement import PipelineNodes, used_counts
 from lightning_hetero.planner.improver import Improver
+from lightning_hetero.planner.judge import Candidate
 from lightning_hetero.planner.local_search import improve_best, improve_long
 from lightning_hetero.planner.parts import of_some_types, without_a_node
 from lightning_hetero.planner.search import PlanSearch
@@ -125,8 +126,13 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
         longer.append((found, improve_longer(self, found)))
         return longer[-1][-1]
 
-    longer, improve_longer = [], Improver.improve_longer
+    def note_starts(_self, found, starts):
+        begun.append((found, starts))
+        return found
+
+    begun, longer, improve_longer = [], [], Improver.improve_longer
     monkeypatch.setattr(Improver, "improve_parts", note)
+    monkeypatch.setattr(Improver, "improve_starts", note_starts)
     monkeypatch.setattr(Improver, "improve_longer", note_longer)
     best = search.run().best
     [(found, parts, ranked)] = improved
@@ -135,6 +141,7 @@ def test_a_thorough_search_far_from_the_bound_improves_what_may_do_less(monkeypa
     cluster = search.cost.cluster
     assert sorted(parts) == sorted([*without_a_node(cluster), *of_some_types(cluster)])
     assert search.judge.score(ranked[0]) < search.judge.score(found[0])
+    assert begun == [(ranked, found)]
     [(before, after)] = longer
     assert before == ranked
     assert best.simulation.iteration_time_s == pytest.approx(search.judge.score(after[0]))
@@ -220,6 +227,39 @@ def test_parts_that_fit_only_with_recomputation_are_improved_freely():
     ranked = improver.improve_parts(few, [(4, 0, 0)], lambda part: None)
     assert asked == [keeping, search.estimators]
     assert search.judge.score(ranked[0]) < search.judge.score(few[0])
+
+
+def test_likely_starts_get_long_budgets_two_of_each_number_of_pipelines(monkeypatch):
+    # Of 84 devices, the plan that begins 7 % above the best one ended 6 % below what that became.
+    search = new_search(("A100-80GB", 4, 1), ("T4", 2, 2))
+    equal = search.estimators[0]
+    keeping = [equal.keeping(), equal.keeping().unequal()]
+    improved = []
+
+    def improve(candidates, _judge, estimator, *, most):
+        improved.append((candidates, estimator, most))
+        return [better]
+
+    def start(number, place):
+        one = PipelineNodes((1,), (place,))
+        return Candidate(
+            arrangement=(one,) * number,
+            layers=((8,),) * number,
+            num_microbatches=(4,) * number,
+        )
+
+    best, better = start(3, 0), start(3, 9)
+    scores = {best: 1.0, better: 0.9}
+    scores |= {start(2, place): 1.01 + place / 100 for place in range(3)}
+    scores |= {start(1, 0): 1.09, start(4, 0): 1.11}
+    monkeypatch.setattr("lightning_hetero.planner.improver.improve_long", improve)
+    for is_recomputing in (False, True):
+        judge = SimpleNamespace(score=scores.__getitem__, is_recomputing=is_recomputing)
+        improver = Improver(judge, search.estimators, keeping, search.starts.find_with_less)
+        starts = [item for item in scores if item != better]
+        assert improver.improve_starts([best], starts) == [better, best]
+    likely = [best, start(2, 0), start(2, 1), start(1, 0)]
+    assert improved == [(likely, search.estimators[-1], 8), (likely, keeping[-1], 8)]
 
 
 def test_leaving_a_node_out_leads_to_a_faster_plan_of_all():

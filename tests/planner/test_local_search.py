@@ -99,11 +99,31 @@ def test_with_equal_shares_only_plans_that_have_them_take_the_long_budgets(monke
         estimator=SimpleNamespace(keys=lambda arrangement: arrangement),
     )
     module = "lightning_hetero.planner.local_search"
-    monkeypatch.setattr(f"{module}._improve_on", lambda item, *_: item)
+    monkeypatch.setattr(f"{module}._improve_long", lambda item, *_: item)
     candidates = [*scores, equal]
     for is_equal, expected in ((True, [equal]), (False, [*scores][::-1])):
         estimator = SimpleNamespace(equal_microbatches=is_equal)
         assert improve_long(candidates, judge, estimator, most=2) == expected
+
+
+@pytest.mark.parametrize(("gains", "expected"), [([0.1, 0.0, 0.3], 0.9), ([1e-4] * 9, 1 - 6e-4)])
+def test_long_budgets_end_at_a_local_optimum_or_after_six(monkeypatch, gains, expected):
+    """Of 84 devices, a budget that gained 0.14 % was followed by one that gained 8 %."""
+    scores, left = {candidate(2, 0): 1.0}, iter(gains)
+
+    def move(item, *_, **__):
+        gain = next(left)
+        found = candidate(2, 10 - len(scores)) if gain else item
+        scores.setdefault(found, scores[item] - gain)
+        return found
+
+    judge = SimpleNamespace(
+        score=scores.__getitem__, estimator=SimpleNamespace(keys=lambda arrangement: arrangement)
+    )
+    monkeypatch.setattr("lightning_hetero.planner.local_search.improve", move)
+    estimator = SimpleNamespace(equal_microbatches=False)
+    (found,) = improve_long([*scores], judge, estimator, most=1)
+    assert scores[found] == pytest.approx(expected)
 
 
 def test_of_moves_that_resize_the_best_is_taken_and_of_others_the_first_that_helps(monkeypatch):
