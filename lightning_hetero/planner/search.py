@@ -3,7 +3,7 @@
 1. Arrangements are proposed: all on tiny clusters, else the solvers' favourites (`starts`).
 2. Each gets layers and micro-batches, and is estimated (`estimator`); the likeliest are simulated
    (`shortlist`).
-3. The best of those are improved by local search (`improver`).
+3. The best of those are improved by local search (`improving`).
 4. A lower bound on every plan says how much could be left (`bound`).
 """
 
@@ -20,9 +20,9 @@ from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.host_owners import candidates_on_hosts, cost_on_hosts
-from lightning_hetero.planner.improver import Improver
+from lightning_hetero.planner.improving.improver import Improver
+from lightning_hetero.planner.improving.local_search import WORTH_IMPROVING, escape_optima
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import WORTH_IMPROVING, escape_optima
 from lightning_hetero.planner.parts import Part, of_some_types, without_a_node, without_another
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import bound_time_s

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from lightning_hetero.planner.arrangement import Arrangement
 from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
 from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.improving.local_search import WORTH_IMPROVING, has_equal_shares
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import WORTH_IMPROVING, has_equal_shares
 from lightning_hetero.planner.parts import WORTH_SIMULATING
 
 __all__ = ["Shortlist"]

@@ -120,7 +120,7 @@ def test_what_an_estimate_replaces_is_simulated_too(monkeypatch):
     nodes = [("A100-80GB", 1), ("T4", 1)]
     workload = Workload(sequence_length=512, global_batch_size=32)
     monkeypatch.setattr(
-        "lightning_hetero.planner.improver.improve_best",
+        "lightning_hetero.planner.improving.improver.improve_best",
         lambda candidates, judge, _, **__: sorted(candidates, key=judge.score),
     )
     expected = iteration_s(nodes, BERT, workload)

@@ -13,7 +13,7 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
 from lightning_hetero.planner.arrangement import used_counts
-from lightning_hetero.planner.local_search import improve_best
+from lightning_hetero.planner.improving.local_search import improve_best
 from lightning_hetero.planner.parts import LikelyParts
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.planner.starts import Starts
@@ -182,7 +182,7 @@ def test_plans_that_recompute_are_improved_as_if_none_could_as_well(monkeypatch)
         scores.append(judge.score(improved[0]))
         return improved
 
-    monkeypatch.setattr("lightning_hetero.planner.improver.improve_best", improve)
+    monkeypatch.setattr("lightning_hetero.planner.improving.improver.improve_best", improve)
     options = PlanningOptions(thorough=False)
     best = plan(cluster, cost.model, workload, options, cost=cost).best
     assert best.simulation.iteration_time_s == pytest.approx(min(scores), rel=1e-9)

@@ -9,9 +9,9 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.arrangement import PipelineNodes, used_counts
-from lightning_hetero.planner.improver import Improver
+from lightning_hetero.planner.improving.improver import Improver
+from lightning_hetero.planner.improving.local_search import improve_best, improve_long
 from lightning_hetero.planner.judge import Candidate
-from lightning_hetero.planner.local_search import improve_best, improve_long
 from lightning_hetero.planner.parts import of_some_types, without_a_node
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.simulator import RooflineCost
@@ -71,7 +71,7 @@ def test_what_searches_find_that_may_do_less_is_improved_freely_as_well(monkeypa
         improved.append(([*candidates], [*estimators], found[0]))
         return found
 
-    monkeypatch.setattr("lightning_hetero.planner.improver.improve_best", improve)
+    monkeypatch.setattr("lightning_hetero.planner.improving.improver.improve_best", improve)
     improver = Improver(search.judge, search.estimators, keeping, find_starts)
     ranked = improver.improve_with_less(few, 1)
     assert asked == [(keeping, None, float("inf")), ([equal], None, float("inf"))]
@@ -97,7 +97,7 @@ def test_once_a_move_recomputes_plans_are_also_improved_as_if_none_could(
         judge.is_recomputing = is_recomputing
         return [*candidates]
 
-    monkeypatch.setattr("lightning_hetero.planner.improver.improve_best", improve)
+    monkeypatch.setattr("lightning_hetero.planner.improving.improver.improve_best", improve)
     search.judge.is_recomputing = False
     Improver(search.judge, search.estimators, keeping, search.starts.find_with_less).improve(few, 1)
     assert improved == [search.estimators, *([keeping] if is_recomputing else [])]
@@ -160,7 +160,7 @@ def test_the_best_plans_are_improved_with_long_budgets(monkeypatch):
         improved.append(([*candidates], estimator))
         return improve_long(candidates, judge, estimator, **options)
 
-    monkeypatch.setattr("lightning_hetero.planner.improver.improve_long", improve)
+    monkeypatch.setattr("lightning_hetero.planner.improving.improver.improve_long", improve)
     search.judge.is_recomputing = True
     improver = Improver(search.judge, search.estimators, keeping, search.starts.find_with_less)
     ranked = improver.improve_longer(few)
@@ -201,7 +201,8 @@ def test_so_many_nodes_are_left_out_and_no_more(monkeypatch):
         return [better]
 
     monkeypatch.setattr(
-        "lightning_hetero.planner.improver.improve_long", lambda candidates, *_, **__: candidates
+        "lightning_hetero.planner.improving.improver.improve_long",
+        lambda candidates, *_, **__: candidates,
     )
     judge = SimpleNamespace(score=scores.__getitem__, is_recomputing=False)
     improver = Improver(judge, search.estimators, (), find_starts)
@@ -252,7 +253,7 @@ def test_likely_starts_get_long_budgets_two_of_each_number_of_pipelines(monkeypa
     scores = {best: 1.0, better: 0.9}
     scores |= {start(2, place): 1.01 + place / 100 for place in range(3)}
     scores |= {start(1, 0): 1.09, start(4, 0): 1.11}
-    monkeypatch.setattr("lightning_hetero.planner.improver.improve_long", improve)
+    monkeypatch.setattr("lightning_hetero.planner.improving.improver.improve_long", improve)
     for is_recomputing in (False, True):
         judge = SimpleNamespace(score=scores.__getitem__, is_recomputing=is_recomputing)
         improver = Improver(judge, search.estimators, keeping, search.starts.find_with_less)

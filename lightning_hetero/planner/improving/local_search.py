@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 
 from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.improving.moves import MOVES, ORDERS, RESIZES, Family
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.moves import MOVES, ORDERS, RESIZES, Family
 
 __all__ = [
     "WORTH_ESCAPING",

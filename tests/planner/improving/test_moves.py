@@ -8,8 +8,8 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.improving.moves import MOVES, RESIZES
 from lightning_hetero.planner.judge import Candidate
-from lightning_hetero.planner.moves import MOVES, RESIZES
 from lightning_hetero.simulator import RooflineCost
 from tests.planner.every_plan import tiny_model
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lightning_hetero.planner.estimating.estimator import Estimator
-from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import (
+from lightning_hetero.planner.improving.local_search import (
     WORTH_ESCAPING,
     escape_optima,
     improve_best,
     improve_long,
 )
+from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.parts import WORTH_SIMULATING, Part
 
 __all__ = ["FindStarts", "Improver"]

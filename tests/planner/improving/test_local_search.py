@@ -10,8 +10,8 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import PipelineNodes, used_nodes
 from lightning_hetero.planner.estimating.estimator import Estimator
+from lightning_hetero.planner.improving.local_search import improve, improve_best, improve_long
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import improve, improve_best, improve_long
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.search_laws import TOLERANCE, Task
 
@@ -65,7 +65,7 @@ def improved_to_the_end(
         improved.append(item)
         return best if item == becomes_best else item
 
-    module = "lightning_hetero.planner.local_search"
+    module = "lightning_hetero.planner.improving.local_search"
     monkeypatch.setattr(f"{module}._improve_by", move_a_little)
     monkeypatch.setattr(f"{module}._improve_on", move_on)
     assert improve_best([*scores], judge, [estimator])[0] == best
@@ -98,7 +98,7 @@ def test_with_equal_shares_only_plans_that_have_them_take_the_long_budgets(monke
         score=(scores | {equal: 1.0}).__getitem__,
         estimator=SimpleNamespace(keys=lambda arrangement: arrangement),
     )
-    module = "lightning_hetero.planner.local_search"
+    module = "lightning_hetero.planner.improving.local_search"
     monkeypatch.setattr(f"{module}._improve_long", lambda item, *_: item)
     candidates = [*scores, equal]
     for is_equal, expected in ((True, [equal]), (False, [*scores][::-1])):
@@ -120,7 +120,7 @@ def test_long_budgets_end_at_a_local_optimum_or_after_six(monkeypatch, gains, ex
     judge = SimpleNamespace(
         score=scores.__getitem__, estimator=SimpleNamespace(keys=lambda arrangement: arrangement)
     )
-    monkeypatch.setattr("lightning_hetero.planner.local_search.improve", move)
+    monkeypatch.setattr("lightning_hetero.planner.improving.local_search.improve", move)
     estimator = SimpleNamespace(equal_microbatches=False)
     (found,) = improve_long([*scores], judge, estimator, most=1)
     assert scores[found] == pytest.approx(expected)
@@ -138,7 +138,7 @@ def test_of_moves_that_resize_the_best_is_taken_and_of_others_the_first_that_hel
         return moved if scores[moved] < below else None
 
     judge = SimpleNamespace(score=scores.__getitem__, work_done=0, better=better)
-    module = "lightning_hetero.planner.local_search"
+    module = "lightning_hetero.planner.improving.local_search"
     for resizes, others_first, expected in (((moves,), (), best), ((), (moves,), others[0])):
         monkeypatch.setattr(f"{module}.RESIZES", resizes)
         monkeypatch.setattr(f"{module}.MOVES", others_first)
