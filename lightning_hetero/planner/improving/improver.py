@@ -165,9 +165,10 @@ class Improver:
         Where plans recompute, they are improved as if none could, and the best of them freely; if
         none begins near the score so, all are freely.
         """
+        worst = best * _WORTH_LONG
         for estimators in filter(None, (self._keeping_if_recomputing(), self._estimators)):
-            starts = self._find_starts(estimators, part, best)
-            near = [item for item in starts if self._judge.score(item) <= best * WORTH_SIMULATING]
+            starts = self._find_starts(estimators, part, worst / WORTH_SIMULATING)
+            near = [item for item in starts if self._judge.score(item) <= worst]
             if near:
                 break
         more = improve_long(near, self._judge, estimators[-1], most=_IMPROVED_OF_A_PART)
