@@ -144,7 +144,10 @@ class PlanSearch:
             if found is None:
                 raise
             return found
-        return on_hosts if found is None else min(found, on_hosts, key=self.score)
+        if found is None:
+            return on_hosts
+        bound_s = min(found.lower_bound_s, on_hosts.lower_bound_s)
+        return replace(min(found, on_hosts, key=self.score), lower_bound_s=bound_s)
 
     def _is_worth_hosts(self, gap: float) -> bool:
         has_hosts = cost_on_hosts(self.cost) is not None
