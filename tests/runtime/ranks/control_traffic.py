@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.ranks import meeting
-from lightning_hetero.runtime.ranks.communicators import GroupTransport
+from lightning_hetero.runtime.ranks.broken import is_broken_connection
+from lightning_hetero.runtime.ranks.communicators import GroupTransport, init_process_group
+from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.processes import Processes
@@ -122,6 +125,37 @@ def wait_for_frozen(rank: int, *, frozen: int) -> str:
             late.join()
             store.set(f"ended/{rank}", "")
     processes.stop_watching()
+    return found
+
+
+def talk_until_hung_up(rank: int, *, port: int, num_times: int) -> set[str]:
+    """Exchange message after message until both ranks hang up, many times; return how waits ended.
+
+    A wait that isn't ended by hanging up ends by its timeout, and gloo says so. No rank serves the
+    store at the port.
+    """
+    server = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    found = set()
+    for number in range(num_times):
+        connections = Connections()
+        store = dist.PrefixStore(str(number), server)
+        options = {"timeout": timedelta(seconds=5)}
+        connections.open(partial(init_process_group, "gloo", store, rank, 2, **options))
+        hangs_up = threading.Timer((1 + number % 7) * 1e-3, connections.hang_up)
+        dist.barrier()
+        hangs_up.start()
+        try:
+            while True:
+                dist.all_reduce(torch.zeros(100))
+        except RuntimeError as error:
+            if not is_broken_connection(error):
+                raise
+            found.add("Timed out" if "Timed out" in str(error) else "ended")
+        hangs_up.join()
+        dist.destroy_process_group()
+        store.add("left", 1)
+        while store.add("left", 0) < 2:
+            time.sleep(0.001)
     return found
 
 

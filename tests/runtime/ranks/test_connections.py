@@ -14,7 +14,12 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.generation import entering, newcomers
 from lightning_hetero.runtime.ranks.connections import LAZY, Connections
 from tests.processes import ProcessPool
-from tests.runtime.ranks.control_traffic import connect_stages, count_sockets, wait_for_frozen
+from tests.runtime.ranks.control_traffic import (
+    connect_stages,
+    count_sockets,
+    talk_until_hung_up,
+    wait_for_frozen,
+)
 
 
 @pytest.mark.dist
@@ -35,6 +40,14 @@ def test_who_waits_over_a_connection_made_when_they_talked_can_hang_up(
     assert found[frozen] == ""
     waited = [text for rank, text in enumerate(found) if rank != frozen]
     assert all("closed by peer" in text for text in waited), waited
+
+
+@pytest.mark.dist
+def test_ranks_that_talk_while_both_hang_up_notice_it(pool: ProcessPool) -> None:
+    """gloo forgets a send whose write fails, so connections first end for reading only."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    talk = partial(talk_until_hung_up, port=server.port, num_times=40)
+    assert pool.run(talk, 2) == [{"ended"}, {"ended"}]
 
 
 def test_who_waits_for_a_rank_that_never_comes_is_called_back() -> None:
