@@ -20,6 +20,8 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
+from lightning_hetero.runtime.ranks.open_files import more_files
+
 __all__ = ["LAZY", "Connections"]
 
 _T = TypeVar("_T")
@@ -118,8 +120,9 @@ class Connections:
     def hang_up(self, *, spared_port: int | None = None) -> None:
         """End the connections, and what waits for them, but those to a port (the store's)."""
         self._is_hung_up = True
-        with ExitStack() as held:
-            ends = [held.enter_context(end) for end in self._ends(spared_port)]
+        sockets = _sockets() - self._kept
+        with more_files(len(sockets)), ExitStack() as held:
+            ends = [held.enter_context(end) for end in self._ends(sockets, spared_port)]
             for end in ends:
                 _shut(end, socket.SHUT_RD)
             if ends:
@@ -127,9 +130,9 @@ class Connections:
             for end in ends:
                 _shut(end, socket.SHUT_RDWR)
 
-    def _ends(self, spared_port: int | None) -> Iterator[socket.socket]:
-        """Yield each connection to be hung up, by a descriptor that the caller closes."""
-        for item in _sockets() - self._kept:
+    def _ends(self, sockets: _Opened, spared_port: int | None) -> Iterator[socket.socket]:
+        """Yield those of the groups' connections, by descriptors that the caller closes."""
+        for item in sockets:
             with suppress(OSError), _end_of(item[0]) as end:
                 if not _listens(end) and self._is_of_group(item, end, spared_port):
                     yield end.dup()

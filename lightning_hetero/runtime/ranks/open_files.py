@@ -12,14 +12,14 @@ The server is rank 0, its keeper, or torchrun's agent: an ancestor of the ranks 
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["allow_clients_of_ancestor", "allow_files", "find_server"]
+__all__ = ["allow_clients_of_ancestor", "allow_files", "find_server", "more_files"]
 
 _CLIENTS_PER_RANK = 2
 _CLIENTS_PER_MEMBER = 6
@@ -68,6 +68,20 @@ def allow_clients_of_ancestor(port: int, world_size: int) -> None:
     if server is not None:
         with suppress(PermissionError):  # Of another user: then its limit is that one's, too.
             allow_files(world_size, are_members=True, process_id=server)
+
+
+@contextmanager
+def more_files(count: int) -> Iterator[None]:
+    """In this context let this process have `count` more files open, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        is_free = hard == resource.RLIM_INFINITY
+        more = soft + count if is_free else min(soft + count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def find_server(port: int, process_ids: Iterable[int]) -> int | None:

@@ -1,8 +1,10 @@
 """How many connections a rank opens, and how many it may."""
 
 import os
+import resource
 import socket
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -131,3 +133,23 @@ def test_what_is_opened_is_returned_or_raised_and_hung_up(may_end: bool) -> None
                 connections.hang_up()
                 assert opened.recv(1) == b""
                 other.send(b"goes on")
+
+
+def test_all_is_hung_up_where_few_more_files_may_be_open() -> None:
+    """While connections end, each is held by another descriptor."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        address = server.getsockname()
+        opened = connections.open(
+            lambda: [stack.enter_context(socket.create_connection(address, 5)) for _ in range(20)]
+        )
+        taken = {int(name) for name in os.listdir("/proc/self/fd")}
+        most = [number for number in range(10_000) if number not in taken][4]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        try:
+            connections.hang_up()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, limits[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert [end.recv(1) for end in opened] == [b""] * 20
