@@ -43,7 +43,7 @@ _TRIED_ON_HOSTS = 40
 _FEWEST, _THOROUGH, _MOST_EFFORT = 32, 512, 2
 """Devices up to which searches may be thorough; of plans that these improve, a multiple.
 
-With the fewest, they look beyond local optima and search without TP degrees; with more, they search
+With the fewest, they look beyond local optima and search with fewer degrees; with more, they search
 with less freedom and without some devices as well.
 """
 _NEAR_BOUND, _NOT_FAR = 1.1, 1.3
@@ -208,9 +208,9 @@ class PlanSearch:
         """Return the candidates and improved ones, best first.
 
         Where a thorough search ends far above the lower bound, more is improved. Of few devices,
-        plans beyond local optima, and of searches without a TP degree of the best plan. Of more,
-        what searches find that may do less or lack devices, since they begin elsewhere; and then
-        the likeliest starts and the best plans with long budgets.
+        plans beyond local optima, and of searches with fewer TP degrees. Of more, what searches
+        find that may do less or lack devices, since they begin elsewhere; and then the likeliest
+        starts and the best plans with long budgets.
         """
         keeping = [self._keeping[estimator] for estimator in self.estimators]
         improver = Improver(self.judge, self.estimators, keeping, self.starts.find_with_less)
@@ -220,8 +220,8 @@ class PlanSearch:
         if self._is_small:
             self.progress("Looking beyond the best plans", 0.8)
             found = escape_optima(found, self.judge, self.estimators)
-            self.progress("Searching without TP degrees", 0.9)
-            return improver.improve_without_degrees(found, effort)
+            self.progress("Searching with fewer TP degrees", 0.9)
+            return improver.improve_with_fewer_degrees(found, effort)
         self.progress("Searching with less freedom", 0.7)
         found = improver.improve_with_less(found, effort)
         self.progress("Searching without devices", 0.8)

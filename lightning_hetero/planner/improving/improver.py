@@ -78,16 +78,20 @@ class Improver:
                 improved = self._improve_as(estimators, improved, starts, effort)
         return improved
 
-    def improve_without_degrees(self, found: Sequence[Candidate], effort: float) -> list[Candidate]:
-        """Return what was found, and improved candidates of searches without a degree, best first.
+    def improve_with_fewer_degrees(
+        self, found: Sequence[Candidate], effort: float
+    ) -> list[Candidate]:
+        """Return what was found, and improved candidates of searches of fewer degrees, best first.
 
         Left out is each TP degree of the best candidate but the least: with it, plans without it
-        are seldom improved. Those that come near the best are also improved beyond local optima.
+        are seldom improved. And left out are all degrees above each one: they lead away from plans
+        that don't use them. What comes near the best is also improved beyond local optima.
         """
-        ranked, degrees = list(found), self._estimators[-1].tp_degrees
+        ranked, degrees = list(found), sorted(self._estimators[-1].tp_degrees)
         used = {degree for pipeline in found[0].arrangement for degree in pipeline.tp_degrees}
-        for left_out in sorted(used - {min(degrees)}):
-            rest = [degree for degree in degrees if degree != left_out]
+        without = [[d for d in degrees if d != out] for out in sorted(used.difference(degrees[:1]))]
+        up_to = [degrees[:number] for number in range(2, len(degrees))]
+        for rest in dict.fromkeys(map(tuple, [*without, *up_to])):
             pairs = zip(self._estimators, self._keeping, strict=True)
             fewer = {each.with_degrees(rest): keeping.with_degrees(rest) for each, keeping in pairs}
             self._judge.add(fewer)

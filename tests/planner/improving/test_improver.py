@@ -54,6 +54,32 @@ def test_parts_near_the_best_plan_are_improved_and_may_get_the_devices_that_they
     assert any(sum(row[1:]) for row in used)
 
 
+@pytest.mark.parametrize(
+    ("degree", "searched"),
+    [
+        (1, [(1, 2), (1, 2, 4)]),
+        (4, [(1, 2, 8), (1, 2), (1, 2, 4)]),
+        (8, [(1, 2, 4), (1, 2)]),
+    ],
+)
+def test_searches_leave_out_degrees_of_the_best_plan_and_all_above_each(degree, searched):
+    """Of 20 devices a plan of degree 1 was the best, until moves to the highest were left out."""
+    search = new_search(("A100-80GB", 8, 1))
+    assert search.tp_degrees == (1, 2, 4, 8)
+    asked = []
+
+    def find_starts(estimators, part, below):
+        asked.append(estimators[-1].tp_degrees)
+        return []
+
+    keeping = [estimator.keeping() for estimator in search.estimators]
+    improver = Improver(search.judge, search.estimators, keeping, find_starts)
+    one = (PipelineNodes((degree,), (0,)),)
+    best = search.judge.better(one, search.estimator, below=float("inf"))
+    assert improver.improve_with_fewer_degrees([best], 1) == [best]
+    assert asked == searched
+
+
 def test_what_searches_find_that_may_do_less_is_improved_freely_as_well(monkeypatch):
     # From 20.4 s, with all freedom, 128 devices behind a slow network end at 19.4 s, and from
     # 21.8 s, where a search for plans that recompute nothing begins, at 18.9 s.
