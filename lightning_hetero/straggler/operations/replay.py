@@ -162,13 +162,15 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
 
 
 def _leave_out_background(trace: OperationTrace, sends: IntArray, waits_for: IntArray) -> None:
-    """Let no operation of the same rank wait for sends that others overlap."""
+    """Let nothing on the rank wait for sends that others overlap; these wait for compute alone."""
     following = np.minimum(sends + 1, len(trace) - 1)
     ended_s = (trace.end_s - _overlap_s(trace))[sends]
     overlapped = (trace.start_s[following] < ended_s) & (trace.rank[following] == trace.rank[sends])
     if len(sends) and overlapped.mean() > 1.0 - _RENDEZVOUS:
         waited = waits_for[:, :_WINDOW]
         waited[np.isin(waited, sends)] = -1
+        computes = np.r_[trace.are(*FORWARD, *BACKWARD), False]
+        waited[sends] = np.where(computes[waited[sends]], waited[sends], -1)
 
 
 def _wait_for_data(trace: OperationTrace, waits_for: IntArray) -> None:
