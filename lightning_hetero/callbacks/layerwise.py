@@ -38,7 +38,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     is_complete,
     restore,
 )
-from lightning_hetero.callbacks.checkpointing.trial import Trial
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
@@ -153,7 +152,6 @@ class LayerwiseCheckpoint(Checkpoint):
         self._start = CheckpointId(0)
         self._last_step = 0
         self._recovered: Recovered | None = None
-        self._trial = Trial()
         self._live = LiveSteps()
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
@@ -214,7 +212,6 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is not None:
             if not found.is_live:
                 self._last_step = recovered.id.step
-                self._trial.begin(recovered, access.tiers, transport, is_first_of_node=is_first)
             made_s, set_up_s = self._made_at_s, self._set_up_at_s
             times = StartTimes(
                 made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
@@ -261,16 +258,9 @@ class LayerwiseCheckpoint(Checkpoint):
     # -- steps ----------------------------------------------------------------------------------
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._trial.see_batch(trainer, batch)
-
-    @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._trial.see_gradients(optimizer)
         self._wait_for_snapshot()
 
     @override
@@ -300,7 +290,6 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.fit_loop._should_accumulate():
             return
         self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
-        self._trial.see_step(trainer, outputs)
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         leaving, self._leaving = self._leaving, None
@@ -329,8 +318,6 @@ class LayerwiseCheckpoint(Checkpoint):
         writer = self._access.writer
         owned = OwnedState(trainer)
         metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
-        if again is None:
-            metadata["lightning_hetero"]["steps"] = self._trial.history(trainer)
         id_ = replace(self._start, step=trainer.global_step)
         content = content_of(trainer, owned, id_, metadata)
         if again is not None and again.rank_metadata:
@@ -365,7 +352,6 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._trial.see_exception(trainer, exception)
         # Unfinished writes are abandoned: peers may be gone, and a restart is waiting.
         self._let_go()
         self._live = LiveSteps()
@@ -387,7 +373,6 @@ class LayerwiseCheckpoint(Checkpoint):
         # Does nothing after a run's end; but after the loss of a rank another fit may follow.
         self._let_go()
         self.saved = self._leaving = self._recovered = None
-        self._trial = Trial()
 
     def _let_go(self) -> None:
         access, self._access = self._access, None

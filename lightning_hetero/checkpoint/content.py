@@ -192,8 +192,6 @@ class RecoveryReport:
     """Attempt number for the checkpoints that this run saves."""
     place: str = ""
     """The fastest kind of tier that has any of the checkpoint, on any node."""
-    is_last: bool = False
-    """Whether the run has no complete checkpoint without the copy in that kind of tier."""
 
     def __str__(self) -> str:
         sources = ", ".join(

@@ -45,7 +45,7 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
-_BARE_NAME = re.compile(r"(?!(?:confirmed|quarantined|acquitted)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
+_BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
 """No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
 
 

@@ -23,7 +23,7 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = [
     "CONFIRMED",
-    "QUARANTINED",
+    "REJECTED",
     "Holder",
     "PartCopy",
     "Source",
@@ -124,8 +124,8 @@ def source_of(holder: Holder, node: str) -> Source:
     return Source(first + holder.kind)
 
 
-QUARANTINED = "quarantined"
-"""File that marks a checkpoint's copy in its place as not to be trusted."""
+REJECTED = "rejected"
+"""File of a checkpoint that a user has rejected: its copy in that place isn't used any more."""
 
 _READERS = 16
 
@@ -204,9 +204,9 @@ def look_at_parts(
 ) -> StoreParts:
     """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
 
-    Quarantined checkpoints count as absent. `progress` ticks with every manifest.
+    Rejected checkpoints count as absent. `progress` ticks with every manifest.
     """
-    trusted = {item for item in wanted if f"{item.folder}/{QUARANTINED}" not in files}
+    trusted = {item for item in wanted if f"{item.folder}/{REJECTED}" not in files}
     names = [
         (id_, part) for id_, parts in parts_in(files).items() if id_ in trusted for part in parts
     ]

@@ -22,7 +22,7 @@ from lightning_hetero.checkpoint.deadlines import Deadline, Progress, map_on_thr
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.tiers import (
     CONFIRMED,
-    QUARANTINED,
+    REJECTED,
     Holder,
     PartCopy,
     Tier,
@@ -138,7 +138,7 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
     run = read_run(tier.store) if RUN_FILE in files else None
     present = checkpoints_in(files)
     found = look_at_parts(tier.store, files, present, progress)
-    marks = (CONFIRMED, QUARANTINED)
+    marks = (CONFIRMED, REJECTED)
     finished = {item for item in present if any(f"{item.folder}/{mark}" in files for mark in marks)}
     # Files are written before their manifest, each whole or not at all: this was done by no crash.
     finished |= {copy.id for copy in found.copies if copy.missing} | {
@@ -152,10 +152,10 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
         broken=(
             *(why for _, why in found.broken),
             *(
-                f"{item} in {tier} failed on probation after a recovery and is put aside; delete "
-                f"{item.folder}/{QUARANTINED} there to use it all the same"
+                f"{item} in {tier} was rejected; delete {item.folder}/{REJECTED} there to use it "
+                "all the same"
                 for item in present
-                if f"{item.folder}/{QUARANTINED}" in files
+                if f"{item.folder}/{REJECTED}" in files
             ),
         ),
         unreadable=found.unreadable,

@@ -31,9 +31,7 @@ from lightning_hetero.checkpoint.recovering.fetching import (
 from lightning_hetero.checkpoint.recovering.inventory import (
     Choice,
     ChoiceError,
-    Inventory,
     choose,
-    complete_checkpoints,
     holders_of_files,
 )
 from lightning_hetero.checkpoint.recovering.session import ExhaustedError, Session
@@ -193,19 +191,8 @@ def _recover_from(
             skipped=tuple(skipped),
             attempt=choice.attempt,
             place=kind.name.lower(),
-            is_last=_is_last(session.inventory, checkpoint, kind),
         ),
     )
-
-
-def _is_last(inventory: Inventory, checkpoint: CheckpointId, kind: TierKind) -> bool:
-    """Return whether the run has nothing complete but a checkpoint's copy in a kind of tier."""
-    others = tuple(
-        held
-        for held in inventory.held
-        if held.id.run == checkpoint.run and (held.id, held.holder.kind) != (checkpoint, kind)
-    )
-    return not complete_checkpoints(Inventory(held=others))
 
 
 def _share_needs(
