@@ -41,17 +41,16 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
+    Peers,
     Recovered,
     RetryPolicy,
     SavedCheckpoint,
-    SoloTransport,
     Tier,
-    Transport,
     WriterOptions,
 )
 from lightning_hetero.checkpoint.retry import local_folder
+from lightning_hetero.checkpoint.serving import own_host
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.ranks.communicators import GroupTransport
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -148,7 +147,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._skip_unreadable = skip_unreadable
         self._resume = resume
         self._access: Access | None = None
-        self._transport: Transport = SoloTransport()
+        self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
         self._recovered: Recovered | None = None
@@ -182,23 +181,19 @@ class LayerwiseCheckpoint(Checkpoint):
         if not self._resume:
             refuse_under_torchrun()
         if stage == "fit":
-            # After a loss this rank may be the only one that is left.
-            self._transport = SoloTransport()
-            if trainer.world_size > 1:
-                opened = None if run.strategy is None else run.strategy.processes.comms.connections
-                self._transport = GroupTransport(self._timeout, opened)
+            self._peers = _peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and not run.knows_all_ranks:
                 # Before anything is planned or measured.
-                probe(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
+                probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        is_first, transport = trainer.local_rank == 0, self._transport
-        self._access = access = self._open(transport, is_first_of_node=is_first)
+        is_first, peers = trainer.local_rank == 0, self._peers
+        self._access = access = self._open(peers, is_first_of_node=is_first)
         owned = OwnedState(trainer)
         needs, goes_on = owned.needs(), _goes_on(trainer)
-        found = self._live.recover(trainer, needs, transport) if goes_on else Found(None)
+        found = self._live.recover(needs, peers) if goes_on else Found(None)
 
         def look(tiers: Sequence[Tier], **seen: Any) -> Recovered | None:
             nonlocal found
@@ -218,7 +213,7 @@ class LayerwiseCheckpoint(Checkpoint):
             )
             restore(trainer, owned, recovered)
             self._live.go_on(trainer, found)
-            report = report_recovery(trainer, found, times, self.places, self._transport)
+            report = report_recovery(trainer, found, times, self.places, peers)
             run_of(trainer).note_restart(report, in_place=goes_on)
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
@@ -378,6 +373,24 @@ class LayerwiseCheckpoint(Checkpoint):
         access, self._access = self._access, None
         if access is not None:
             access.leave()
+        self._peers.close()
+
+
+def _peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
+    """Return the ranks of this fit; after a loss this rank may be the only one that is left."""
+    strategy = run_of(trainer).strategy
+    if strategy is None or trainer.world_size == 1:
+        return Peers(timeout_s=timeout_s)
+    processes = strategy.processes
+    store, host = processes.open_store("checkpoints")
+    return Peers(
+        store,
+        global_rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        timeout_s=timeout_s,
+        is_over=processes.comms.is_aborted,
+        host=own_host(host),
+    )
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

@@ -24,7 +24,7 @@ from lightning_hetero.checkpoint.content import (
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
 from lightning_hetero.checkpoint.parts import fault_in
-from lightning_hetero.checkpoint.recovering.fetching import FileRange, assign_sources
+from lightning_hetero.checkpoint.recovering.fetching import Fetcher, FileRange
 from lightning_hetero.checkpoint.recovering.inventory import (
     Inventory,
     choose_run,
@@ -146,10 +146,11 @@ def describe_sources(view: View) -> str:
         if holders[part, entry.name]
     ]
     size: dict[int, dict[Holder, int]] = defaultdict(lambda: defaultdict(int))
-    for fetch in assign_sources({0: needs}, view.manifests, holders, [_NODE]):
-        unit = view.manifests[fetch.range.part].file(fetch.range.file).unit
+    fetcher = Fetcher(view.manifests, holders, node=_NODE, reach=lambda *_: None, turn=0)
+    for need in needs:
+        unit = view.manifests[need.part].file(need.file).unit
         if unit is not None:
-            size[unit][fetch.holder] += fetch.range.stop - fetch.range.start
+            size[unit][fetcher.cheapest(need)[1][0]] += need.stop
     lost: dict[int, int] = defaultdict(int)
     for (part, name), items in holders.items():
         entry = view.manifests[part].file(name)

@@ -176,6 +176,10 @@ class PartManifest:
                 return entry
         raise CheckpointError(f"Part {self.part} of {self.id} has no file {name}.")
 
+    def has_file(self, name: str) -> bool:
+        """Whether the part has a file."""
+        return any(entry.name == name for entry in self.files)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all files."""
@@ -207,8 +211,8 @@ class PartManifest:
         return _HEAD % zlib.crc32(body) + body + _TAIL
 
     @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Parse what `encode` returns.
+    def decode(cls, data: bytes, *, is_live: bool = False) -> Self:
+        """Parse what `encode` returns; files of live memory have no checksums.
 
         Raises:
             CheckpointError: It is torn, altered, or of another format.
@@ -239,7 +243,8 @@ class PartManifest:
                 plan=body["plan"],
                 versions=body["versions"],
             )
-            manifest._check()
+            if not is_live:
+                manifest._check()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"The checkpoint's manifest can't be read: {error!r}.") from error
         return manifest

@@ -18,6 +18,7 @@ from lightning_hetero.checkpoint.manifest import (
     manifest_name,
     parse_manifest_name,
 )
+from lightning_hetero.checkpoint.serving import Readable
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
@@ -45,6 +46,8 @@ CONFIRMED = "confirmed"
 class TierKind(IntEnum):
     """Kinds of places, from the fastest to the one that survives most."""
 
+    LIVE = -1
+    """What a rank trains with: ends with the process."""
     MEMORY = 0
     """Shared memory of the node: survives the process."""
     DISK = 1
@@ -121,7 +124,7 @@ def source_of(holder: Holder, node: str) -> Source:
     if holder.kind is TierKind.REMOTE:
         return Source.REMOTE
     first = Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
-    return Source(first + holder.kind)
+    return Source(first + max(holder.kind, TierKind.MEMORY))
 
 
 REJECTED = "rejected"
@@ -171,7 +174,7 @@ def parts_in(files: Iterable[str]) -> dict[CheckpointId, list[int]]:
     return dict(parts)
 
 
-def read_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartManifest:
+def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
     """Read and check one manifest.
 
     Raises:

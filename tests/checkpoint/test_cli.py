@@ -11,9 +11,9 @@ import torch
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
+    Peers,
     Tier,
     TierKind,
-    Transport,
     recover,
     shared_memory,
 )
@@ -30,11 +30,11 @@ def folders(tmp_path: Path) -> list[str]:
     """Save steps 1, 2, 3 by two nodes into a folder each."""
     names = [str(tmp_path / "a"), str(tmp_path / "b")]
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         writer = CheckpointWriter(
             [Tier(kind=TierKind.DISK, store=LocalStore(names[rank]), keep=3)],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
         )
         for step in (1, 2, 3):
             part = contents(step, PLAN, 2)[rank]

@@ -12,11 +12,11 @@ import pytest
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
+    Peers,
     Recovered,
     SliceNeed,
     Tier,
     TierKind,
-    Transport,
     recover,
 )
 from lightning_hetero.checkpoint.inspection import look
@@ -131,10 +131,10 @@ def test_a_place_that_cannot_be_read_ends_all_ranks_unless_it_holds_nothing_newe
     for store, files in zip((*nodes.memory.values(), *nodes.disk.values()), local, strict=True):
         store.files = files
 
-    def refused(rank: int, transport: Transport) -> str:
+    def refused(rank: int, peers: Peers) -> str:
         tiers = nodes.tiers("ab"[rank])
         with pytest.raises(CheckpointError, match=r"500.*skip_unreadable=True") as caught:
-            recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+            recover(needs[rank], tiers, node="ab"[rank], peers=peers)
         return str(caught.value)
 
     assert len(run_ranks(size, refused)) == size
@@ -209,9 +209,9 @@ def recover_with(
 ) -> list[Recovered | None]:
     """Recover on two nodes, the second of which reaches its places in another way."""
 
-    def action(rank: int, transport: Transport) -> Recovered | None:
+    def action(rank: int, peers: Peers) -> Recovered | None:
         tiers = nodes.tiers("a") if rank == 0 else slow
-        return recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+        return recover(needs[rank], tiers, node="ab"[rank], peers=peers)
 
     return run_ranks(2, action, timeout_s=timeout_s)
 

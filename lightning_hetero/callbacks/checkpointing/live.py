@@ -45,21 +45,19 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
+    Peers,
     Recovered,
     SliceNeed,
     Tier,
-    Transport,
     recover,
 )
-from lightning_hetero.checkpoint.survivors import (
+from lightning_hetero.checkpoint.recovering.live import (
     Follows,
-    Keepers,
     LiveState,
     Newcomer,
     NothingLive,
-    recover_from_survivors,
+    recover_live,
 )
-from lightning_hetero.checkpoint.transport import gather_json
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
@@ -237,7 +235,9 @@ class LiveSteps:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
         if isinstance(self._noted, NothingLive) or self._noted.follows is Follows.END:
             return False
-        return not serve_without(_keepers(trainer).slices, leaving).missing
+        strategy = run_of(trainer).strategy
+        assert strategy is not None
+        return not serve_without(strategy.engine.store.slices, leaving).missing
 
     def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int) -> bool:
         """Keep the last step's state in `state`, if it is unchanged; doesn't communicate.
@@ -291,24 +291,20 @@ class LiveSteps:
         return LiveState(
             content=on_host(content),
             generation=generation,
-            keepers=_keepers(trainer),
             follows=noted.follows,
         )
 
-    def recover(
-        self, trainer: pl.Trainer, needs: Sequence[SliceNeed], transport: Transport
-    ) -> Found:
+    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Found:
         """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
-            trainer: The Trainer whose fit begins.
             needs: The slices that this rank keeps from now on.
-            transport: Connects the ranks.
+            peers: The ranks.
         """
-        live = recover_from_survivors(needs, _keepers(trainer), self.state, transport)
+        live = recover_live(needs, self.state, peers)
         if not isinstance(live, NothingLive):
             # Newcomers stay new until they have trained a step, even over several generations.
-            are_new = gather_json(transport, isinstance(self.state, Newcomer))
+            are_new = peers.gather(isinstance(self.state, Newcomer))
             return Found(live, is_live=True, has_newcomers=any(are_new))
         rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
         self.state = live  # Nobody may go on from a state later than that checkpoint any more.
@@ -381,11 +377,3 @@ def find_saved(
             "nothing to go on from in place. Start again."
         )
     return Found(recovered, why_not_live=why_not_live)
-
-
-def _keepers(trainer: pl.Trainer) -> Keepers:
-    strategy = run_of(trainer).strategy
-    assert strategy is not None
-    store = strategy.engine.store
-    dims = {name: spec.cut_dim for name, spec in store.specs.items()}
-    return Keepers(slices=store.slices, dims=dims)

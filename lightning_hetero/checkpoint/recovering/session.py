@@ -1,7 +1,7 @@
 """What all ranks of a recovery know: which rank reaches which tier, and what the tiers hold.
 
 Every rank reports what its node's tiers hold, rank 0 also the remote one; manifests are read by one
-rank for all. Storage is waited for while it makes progress, and given up if it hangs (`Rounds`).
+rank for all.
 """
 
 import logging
@@ -13,19 +13,25 @@ from typing import Self
 
 from lightning_hetero.checkpoint.deadlines import Progress
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.peers import Peers
 from lightning_hetero.checkpoint.recovering.inventory import Inventory, take_inventory
+from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind, read_manifest
-from lightning_hetero.checkpoint.transport import (
-    SoloTransport,
-    Transport,
-    finish_together,
-    gather_json,
-)
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["ExhaustedError", "Session"]
+__all__ = ["ExhaustedError", "Session", "serve_tiers"]
 
 _log = logging.getLogger(__name__)
+_MARGIN = 1.5
+
+
+def serve_tiers(tiers: Sequence[Tier], peers: Peers) -> Address | None:
+    """Let other ranks read a node's own tiers; return where."""
+    if peers.world_size == 1:
+        return None
+    own = {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
+    peers.server.stores.update(own)
+    return peers.server.address
 
 
 class ExhaustedError(CheckpointError):
@@ -37,28 +43,32 @@ class Session:
     """One rank's view of tiers and ranks while these try one checkpoint after another."""
 
     tiers: Sequence[Tier]
-    transport: Transport
+    peers: Peers
     node_of_rank: Sequence[str]
+    addresses: Sequence[Address | None]
+    """Where each rank serves its node's tiers; None for a single rank."""
     inventory: Inventory = field(default_factory=Inventory)
     """What all ranks together found when they looked last."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of each phase."""
 
     @classmethod
-    def open(cls, tiers: Sequence[Tier], node: str, transport: Transport | None) -> Self:
+    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
         """Open a session, in which the ranks know each other's nodes; all call it. Communicates."""
-        transport = transport or SoloTransport()
-        return cls(tiers, transport, gather_json(transport, node))
+        peers = peers or Peers()
+        own = serve_tiers(tiers, peers)
+        rows = peers.gather([node, own])
+        return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
 
     @property
     def node(self) -> str:
         """This rank's node."""
-        return self.node_of_rank[self.transport.global_rank]
+        return self.node_of_rank[self.peers.global_rank]
 
     @property
     def looked_after(self) -> list[Tier]:
         """The tiers that this rank looks after for all that share them."""
-        rank = self.transport.global_rank
+        rank = self.peers.global_rank
         is_first = self.node_of_rank.index(self.node) == rank
         return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
 
@@ -72,6 +82,21 @@ class Session:
         """Return a holder's tier; None if this rank doesn't reach it."""
         return next((tier for tier in self.tiers if tier.holder(self.node) == holder), None)
 
+    def reach(self, holder: Holder, turn: int) -> Readable | None:
+        """Return from what to read a holder's files: its tier, or a rank of its node."""
+        own = self.tier_of(holder)
+        if own is not None:
+            return own.store
+        found = [
+            address
+            for name, address in zip(self.node_of_rank, self.addresses, strict=True)
+            if name == holder.node and address is not None
+        ]
+        if holder.kind is TierKind.REMOTE or not found:
+            return None
+        address = found[turn % len(found)]
+        return PeerFiles(address, holder.kind.name, self.peers.timeout_s)
+
     def look(self) -> bool:
         """Take an inventory with all ranks; return whether it has changed. Communicates.
 
@@ -79,16 +104,21 @@ class Session:
             CheckpointError: A rank has failed; all ranks raise it.
         """
         start_s, before = time.perf_counter(), self.inventory
-        _, reports = finish_together(
-            lambda progress: take_inventory(self.looked_after, node=self.node, progress=progress),
-            self.transport,
-            lambda report: {"report": report.encode().decode()},
-        )
+        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode().decode()})
         self.inventory = Inventory.merge(
             Inventory.decode(report["report"].encode()) for report in reports
         )
         self.seconds["inventory"] = time.perf_counter() - start_s
         return self.inventory != before
+
+    def _take(self, progress: Progress) -> Inventory:
+        return take_inventory(
+            self.looked_after,
+            node=self.node,
+            progress=progress,
+            # Less than the others wait, so that it is reported as that place's failure.
+            timeout_s=self.peers.timeout_s / _MARGIN,
+        )
 
     def share_manifests(self, checkpoint: CheckpointId, world_size: int) -> dict[int, PartManifest]:
         """Return all manifests; the lowest rank that reaches one reads it for all. Communicates.
@@ -106,14 +136,12 @@ class Session:
         def read_own(progress: Progress) -> list[str]:
             texts = []
             for part, items in sorted(holders.items()):
-                if self._reader_of(part, items[0]) == self.transport.global_rank:
+                if self._reader_of(part, items[0]) == self.peers.global_rank:
                     texts += self._read_any(checkpoint, part, items)
                     progress.tick()
             return texts
 
-        _, answers = finish_together(
-            read_own, self.transport, lambda found: {"manifests": found}, may_fail=True
-        )
+        _, answers = self.peers.do(read_own, lambda found: {"manifests": found}, may_fail=True)
         shared = (text for answer in answers for text in answer.get("manifests", ()))
         manifests = {
             manifest.part: manifest
@@ -129,7 +157,7 @@ class Session:
 
     def _reader_of(self, part: int, holder: Holder) -> int:
         if holder.kind is TierKind.REMOTE:
-            return part % self.transport.world_size
+            return part % self.peers.world_size
         return self.node_of_rank.index(holder.node)
 
     def _read_any(
