@@ -6,7 +6,7 @@ The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
 worker a fit that ends because a rank is lost, comes or leaves is followed by another one:
 
 1. the old generation's detector is paused, its groups are closed, and this rank's part of the last
-   step is kept (`checkpoint.survivors`),
+   step is kept (`checkpoint.recovering.live`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
 3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
    waiting newcomers (`runtime.generation.newcomers`); where ranks have stopped between two steps

@@ -19,7 +19,7 @@ from lightning_hetero.callbacks import guests
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.survivors import Follows, LiveState, Newcomer
+from lightning_hetero.checkpoint.recovering.live import Follows, LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.step_end import StepEnd
@@ -333,7 +333,7 @@ def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
 def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
     steps, nothing = live.LiveSteps(), live.NothingLive("the ranks had come to different steps")
     steps.state = object.__new__(LiveState)
-    monkeypatch.setattr(live, "recover_from_survivors", lambda *_: nothing)
+    monkeypatch.setattr(live, "recover_live", lambda *_: nothing)
     monkeypatch.setattr(live, "_keepers", lambda _: None)
     none: Any = None
     assert steps.recover(none, [], none).why_not_live == nothing.why
@@ -355,11 +355,9 @@ def test_all_gather_anew_with_whoever_has_trained_no_step_since_it_came(
     )
     steps = live.LiveSteps()
     steps.state = Newcomer() if is_newcomer else object.__new__(LiveState)
-    monkeypatch.setattr(live, "recover_from_survivors", lambda *_: object())
-    monkeypatch.setattr(live, "_keepers", lambda _: None)
-    monkeypatch.setattr(live, "gather_json", lambda _, own: [own, not own])
-    transport: Any = None
-    steps.go_on(trainer, steps.recover(trainer, [], transport))
+    monkeypatch.setattr(live, "recover_live", lambda *_: object())
+    peers: Any = SimpleNamespace(gather=lambda own: [own, not own])
+    steps.go_on(trainer, steps.recover([], peers))
     assert module.seen.update_count == 0
 
 

@@ -18,6 +18,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
+from lightning_hetero.checkpoint.content import tensors_of
 from lightning_hetero.checkpoint.saving import snapshot
 from lightning_hetero.checkpoint.saving import snapshot as snapshots
 from lightning_hetero.checkpoint.saving.snapshot import HostBuffer
@@ -79,7 +80,7 @@ def test_a_buffer_of_several_blocks_keeps_each_tensor_and_is_reused(monkeypatch)
         taken = buffer.take(content)
         taken.wait()
         places.append({key: copy.data_ptr() for key, copy in taken.tensors.items()})
-        originals = snapshots._tensors_of(content)
+        originals = tensors_of(content)
         assert all(copy.equal(originals[key]) for key, copy in taken.tensors.items())
         taken.release()
     assert places[0] == places[1]

@@ -90,8 +90,8 @@ class FileBody:
                 rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
                 row_bytes = size // rows.shape[0]
                 skipped = first // row_bytes
-                some = rows[skipped : -(-last // row_bytes)].reshape(-1).view(torch.uint8).numpy()
-                found.append(some.data[first - skipped * row_bytes : last - skipped * row_bytes])
+                some = _as_bytes(rows[skipped : -(-last // row_bytes)])
+                found.append(some[first - skipped * row_bytes : last - skipped * row_bytes])
             offset += size
         return b"".join(found)
 
@@ -102,8 +102,12 @@ class FileBody:
             row_bytes = max(1, rows[:1].numel() * rows.element_size())
             step = max(1, _CHUNK_BYTES // row_bytes)
             for start in range(0, rows.shape[0], step):
-                flat = rows[start : start + step].reshape(-1).view(torch.uint8)
-                yield flat.numpy().data.toreadonly()
+                yield _as_bytes(rows[start : start + step])
+
+
+def _as_bytes(rows: torch.Tensor) -> memoryview:
+    flat = rows.contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data.toreadonly()
 
 
 def encode_part(
