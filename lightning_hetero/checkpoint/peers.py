@@ -12,13 +12,14 @@ but from rank to rank (`serving`).
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Deadline, Progress
-from lightning_hetero.checkpoint.serving import FileServer
+from lightning_hetero.checkpoint.serving import Address, FileServer
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, PeerError
 
 __all__ = ["Keys", "Peers"]
@@ -100,6 +101,14 @@ class Peers:
         made._prefix = f"{self._prefix}{next(self._branches)}/"
         made.server = self.server
         return made
+
+    def serve(self, tiers: Sequence[Tier]) -> Address | None:
+        """Let other ranks read a node's own tiers; return where, None for a single rank."""
+        if self.world_size == 1:
+            return None
+        own = {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
+        self.server.stores.update(own)
+        return self.server.address
 
     def close(self) -> None:
         """Serve no files any more."""

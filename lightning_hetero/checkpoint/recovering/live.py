@@ -24,15 +24,15 @@ from lightning_hetero.checkpoint.content import (
     num_rows,
     tensors_of,
 )
-from lightning_hetero.checkpoint.manifest import PartManifest
-from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.recovering.taking import Parts, take
-from lightning_hetero.checkpoint.saving.encoding import (
+from lightning_hetero.checkpoint.encoding import (
     FileBody,
     encode_part,
     make_manifest,
     metadata_files,
 )
+from lightning_hetero.checkpoint.manifest import PartManifest
+from lightning_hetero.checkpoint.peers import Peers
+from lightning_hetero.checkpoint.recovering.taking import Parts, take
 from lightning_hetero.checkpoint.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.tiers import Holder, TierKind
 from lightning_hetero.core.errors import CheckpointError

@@ -19,19 +19,10 @@ from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind, read_manifest
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["ExhaustedError", "Session", "serve_tiers"]
+__all__ = ["ExhaustedError", "Session"]
 
 _log = logging.getLogger(__name__)
 _MARGIN = 1.5
-
-
-def serve_tiers(tiers: Sequence[Tier], peers: Peers) -> Address | None:
-    """Let other ranks read a node's own tiers; return where."""
-    if peers.world_size == 1:
-        return None
-    own = {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
-    peers.server.stores.update(own)
-    return peers.server.address
 
 
 class ExhaustedError(CheckpointError):
@@ -56,7 +47,7 @@ class Session:
     def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
         """Open a session, in which the ranks know each other's nodes; all call it. Communicates."""
         peers = peers or Peers()
-        own = serve_tiers(tiers, peers)
+        own = peers.serve(tiers)
         rows = peers.gather([node, own])
         return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
 

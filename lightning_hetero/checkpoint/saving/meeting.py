@@ -16,7 +16,6 @@ from lightning_hetero.checkpoint.deadlines import BackgroundThread
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES
 from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.recovering.session import serve_tiers
 from lightning_hetero.checkpoint.saving.replicas import place_replicas, pull_part
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.saving.storing import LastingCopies, OwnPart, OwnTiers, Uploads
@@ -97,7 +96,7 @@ class Meeting:
         self._node_of_rank = node_of_rank
         self._peers = peers
         self._rank = peers.global_rank
-        self._address = serve_tiers(tiers, peers)
+        self._address = peers.serve(tiers)
         node = node_of_rank[self._rank]
         node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
         self._is_first_of_node = node_ranks[0] == self._rank

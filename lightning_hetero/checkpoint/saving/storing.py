@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.checkpoint.content import is_sound
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Progress
+from lightning_hetero.checkpoint.encoding import FileBody, encode_part, make_manifest
 from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, PartManifest, manifest_name
 from lightning_hetero.checkpoint.parts import copy_part, write_manifest
 from lightning_hetero.checkpoint.pruning import TierKeeper, remove_files
-from lightning_hetero.checkpoint.saving.encoding import FileBody, encode_part, make_manifest
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind

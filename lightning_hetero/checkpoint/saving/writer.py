@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Deadline
+from lightning_hetero.checkpoint.encoding import metadata_files
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.saving.encoding import metadata_files
 from lightning_hetero.checkpoint.saving.meeting import Meeting, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saving.snapshot import HostBuffer, Snapshot
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
