@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.access import Access
@@ -212,7 +213,8 @@ class LayerwiseCheckpoint(Checkpoint):
                 made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
             )
             restore(trainer, owned, recovered)
-            self._live.go_on(trainer, found)
+            if goes_on:
+                _reset_metrics(pl_module)
             report = report_recovery(trainer, found, times, self.places, peers)
             run_of(trainer).note_restart(report, in_place=goes_on)
             if is_complete(trainer):
@@ -248,7 +250,6 @@ class LayerwiseCheckpoint(Checkpoint):
             self._save(trainer)
         if recovered is not None:
             go_on(trainer, recovered)
-            self._live.begin_training(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -262,11 +263,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging swaps weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live.end_evaluation()
+        self._live.begin_evaluation()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -300,7 +297,6 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live.begin_epoch_end()
         is_last = trainer.should_stop or trainer.global_step == trainer.max_steps
         is_last |= trainer.current_epoch + 1 == trainer.max_epochs
         if is_last and self._last_step != trainer.global_step:
@@ -391,6 +387,13 @@ def _peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
         is_over=processes.comms.is_aborted,
         host=own_host(host),
     )
+
+
+def _reset_metrics(module: pl.LightningModule) -> None:
+    """Begin metrics anew, as in a new process: all ranks must have gathered the same steps."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.reset()
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Generic, ParamSpec, TypeVar
 
 __all__ = [
+    "MARGIN",
     "BackgroundThread",
     "Deadline",
     "Followed",
@@ -27,6 +28,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
+MARGIN = 1.5
+"""How much longer whoever waits for work waits than the work may hang: so that it tells itself."""
 _LONGEST_LOOK_S = 1.0
 _MAX_HANGING = 8
 

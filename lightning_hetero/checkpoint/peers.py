@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Deadline, Progress
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread, Deadline, Progress
 from lightning_hetero.checkpoint.serving import Address, FileServer
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, PeerError
@@ -28,8 +28,6 @@ _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 _BEAT_S = 0.5
 """Seconds between two looks at the own work's progress."""
-_MARGIN = 1.5
-"""How much longer a rank waits for others than for its own work, so that these can tell why."""
 _T = TypeVar("_T")
 
 
@@ -165,7 +163,7 @@ class Peers:
                 if self.world_size > 1:
                     with self._naming() as keys:
                         keys.add(self._name("beats"), 1)
-        return self.gather(self._status(work, describe, limit_s), timeout_s=_MARGIN * limit_s)
+        return self.gather(self._status(work, describe, limit_s), timeout_s=MARGIN * limit_s)
 
     def do(
         self,

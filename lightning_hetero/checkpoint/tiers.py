@@ -76,7 +76,7 @@ class Tier:
 
     disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
     bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
-    recovered = recover(needs, [disk, bucket], node="node-3", transport=transport)
+    recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
     """
 
     kind: TierKind

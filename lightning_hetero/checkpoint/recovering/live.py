@@ -14,7 +14,6 @@ Floor: each row is copied once; what a rank keeps itself doesn't travel.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from lightning_hetero.checkpoint.content import (
@@ -37,15 +36,7 @@ from lightning_hetero.checkpoint.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.tiers import Holder, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["Follows", "LiveState", "Newcomer", "NothingLive", "recover_live"]
-
-
-class Follows(StrEnum):
-    """What follows the step whose state was noted."""
-
-    STEP = "a step"
-    END = "the end of an epoch or of training"
-    EPOCH = "an epoch"
+__all__ = ["LiveState", "Newcomer", "NothingLive", "recover_live"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +47,6 @@ class LiveState:
     """All rows that the rank kept, as owner or standby, on the host; its rank and size are old."""
     generation: int
     """The number of the generation."""
-    follows: Follows = Follows.STEP
-    """What follows the step; must be the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +156,6 @@ def _offer(own: LiveState | NothingLive | Newcomer, peers: Peers) -> dict[str, A
         return {
             "generation": own.generation,
             "step": content.id.step,
-            "follows": own.follows,
             "manifest": manifest.encode().decode(),
             "address": None if peers.world_size == 1 else peers.server.address,
         }
@@ -184,11 +172,9 @@ def why_not(offers: Sequence[Mapping[str, Any]]) -> str:
     left = {rank: offer for rank, offer in enumerate(offers) if "new" not in offer}
     if 0 not in left:
         return "rank 0 has trained no step in this process"
-    if len({(o["generation"], o["step"], o["follows"]) for o in left.values()}) > 1:
-        steps = (f"rank {rank} to {o['step']} before {o['follows']}" for rank, o in left.items())
+    if len({(o["generation"], o["step"]) for o in left.values()}) > 1:
+        steps = (f"rank {rank} to {o['step']}" for rank, o in left.items())
         return f"the ranks that are left had come to different steps ({', '.join(steps)})"
-    if left[0]["follows"] == Follows.END and len(left) < len(offers):
-        return "newcomers don't know what was gathered for the end of the epoch"
     return ""
 
 

@@ -4,9 +4,8 @@ All ranks do it at once and tell each other whether they have all: either every 
 that state, or none does.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.checkpoint.content import (
@@ -52,7 +51,6 @@ class Taken:
     rank_metadata: Mapping[str, Any] | None
     bytes_by_source: Mapping[Source, int]
     failures: tuple[str, ...]
-    seconds: float = field(default=0.0)
 
     def recovered(
         self,
@@ -126,7 +124,6 @@ def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Taken | str:
 def _take(
     needs: Sequence[SliceNeed], parts: Parts, turn: int, progress: Progress
 ) -> Taken | _Refused | str:
-    start_s = time.perf_counter()
     try:
         own = RankNeeds(needs, parts.manifests, parts.own_part)
     except CheckpointError as error:
@@ -146,5 +143,4 @@ def _take(
         rank_metadata=rank_metadata,
         bytes_by_source=dict(fetcher.bytes_by_source),
         failures=tuple(fetcher.failures),
-        seconds=time.perf_counter() - start_s,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES
 from lightning_hetero.checkpoint.peers import Peers
@@ -28,8 +28,6 @@ __all__ = ["Meeting", "SaveTask", "WriterOptions"]
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_MARGIN = 1.5
-"""How much longer a copy is waited for than its source, so that the source is blamed."""
 _Statuses = Sequence[Mapping[str, Any]]
 
 
@@ -257,9 +255,7 @@ class Meeting:
             for sender in senders:
                 try:
                     kind, address = statuses[sender]["written"][0], statuses[sender]["address"]
-                    source = PeerFiles(
-                        address, TierKind(kind).name, self._options.stall_s / _MARGIN
-                    )
+                    source = PeerFiles(address, TierKind(kind).name, self._options.stall_s / MARGIN)
                     store = self._own.tiers[-1].store
                     pull_part(source, store, part.manifest.id, sender, self._storing.progress)
                 except Exception as error:

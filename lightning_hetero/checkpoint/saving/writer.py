@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Deadline
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread, Deadline
 from lightning_hetero.checkpoint.encoding import metadata_files
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.peers import Peers
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]
 
 _log = logging.getLogger(__name__)
-_WAIT = 2.0
-"""How much longer training waits for a save than ranks wait for each other's storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +153,7 @@ class CheckpointWriter:
 
     def _wait_for(self, future: "Future[Any]") -> None:
         """Wait until the ranks have finished a save, successfully or not."""
-        Deadline(_WAIT * self._stall_s, self._meeting.progress).wait_for(future)
+        Deadline(MARGIN**2 * self._stall_s, self._meeting.progress).wait_for(future)
 
     def upload_newest(self) -> None:
         """Upload the newest checkpoint, even if it must wait for an older one's upload.
