@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Access
+from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
 from lightning_hetero.callbacks.checkpointing.live import Found, LiveSteps, find_saved
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
@@ -50,7 +50,6 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
 )
 from lightning_hetero.checkpoint.retry import local_folder
-from lightning_hetero.checkpoint.serving import own_host
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]
@@ -182,7 +181,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if not self._resume:
             refuse_under_torchrun()
         if stage == "fit":
-            self._peers = _peers_of(trainer, self._timeout.total_seconds())
+            self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and not run.knows_all_ranks:
                 # Before anything is planned or measured.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
@@ -370,23 +369,6 @@ class LayerwiseCheckpoint(Checkpoint):
         if access is not None:
             access.leave()
         self._peers.close()
-
-
-def _peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
-    """Return the ranks of this fit; after a loss this rank may be the only one that is left."""
-    strategy = run_of(trainer).strategy
-    if strategy is None or trainer.world_size == 1:
-        return Peers(timeout_s=timeout_s)
-    processes = strategy.processes
-    store, host = processes.open_store("checkpoints")
-    return Peers(
-        store,
-        global_rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        timeout_s=timeout_s,
-        is_over=processes.comms.is_aborted,
-        host=own_host(host),
-    )
 
 
 def _reset_metrics(module: pl.LightningModule) -> None:

@@ -78,13 +78,16 @@ class _Server(ThreadingHTTPServer):
         self, host: str, token: str, read: Callable[[str, str, int, int | None], bytes]
     ) -> None:
         self.token, self.read = token, read
-        if ":" in host:
+        # A machine that others reach may get requests on any of its interfaces.
+        own = host if _is_loopback(host) else ""
+        if ":" in own or (not own and socket.has_dualstack_ipv6()):
             self.address_family = socket.AF_INET6
-        # Who is reached by a name may get requests on any of its interfaces.
-        super().__init__((host if _is_loopback(host) else "", 0), _Handler)
+        super().__init__((own, 0), _Handler)
 
     def server_bind(self) -> None:
         """Bind without looking up this machine's name, which may take long."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, *_: Any) -> None:

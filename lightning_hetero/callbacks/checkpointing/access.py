@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+
 from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join, release
+from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
@@ -22,8 +25,9 @@ from lightning_hetero.checkpoint import (
     begin_run,
 )
 from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.serving import own_host
 
-__all__ = ["Access"]
+__all__ = ["Access", "peers_of"]
 
 
 @dataclass(kw_only=True)
@@ -178,3 +182,20 @@ class Access:
 def _leave(entered: "Future[_Entered]") -> None:
     if entered.exception() is None:
         entered.result().leave()
+
+
+def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
+    """Return the ranks of this fit; after a loss this rank may be the only one that is left."""
+    strategy = run_of(trainer).strategy
+    if strategy is None or trainer.world_size == 1:
+        return Peers(timeout_s=timeout_s)
+    processes = strategy.processes
+    store, host = processes.open_store("checkpoints")
+    return Peers(
+        store,
+        global_rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        timeout_s=timeout_s,
+        is_over=processes.comms.is_aborted,
+        host=own_host(host),
+    )
