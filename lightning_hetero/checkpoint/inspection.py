@@ -150,7 +150,7 @@ def describe_sources(view: View) -> str:
     for need in needs:
         unit = view.manifests[need.part].file(need.file).unit
         if unit is not None:
-            size[unit][fetcher.cheapest(need)[1][0]] += need.stop
+            size[unit][fetcher.choose(need, 0)[1]] += need.stop
     lost: dict[int, int] = defaultdict(int)
     for (part, name), items in holders.items():
         entry = view.manifests[part].file(name)

@@ -167,14 +167,22 @@ class Fetcher:
         best = min(source_of(holder, self._node) for holder in options)
         return best, [holder for holder in options if source_of(holder, self._node) is best]
 
+    def choose(self, item: FileRange, turn: int) -> tuple[Source, Holder, int]:
+        """Return from whom a range is read in a turn, and the turn among the ranks that reach it.
+
+        Raises:
+            CheckpointError: Nobody is left.
+        """
+        source, options = self.cheapest(item)
+        return source, options[turn % len(options)], turn // len(options)
+
     def _fetch(
         self, item: FileRange, turn: int, deliver: Callable[[FileRange, Buffer], None]
     ) -> None:
         """Get a range from the cheapest holder, from the next one if that fails, and so on."""
         while True:
-            source, options = self.cheapest(item)
-            holder = options[turn % len(options)]
-            data, why = self._read(item, holder, turn // len(options))
+            source, holder, turn_of_holder = self.choose(item, turn)
+            data, why = self._read(item, holder, turn_of_holder)
             if not why:
                 deliver(item, data)
                 with self._lock:
