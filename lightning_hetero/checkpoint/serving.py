@@ -51,7 +51,7 @@ class FileServer:
             if self._server is None:
                 self._server = _Server(self._host, self._token, self.read)
                 thread = threading.Thread(
-                    target=self._server.serve_forever, name="checkpoint-serve", daemon=True
+                    target=self._server.serve, name="checkpoint-serve", daemon=True
                 )
                 thread.start()
             return self._host, int(self._server.server_address[1]), self._token
@@ -66,8 +66,7 @@ class FileServer:
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            server.stop()
 
 
 class _Server(ThreadingHTTPServer):
@@ -89,6 +88,21 @@ class _Server(ThreadingHTTPServer):
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
+
+    def serve(self) -> None:
+        """Answer requests, each on a thread of its own, until `stop` is called."""
+        while True:
+            try:
+                request, client = self.get_request()
+            except OSError:
+                return
+            self.process_request(request, client)
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        with contextlib.suppress(OSError):  # Ends the wait for one, on Linux.
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.server_close()
 
     def handle_error(self, *_: Any) -> None:
         """Keep quiet: the reader is gone, and says why itself."""

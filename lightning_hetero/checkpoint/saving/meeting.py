@@ -99,6 +99,7 @@ class Meeting:
         node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
         self._is_first_of_node = node_ranks[0] == self._rank
         self._storing = BackgroundThread("checkpoint-write")
+        self._pulling = BackgroundThread("checkpoint-pull")
         self._uploading = BackgroundThread("checkpoint-upload")
         self._own = OwnTiers(
             [tier for tier in tiers if tier.kind is not TierKind.REMOTE],
@@ -157,8 +158,8 @@ class Meeting:
 
     def end(self) -> None:
         """End the threads once they have finished their work; doesn't wait."""
-        self._storing.finish()
-        self._uploading.finish()
+        for thread in (self._storing, self._pulling, self._uploading):
+            thread.finish()
 
     def _finish(
         self,
@@ -257,15 +258,15 @@ class Meeting:
                     kind, address = statuses[sender]["written"][0], statuses[sender]["address"]
                     source = PeerFiles(address, TierKind(kind).name, self._options.stall_s / MARGIN)
                     store = self._own.tiers[-1].store
-                    pull_part(source, store, part.manifest.id, sender, self._storing.progress)
+                    pull_part(source, store, part.manifest.id, sender, self._pulling.progress)
                 except Exception as error:
                     # Stores raise their client library's own types; other copies may succeed.
                     errors.append(f"Copy of rank {sender}'s part for rank {self._rank}: {error}")
             return errors
 
-        answers = self._finish(
-            self._submit(pull), self._storing, lambda found: {"errors": found or []}
-        )
+        pulling = self._pulling.submit(pull)
+        answers = self._finish(pulling, self._pulling, lambda found: {"errors": found or []})
+        pulling.cancel()  # If it waits for an earlier one that hangs.
         texts = [text for answer in answers for text in answer["errors"]]
         texts += [f"Copies for {answer['error']}" for answer in answers if "error" in answer]
         for text in texts:
