@@ -106,7 +106,7 @@ def _recover(
 ) -> Recovered | NothingLive:
     offer = _offer(own, peers)
     offers = peers.gather(offer)
-    if why := why_not(offers):
+    if why := _why_not(offers):
         return NothingLive(why)
     manifests, addresses, holders = {}, {}, {}
     for rank, item in enumerate(offers):
@@ -164,7 +164,7 @@ def _offer(own: LiveState | NothingLive | Newcomer, peers: Peers) -> dict[str, A
         return {"why": f"{type(error).__name__}: {error}"}
 
 
-def why_not(offers: Sequence[Mapping[str, Any]]) -> str:
+def _why_not(offers: Sequence[Mapping[str, Any]]) -> str:
     """Return why ranks can't go on from what they have; "" if they might."""
     for rank, offer in enumerate(offers):
         if "why" in offer:
