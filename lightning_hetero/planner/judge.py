@@ -20,7 +20,7 @@ from lightning_hetero.planner.estimating.memory_fit import settle_memory
 from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders
-from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all, propagate_equal
+from lightning_hetero.simulator.propagate import EqualTimes, propagate, propagate_all
 
 __all__ = ["Candidate", "Judge"]
 
@@ -362,7 +362,7 @@ class Judge:
         if found is None:
             blocking = self.estimator.cost.layout.blocking_messages
             times = self._equal(pipeline, shapes, count)
-            line = propagate_equal(times, (0.0,) * len(shapes), blocking=blocking)
+            line = propagate(times, (0.0,) * len(shapes), blocking=blocking)
             found = self._alone[key] = max(line.end_s)
         return found
 

@@ -20,10 +20,10 @@ from lightning_hetero.planner.estimating.stage_times import PipelineKey, StageTi
 from lightning_hetero.planner.solvers.balancing import split_layers
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
-from lightning_hetero.simulator.propagate_equal import (
+from lightning_hetero.simulator.propagate import (
     EqualTimes,
     circle_s,
-    propagate_equal,
+    propagate,
     steady_round_s,
 )
 
@@ -336,6 +336,6 @@ class PipelineEstimator(StageTimes):
         if found is None:
             times = replace(part.times, num_microbatches=num_microbatches)
             starts, blocking = (0.0,) * len(part.layers), self.cost.layout.blocking_messages
-            found = list(propagate_equal(times, starts, blocking=blocking).end_s)
+            found = list(propagate(times, starts, blocking=blocking).end_s)
             self._ends_of[key] = found
         return found
