@@ -77,8 +77,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
     parser.add_argument(
         "--precision",
         choices=list(PRECISIONS),
+        metavar="NAME",
         default="bf16-mixed",
-        help="the Trainer's precision, which decides memory and traffic (default: bf16-mixed)",
+        help="the Trainer's precision, which decides rates, memory and traffic: "
+        f"{', '.join(PRECISIONS)} (default: bf16-mixed)",
     )
     parser.add_argument(
         "--redundancy",

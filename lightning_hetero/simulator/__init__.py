@@ -21,6 +21,7 @@ from lightning_hetero.simulator.report import (
     host_lines,
     memory_tables,
     plan_table,
+    precision_notes,
     prediction_lines,
     simulated_facts,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "memory_tables",
     "plan_table",
     "plot_timeline",
+    "precision_notes",
     "prediction_lines",
     "save_trace",
     "simulate",

@@ -68,7 +68,7 @@ class CostModel(ClusterLinks, ABC):
         """Return the same costs with another layout of states."""
         other = copy.copy(self)
         other.layout = layout
-        other._compute, other._updates, other._peaks = {}, {}, {}
+        other._shapes, other._compute, other._updates, other._peaks = {}, {}, {}, {}
         return other
 
     @abstractmethod
@@ -364,4 +364,4 @@ class CostModel(ClusterLinks, ABC):
         )
 
     def _speed(self, device: str) -> float:
-        return self._specs[device].peak_flops_per_s
+        return self._specs[device].flops_per_s(self.layout.computes_in)

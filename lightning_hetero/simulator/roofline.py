@@ -40,8 +40,8 @@ _STEP_BYTES_PER_PARAM = 34  # Adam: reads 4 and writes 3 fp32 values, then a 16-
 class RooflineCost(CostModel):
     """Costs of a transformer on known devices.
 
-    In 32 bits (`layout.weight_bytes` 4) matrix products run at half the 16-bit peak, as with TF32,
-    and all that is read, written and kept is twice as wide.
+    Matrix products run at the device's rate for `layout.computes_in`: that of fp32 where it has no
+    units for bf16 or fp16. In 32 bits all that is read, written and kept is twice as wide.
     """
 
     def measure_stage_s(
@@ -127,7 +127,7 @@ class RooflineCost(CostModel):
 
     def _matmul_flops_per_s(self, shape: StageShape) -> float:
         efficiency = _MATMUL_EFFICIENCY.get(shape.device, _DEFAULT_MATMUL_EFFICIENCY)
-        peak = self.device(shape.device).peak_flops_per_s * 2 / self._width
+        peak = self.device(shape.device).flops_per_s(self.layout.computes_in)
         return peak * efficiency * shape.tp_degree
 
     @property

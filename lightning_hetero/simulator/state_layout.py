@@ -3,18 +3,28 @@
 from dataclasses import dataclass
 from typing import Self
 
+from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.transfers import ExchangeKind
 
 __all__ = ["PRECISIONS", "StateLayout"]
 
-PRECISIONS = {"bf16-mixed": (2, 4, 4, 16), "bf16-true": (2, 4, 2, 8), "32-true": (4, 4, 4, 16)}
-"""Bytes per parameter of weights, of summed gradients, of masters, and of all an owner keeps."""
+PRECISIONS = {
+    "bf16-mixed": (Arithmetic.BF16, 2, 4, 4, 16),
+    "bf16-true": (Arithmetic.BF16, 2, 4, 2, 8),
+    "16-mixed": (Arithmetic.FP16, 2, 4, 4, 16),
+    "16-true": (Arithmetic.FP16, 2, 4, 2, 8),
+    "32-true": (Arithmetic.FP32, 4, 4, 4, 16),
+}
+"""The format that matrix products are computed in, and the bytes per parameter of weights, of
+summed gradients, of masters, and of all an owner keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
     """Bytes per parameter, and which ranks keep them: by default owners of slices."""
 
+    arithmetic: Arithmetic | None = None
+    """The format that matrix products are computed in; None is bf16 or fp32, by `weight_bytes`."""
     weight_bytes: int = 2
     """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
     gradient_bytes: int = 2
@@ -43,6 +53,12 @@ class StateLayout:
     blocking_messages: bool = False
     """Whether both stages stand still while an activation travels, as in frameworks that send and
     receive on the stream that computes."""
+
+    @property
+    def computes_in(self) -> Arithmetic:
+        """The format that matrix products are computed in."""
+        default = Arithmetic.BF16 if self.weight_bytes == 2 else Arithmetic.FP32
+        return self.arithmetic or default
 
     @property
     def is_owned_by_room(self) -> bool:
@@ -80,8 +96,9 @@ class StateLayout:
     @classmethod
     def of_precision(cls, precision: str, *, redundancy: int = 0) -> Self:
         """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
-        weight, summed, master, owned = PRECISIONS[precision]
+        arithmetic, weight, summed, master, owned = PRECISIONS[precision]
         return cls(
+            arithmetic=arithmetic,
             weight_bytes=weight,
             gradient_bytes=weight,
             summed_bytes=summed,
