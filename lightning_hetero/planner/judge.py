@@ -287,7 +287,7 @@ class Judge:
             self.work_done += self._num_actions(candidate)
             simulation = self._simulate(again)
             score = self._weigh(simulation.iteration_time_s, candidate.arrangement)
-            if score < below and self._fits_in(again, simulation):
+            if score < below and simulation.fits:
                 best, below = (again, simulation), score
         return best
 
@@ -295,15 +295,6 @@ class Judge:
         microbatch = self.estimator.workload.microbatch
         batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
         return simulate(plan, self.estimator.cost, batches)
-
-    def _fits_in(self, plan: ParallelPlan, simulation: Simulation) -> bool:
-        """Return whether every stage has the memory it needs."""
-        cost = self.estimator.cost
-        return all(
-            memory.total <= cost.usable_bytes(cost.shape_of(stage).device)
-            for pipeline, row in zip(plan.pipelines, simulation.stage_memory, strict=True)
-            for stage, memory in zip(pipeline.stages, row, strict=True)
-        )
 
     def _fits_as_it_is(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits with holders as owners and nothing recomputed."""

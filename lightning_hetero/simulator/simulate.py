@@ -51,6 +51,8 @@ class Simulation:
     """[pipeline][stage] share of the iteration spent computing, 0 to 1."""
     stage_memory: tuple[tuple[MemoryTerms, ...], ...]
     """[pipeline][stage] peak of each of the stage's ranks, by terms."""
+    stage_usable_bytes: tuple[tuple[float, ...], ...]
+    """[pipeline][stage] bytes of each rank's device that a plan may fill."""
     memory_bytes: tuple[float, ...]
     """Peak bytes per global rank; for idle ranks, what they own by the plan's owner shares."""
     host_bytes: tuple[float, ...]
@@ -71,6 +73,25 @@ class Simulation:
     def recompute_s(self) -> float:
         """The most seconds in which any stage recomputes activations."""
         return max(map(max, self.stage_recompute_s))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage has the memory it needs."""
+        return not self.lacking_bytes
+
+    @property
+    def lacking_bytes(self) -> dict[tuple[int, int], float]:
+        """By (pipeline, stage), the bytes that are needed beyond what a device has; {} if it fits.
+
+        This is the answer to whether a plan fits, for the planner, the command line and summaries.
+        """
+        rows = zip(self.stage_memory_bytes, self.stage_usable_bytes, strict=True)
+        return {
+            (p, s): needed - usable
+            for p, row in enumerate(rows)
+            for s, (needed, usable) in enumerate(zip(*row, strict=True))
+            if needed > usable
+        }
 
     @property
     def stage_memory_bytes(self) -> tuple[tuple[float, ...], ...]:
@@ -176,6 +197,7 @@ def simulate(
             budgets, _stage_memory(plan.num_pipelines, cost, shapes, owned, batches), strict=True
         )
     ]
+    usable = [tuple([cost.usable_bytes(shape.device) for shape in row]) for row in shapes]
     again = [budget.total_recompute_s() for budget in budgets]
     exchange_s = ends.exposed_s(has_work)
     every_memory = tuple([memory[kind] for kind in kind_of])
@@ -184,6 +206,7 @@ def simulate(
         iteration_time_s=iteration_s,
         stage_busy=every_busy,
         stage_memory=every_memory,
+        stage_usable_bytes=tuple([usable[kind] for kind in kind_of]),
         memory_bytes=_rank_memory(plan, cost, every_memory),
         host_bytes=host_bytes(plan, cost),
         stage_recompute_s=tuple([again[kind] for kind in kind_of]),
