@@ -24,7 +24,7 @@ from lightning_hetero.simulator import (
     simulate,
     split_batch,
 )
-from lightning_hetero.simulator.state_layout import PRECISIONS
+from lightning_hetero.simulator.stage import PRECISIONS
 
 __all__ = [
     "Prediction",

@@ -27,8 +27,7 @@ from lightning_hetero.simulator.memory import (
     push_buffer_bytes,
     usable_bytes,
 )
-from lightning_hetero.simulator.stage_shape import StageShape
-from lightning_hetero.simulator.state_layout import StateLayout
+from lightning_hetero.simulator.stage import StageShape, StateLayout
 
 __all__ = ["CostModel"]
 

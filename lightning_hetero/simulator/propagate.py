@@ -18,27 +18,19 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
-
-import numpy as np
-
-from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = [
     "NOTHING",
     "NOWHERE",
     "EqualTimes",
-    "MicroBatchTimes",
     "PipelineTimes",
     "Round",
     "Step",
     "Timeline",
-    "circle_s",
     "propagate",
     "propagate_all",
     "run_rounds",
-    "steady_round_s",
 ]
 
 _Matrix = Sequence[Sequence[float]]
@@ -72,15 +64,6 @@ Round = tuple[Sequence[Step], int]
 """Steps, and how often they're repeated."""
 
 
-class MicroBatchTimes(NamedTuple):
-    """Seconds of a micro-batch's actions and messages, by stage."""
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    forward_message_s: tuple[float, ...]
-    backward_message_s: tuple[float, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
     """Seconds of every action and message of one pipeline, as [stage][micro-batch]."""
@@ -104,13 +87,16 @@ class PipelineTimes:
         """The last backward on each stage; zeros without micro-batches."""
         return tuple([row[-1] if row else 0.0 for row in self.backward_s])
 
-    def runs(self) -> list[tuple[MicroBatchTimes, int]]:
-        """Return the times of micro-batches in their order, and how many equal ones follow."""
+    def runs(self) -> list["EqualTimes"]:
+        """Return the times of each run of equal micro-batches, in their order."""
         count = len(self.forward_s[0])
         parts = (self.forward_s, self.backward_s, self.forward_message_s, self.backward_message_s)
         columns = [zip(*rows, strict=True) if rows else [()] * count for rows in parts]
-        every = itertools.starmap(MicroBatchTimes, zip(*columns, strict=True))
-        return [(times, sum(1 for _ in same)) for times, same in itertools.groupby(every)]
+        every = zip(*columns, strict=True)
+        return [
+            EqualTimes(row[0], row[1], row[2], row[3], sum(1 for _ in same))
+            for row, same in itertools.groupby(every)
+        ]
 
 
 @dataclass(frozen=True)
@@ -151,12 +137,9 @@ class EqualTimes:
             backward_message_s=each(self.backward_message_s),
         )
 
-    def runs(self) -> list[tuple[MicroBatchTimes, int]]:
-        """Return the times of the micro-batches, and their number."""
-        messages = self.forward_message_s, self.backward_message_s
-        return [
-            (MicroBatchTimes(self.forward_s, self.backward_s, *messages), self.num_microbatches)
-        ]
+    def runs(self) -> list["EqualTimes"]:
+        """Return the times of each run of equal micro-batches: this one."""
+        return [self]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +179,10 @@ def propagate(
         events=events if record else None,
     )
     busy_s = [
-        sum(count * (item.forward_s[stage] + item.backward_s[stage]) for item, count in runs)
+        sum(
+            item.num_microbatches * (item.forward_s[stage] + item.backward_s[stage])
+            for item in runs
+        )
         for stage in range(num_stages)
     ]
     return Timeline(end_s=tuple(free_s), busy_s=tuple(busy_s), events=tuple(events))
@@ -347,18 +333,18 @@ def _are_later(
 
 
 def _rounds_1f1b(
-    runs: Sequence[tuple[MicroBatchTimes, int]], num_stages: int, *, blocking: bool, named: bool
+    runs: Sequence[EqualTimes], num_stages: int, *, blocking: bool, named: bool
 ) -> Iterator[Round]:
     """Yield the rounds of a pipeline; those within a run of equal micro-batches are one, repeated.
 
     Steps of a round go from the last stage to the first: a forward reads the hidden state of the
     round before, and a backward the gradient of this one.
     """
-    steps = [_steps(times, num_stages, blocking=blocking) for times, _ in runs]
+    steps = [_steps(times, num_stages, blocking=blocking) for times in runs]
     columns: list[int] = []
-    for column, (_, count) in enumerate(runs):
-        columns += [column] * count
-    ends = list(itertools.accumulate([count for _, count in runs]))
+    for column, times in enumerate(runs):
+        columns += [column] * times.num_microbatches
+    ends = list(itertools.accumulate([times.num_microbatches for times in runs]))
     total, last, index = len(columns), num_stages - 1, 0
     while index < total + last:
         oldest, repeats = index - last, 1
@@ -384,79 +370,27 @@ def _named(step: Step, microbatch_index: int) -> Step:
     return step._replace(name=(*step.name[:2], microbatch_index))
 
 
-def _steps(times: MicroBatchTimes, num_stages: int, *, blocking: bool) -> list[Step]:
+def _steps(times: EqualTimes, num_stages: int, *, blocking: bool) -> list[Step]:
     """Return forward and backward of each stage, from the last stage to the first."""
     there, back = (*times.forward_message_s, 0.0), (0.0, *times.backward_message_s)
+    # A blocking message lengthens the action that it goes to.
+    hold, hold_back = (
+        ((0.0, *there[:-1]), (*back[1:], 0.0)) if blocking else ((0.0,) * num_stages,) * 2
+    )
     found = []
     for stage in range(num_stages - 1, -1, -1):
-        is_first, is_last = stage == 0, stage == num_stages - 1
         # Slots and links: stage s gets its hidden state in s, and its gradient in num_stages + s.
-        awaited, gradient = stage, num_stages + stage
-        after, before = (NOWHERE if is_last else stage + 1), (NOWHERE if is_first else gradient - 1)
-        hop, hop_back = there[stage], back[stage]
-        incoming = (
-            0.0 if is_first or not blocking else there[stage - 1],
-            0.0 if is_last or not blocking else back[stage + 1],
-        )
+        here, gradient, after, before = stage, num_stages + stage, stage + 1, num_stages + stage - 1
+        if stage == 0:
+            here, before = NOTHING, NOWHERE
+        if stage == num_stages - 1:
+            gradient, after = NOTHING, NOWHERE
+        forward, backward = times.forward_s[stage], times.backward_s[stage]
+        names = ("F", stage, 0), ("B", stage, 0)
         found += [
+            Step(stage, here, forward, after, there[stage], after, names[0], hold[stage]),
             Step(
-                stage,
-                NOTHING if is_first else awaited,
-                times.forward_s[stage],
-                after,
-                hop,
-                after,
-                ("F", stage, 0),
-                incoming[0],
-            ),
-            Step(
-                stage,
-                NOTHING if is_last else gradient,
-                times.backward_s[stage],
-                before,
-                hop_back,
-                before,
-                ("B", stage, 0),
-                incoming[1],
+                stage, gradient, backward, before, back[stage], before, names[1], hold_back[stage]
             ),
         ]
     return found
-
-
-def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
-    """Return by how many seconds each further one of many micro-batches delays the pipeline's end.
-
-    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
-    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
-    sets the pace, or a link that is busy for longer.
-    """
-    work_s = np.add(times.forward_s, times.backward_s)
-    hops_s = np.add(times.forward_message_s, times.backward_message_s)
-    links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
-    return max(float(circle_s(work_s, hops_s, blocking=blocking)), *links_s)
-
-
-def circle_s(work_s: FloatArray, hops_s: FloatArray, *, blocking: bool = False) -> FloatArray:
-    """Return the seconds of a micro-batch in the slowest circle of stages.
-
-    Args:
-        work_s: Forward and backward of each stage, [..., stages].
-        hops_s: Messages between each two stages, there and back.
-        blocking: Whether a message keeps both its ends from computing.
-    """
-    done = np.zeros((*work_s.shape[:-1], work_s.shape[-1] + 1))
-    np.cumsum(work_s, axis=-1, out=done[..., 1:])
-    passed = np.cumsum([0.0, 0.0, *hops_s, 0.0])
-    first, last = _circles(work_s.shape[-1])
-    # A blocking message also keeps the circle's outer stages from computing.
-    outer = int(blocking)
-    messages_s = passed[last + 1 + outer] - passed[first + 1 - outer]
-    circles_s = done[..., last + 1] - done[..., first] + messages_s
-    slowest: FloatArray = (circles_s / (last - first + 1)).max(axis=-1)
-    return slowest
-
-
-@lru_cache
-def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
-    """Return the first and the last stage of every circle."""
-    return np.triu_indices(num_stages)

@@ -21,7 +21,7 @@ from lightning_hetero.simulator.propagate import (
     Timeline,
     propagate_all,
 )
-from lightning_hetero.simulator.stage_shape import StageShape
+from lightning_hetero.simulator.stage import StageShape
 
 __all__ = ["Event", "Simulation", "simulate", "split_batch"]
 

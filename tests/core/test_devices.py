@@ -83,7 +83,7 @@ def test_notes_name_the_devices_that_lack_the_precision_and_their_rates():
     cluster = Cluster(
         nodes=tuple(Node(device=name, count=1) for name in ("V100-32GB", "P40", "T4"))
     )
-    model = ModelSpec.load("gpt2")
+    model = ModelSpec.load("opt-350m")
 
     def notes(precision: str) -> list[str]:
         return precision_notes(

@@ -17,15 +17,11 @@ from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimating.memory_fit import owned_capacity
 from lightning_hetero.planner.estimating.recompute_tables import MemoryUse, StageTable
 from lightning_hetero.planner.estimating.stage_times import PipelineKey, StageTimes
+from lightning_hetero.planner.estimating.steady_rounds import circle_s, steady_round_s
 from lightning_hetero.planner.solvers.balancing import split_layers
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
-from lightning_hetero.simulator.propagate import (
-    EqualTimes,
-    circle_s,
-    propagate,
-    steady_round_s,
-)
+from lightning_hetero.simulator.propagate import EqualTimes, propagate
 
 __all__ = ["PipelineEstimate", "PipelineEstimator", "StageRoom"]
 

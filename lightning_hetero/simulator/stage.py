@@ -1,12 +1,12 @@
-"""Bytes per parameter of weights, gradients and states, and which ranks keep them."""
+"""What a stage's seconds and bytes depend on: its shape, and the bytes per parameter of states."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.transfers import ExchangeKind
 
-__all__ = ["PRECISIONS", "StateLayout"]
+__all__ = ["PRECISIONS", "StageShape", "StateLayout"]
 
 PRECISIONS = {
     "bf16-mixed": (Arithmetic.BF16, 2, 4, 4, 16),
@@ -111,3 +111,38 @@ class StateLayout:
     def replicated(cls, *, blocking_messages: bool = False) -> Self:
         """Return the layout of mixed-precision data parallelism without sharding."""
         return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)
+
+
+class StageShape(NamedTuple):
+    """The properties that a stage's cost depends on; stages of one shape cost the same."""
+
+    device: str
+    """Device type that bounds the stage: the slowest of its ranks'."""
+    tp_degree: int
+    """Ranks that share the stage's layers."""
+    num_layers: int
+    """Number of layers."""
+    has_embedding: bool = False
+    """Whether the embedding comes before its first layer."""
+    has_head: bool = False
+    """Whether final norm and head come after its last layer."""
+    link: tuple[float, float] | None = None
+    """(bytes/s, latency in seconds) inside the TP group; None means the device's own."""
+    recomputed_layers: int = 0
+    """How many of its layers compute their activations again in backward."""
+    selective_layers: int = 0
+    """How many of the others keep only matrix products and attention."""
+    owns_on_host: bool = False
+    """Whether its ranks keep what they own in their hosts' memory."""
+
+    @property
+    def layer(self) -> "StageShape":
+        """One of its layers alone, its activations kept."""
+        return self.inner._replace(num_layers=1)
+
+    @property
+    def inner(self) -> "StageShape":
+        """Its layers without embedding and head, their activations kept."""
+        return self._replace(
+            has_embedding=False, has_head=False, recomputed_layers=0, selective_layers=0
+        )
