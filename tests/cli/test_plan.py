@@ -184,7 +184,7 @@ def test_precision_decides_what_fits(words, tmp_path, capsys):
 
 
 def test_bf16_on_cards_without_it_is_planned_at_its_real_rate_and_said(words, tmp_path, capsys):
-    (tmp_path / "c.yaml").write_text("nodes: [{device: V100-32GB, count: 2}]")
+    (tmp_path / "c.yaml").write_text("nodes: [{device: V100-32GB, count: 4}]")
     seconds = {}
     for precision in ("bf16-mixed", "16-mixed", "32-true"):
         assert main([*words, "--quick", "--precision", precision]) == 0
