@@ -6,15 +6,18 @@
 
 from lightning_hetero.schedules.actions import StageTimes, solve_actions
 from lightning_hetero.schedules.bound import lower_bound_s
+from lightning_hetero.schedules.dispatch import end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import Solution, solve
+from lightning_hetero.schedules.solve import Solution, order_1f1b, solve
 
 __all__ = [
     "Edge",
     "ScheduleProblem",
     "Solution",
     "StageTimes",
+    "end_s",
     "lower_bound_s",
+    "order_1f1b",
     "solve",
     "solve_actions",
 ]

@@ -1,17 +1,19 @@
-"""Solved orders as lists of actions, and what 1F1B takes beside them."""
+"""Solved orders as the lists of actions that the runtime executes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.schedules.dispatch import end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import F, I, Pass, end_of_orders, solve
+from lightning_hetero.schedules.solve import order_1f1b, solve
 
-__all__ = ["StageTimes", "order_1f1b", "solve_actions"]
+__all__ = ["StageTimes", "solve_actions"]
 
 _WEIGHT_SHARE = 0.5
-"""Share of a backward that the gradients of weights take: a linear layer's two products are alike."""
-_KINDS = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+"""Share of a backward that W takes: a linear layer's two products take the same time."""
+_KINDS = ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT
+"""The kinds of passes, by their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,64 +22,40 @@ class StageTimes:
 
     forward_s: float
     backward_s: float
-    edge: Edge = Edge()
-    """The link to the next stage, and back."""
+    edge: Edge = field(default_factory=Edge)
+    """The link to the next stage, both ways."""
 
 
 def solve_actions(
     stages: Sequence[StageTimes],
     num_microbatches: int,
     *,
-    is_split: bool,
-    depth: float = 1.0,
+    most_held: Sequence[float] = (),
     least_gain: float = 0.0,
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """Return each stage's actions; None if no order found gains `least_gain` over 1F1B.
+    """Return each stage's actions, backwards split; None if they don't gain enough over 1F1B.
 
     Args:
         stages: Seconds of a micro-batch, by stage.
         num_microbatches: Micro-batches of the iteration.
-        is_split: Whether backward passes may be split.
-        depth: Micro-batches that a stage holds at once, as a multiple of those that 1F1B holds.
-        least_gain: Share of 1F1B's seconds.
+        most_held: Micro-batches that each stage has room for; by default as many as 1F1B holds.
+        least_gain: What an order must gain, as a share of 1F1B's seconds.
     """
-    num_stages, share = len(stages), _WEIGHT_SHARE if is_split else 0.0
-    problem = ScheduleProblem.equal(
-        forward_s=[stage.forward_s for stage in stages],
-        input_s=[stage.backward_s * (1 - share) for stage in stages],
-        weight_s=[stage.backward_s * share for stage in stages],
-        num_microbatches=num_microbatches,
-        depth=[depth * (num_stages - index) for index in range(num_stages)],
-        edges=[stage.edge for stage in stages[:-1]],
-        waiting=1.0,
-    )
-    found = solve(problem)
-    usual = end_of_orders(problem, order_1f1b(problem))
-    if found.end_s > usual * (1 - least_gain):
+
+    def problem_of(weight_share: float) -> ScheduleProblem:
+        return ScheduleProblem.equal(
+            forward_s=[stage.forward_s for stage in stages],
+            input_s=[stage.backward_s * (1 - weight_share) for stage in stages],
+            weight_s=[stage.backward_s * weight_share for stage in stages],
+            num_microbatches=num_microbatches,
+            most_held=most_held,
+            edges=[stage.edge for stage in stages[:-1]],
+        )
+
+    whole = problem_of(0.0)
+    found = solve(problem_of(_WEIGHT_SHARE))
+    if found.end_s > end_s(whole, order_1f1b(whole)) * (1 - least_gain):
         return None
     return tuple(
-        _as_actions(order, index, is_split=is_split) for index, order in enumerate(found.orders)
+        tuple(Action(_KINDS[kind], stage, m) for kind, stage, m in order) for order in found.orders
     )
-
-
-def order_1f1b(problem: ScheduleProblem) -> tuple[tuple[Pass, ...], ...]:
-    """Return 1F1B's order, each I followed by its W."""
-    orders = []
-    for stage in range(problem.num_stages):
-        order: list[Pass] = []
-        for action in schedule_1f1b(
-            stage_index=stage,
-            num_stages=problem.num_stages,
-            num_microbatches=problem.num_microbatches,
-        ):
-            kinds = (F,) if action.kind is ActionKind.FORWARD else (I, I + 1)
-            order += [(kind, stage, action.microbatch_index) for kind in kinds]
-        orders.append(tuple(order))
-    return tuple(orders)
-
-
-def _as_actions(order: Sequence[Pass], stage: int, *, is_split: bool) -> tuple[Action, ...]:
-    if is_split:
-        return tuple(Action(_KINDS[kind], stage, m) for kind, _, m in order)
-    whole = {F: ActionKind.FORWARD, I: ActionKind.BACKWARD}
-    return tuple(Action(whole[kind], stage, m) for kind, _, m in order if kind in whole)

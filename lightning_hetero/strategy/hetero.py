@@ -94,10 +94,11 @@ class HeteroStrategy(HookedStrategy):
         num_stages: Stages of each of the equal pipelines; if given, "auto" means None.
         num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
             the plan names no number. None takes 1 for pipelines of one stage, else 4 per stage.
-        schedule: The order of a pipeline's passes: "1f1b"; "split", in which the gradients of linear
-            layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; or "deep", in
-            which stages run ahead, holding up to twice the activations. The last two are solved for
-            the times measured in a plan's first iterations, and run if they are 1 % faster.
+        schedule: The order of a pipeline's passes: "1f1b"; "split", in which gradients of linear
+            layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; or "deep": the
+            same with stages that run ahead, each holding up to 1.5 micro-batches a stage of the
+            pipeline. The last two are solved for the times measured in a plan's first iterations,
+            and run if they are 1 % faster.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon, "memory" where stages leave unequal

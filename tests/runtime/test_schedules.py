@@ -41,7 +41,7 @@ def three_stages(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_split_backwards_change_no_bit(pool: ProcessPool, tied: bool) -> None:
+def test_split_backwards_change_no_bit(pool: ProcessPool, *, tied: bool) -> None:
     case = Case(plan=three_stages(), world_size=3, num_layers=4, tied=tied, batch_size=5)
     found = check(pool, case, "split")
     assert all({"F", "I", "W"} <= kinds for _, kinds, _ in found)
@@ -50,17 +50,16 @@ def test_split_backwards_change_no_bit(pool: ProcessPool, tied: bool) -> None:
         assert peak <= outcome.peak_in_flight, "split schedules hold no more than 1F1B"
 
 
-def test_deep_schedules_hold_more_and_change_no_bit(pool: ProcessPool) -> None:
-    case = Case(plan=three_stages(), world_size=3, num_layers=4, batch_size=5)
+def test_deep_schedules_hold_at_most_their_room_and_change_no_bit(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 4), num_microbatches=8))
+    case = Case(plan=plan, world_size=2, num_layers=4, batch_size=8, num_rows=32)
     found = check(pool, case, "deep")
-    assert {kind for _, kinds, _ in found for kind in kinds} == {"F", "B"}
+    assert all("W" in kinds and peak <= 1.5 * 2 for _, kinds, peak in found)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_split_backwards_change_no_bit_in_16_bit(pool: ProcessPool, precision: str) -> None:
-    case = Case(
-        plan=three_stages(), world_size=3, num_layers=4, batch_size=5, precision=precision
-    )
+    case = Case(plan=three_stages(), world_size=3, num_layers=4, batch_size=5, precision=precision)
     check(pool, case, "split")
 
 

@@ -2,7 +2,7 @@
 
 A plan's first iterations run 1F1B. Then ranks share the seconds that a forward and a backward took
 on each stage, and each rank solves the same problem (see `lightning_hetero.schedules`), so all know
-the same orders without another message. Orders are solved once per plan and number of micro-batches.
+the same orders without another message. They are solved once per plan and number of micro-batches.
 """
 
 from collections import defaultdict
@@ -23,8 +23,8 @@ _MEASURED_ITERATIONS = 3
 """Training iterations under 1F1B that are measured; the first one, which warms up, isn't used."""
 _LEAST_GAIN = 0.01
 """Share of an iteration that a solved order must save over 1F1B to run instead."""
-_DEEP = 2.0
-"""Micro-batches that "deep" holds at once, as a multiple of those that 1F1B holds."""
+_DEEP = 1.5
+"""Micro-batches that "deep" may hold on each stage, as a multiple of the number of stages."""
 
 
 class Schedule(Choice):
@@ -33,9 +33,10 @@ class Schedule(Choice):
     ONE_F_ONE_B = "1f1b"
     """One forward and one backward in turn."""
     SPLIT = "split"
-    """Backward passes of linear layers are split; no more activations are held than under 1F1B."""
+    """Backward passes of linear layers are split; stages hold no more than under 1F1B."""
     DEEP = "deep"
-    """Whole backwards; stages run ahead, holding up to twice the activations of 1F1B."""
+    """The same, and stages run ahead: each holds up to 1.5 micro-batches a stage of the pipeline,
+    where 1F1B holds one on the first stage and fewer on later ones."""
 
 
 class ScheduleChoice:
@@ -61,7 +62,7 @@ class ScheduleChoice:
     @property
     def is_split(self) -> bool:
         """Whether backward passes may be split."""
-        return self.kind is Schedule.SPLIT
+        return self.kind is not Schedule.ONE_F_ONE_B
 
     def of(
         self, running: RunningPlan, num_microbatches: int, *, is_training: bool
@@ -117,7 +118,6 @@ class ScheduleChoice:
         return solve_actions(
             stages,
             num_microbatches,
-            is_split=self.is_split,
-            depth=_DEEP if self.kind is Schedule.DEEP else 1.0,
+            most_held=[_DEEP * len(stages)] * len(stages) if self.kind is Schedule.DEEP else (),
             least_gain=_LEAST_GAIN,
         )

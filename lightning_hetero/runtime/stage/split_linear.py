@@ -3,8 +3,8 @@
 A stage before waits for the gradient of a stage's input, but nobody waits for the gradients of its
 weights, so they can fill the time in which a stage would wait (Qi et al. 2023, "Zero Bubble").
 `LinearSplitter.active()` replaces `torch.nn.functional.linear`, which `nn.Linear` calls, for the
-time of an iteration's passes. A call with a weight that this rank computes with then keeps its input
-and the gradient of its output until `run_weights`; everything else, frozen weights and tied ones
+time of an iteration's passes. A call with a weight that this rank computes with then keeps its
+input and the gradient of its output until `run_weights`. Everything else, frozen and tied weights
 included, has its whole backward at once.
 
 The products are those that autograd computes, and gradients go through the parameters' own
@@ -45,7 +45,7 @@ class LinearSplitter:
         try:
             yield
         finally:
-            F.linear = _linear  # type: ignore[assignment]
+            F.linear = _linear
             self._waiting.clear()
 
     @contextmanager
