@@ -25,7 +25,6 @@ from lightning_hetero.checkpoint.manifest import (
     rank_metadata_name,
 )
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES, BlockChecksums
-from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process.identity import installed_version
@@ -79,6 +78,23 @@ class FileBody:
         assert self._checksums is not None
         return FileEntry(self.name, self.unit, self.size_bytes, self._checksums)
 
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop)."""
+        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
+        found: list[Buffer] = [self.header[start:stop]]
+        offset = len(self.header)
+        for tensor, dim in self.tensors:
+            size = tensor.numel() * tensor.element_size()
+            first, last = max(start, offset) - offset, min(stop, offset + size) - offset
+            if first < last:
+                rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
+                row_bytes = size // rows.shape[0]
+                skipped = first // row_bytes
+                some = _as_bytes(rows[skipped : -(-last // row_bytes)])
+                found.append(some[first - skipped * row_bytes : last - skipped * row_bytes])
+            offset += size
+        return b"".join(found)
+
     def _chunks(self) -> Iterable[Buffer]:
         yield self.header
         for tensor, dim in self.tensors:
@@ -86,21 +102,29 @@ class FileBody:
             row_bytes = max(1, rows[:1].numel() * rows.element_size())
             step = max(1, _CHUNK_BYTES // row_bytes)
             for start in range(0, rows.shape[0], step):
-                flat = rows[start : start + step].reshape(-1).view(torch.uint8)
-                yield flat.numpy().data.toreadonly()
+                yield _as_bytes(rows[start : start + step])
+
+
+def _as_bytes(rows: torch.Tensor) -> memoryview:
+    flat = rows.contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data.toreadonly()
 
 
 def encode_part(
-    snapshot: Snapshot, metadata: Mapping[str, bytes], *, block_bytes: int = BLOCK_BYTES
+    content: CheckpointContent,
+    copies: Mapping[tuple[int, str], torch.Tensor],
+    metadata: Mapping[str, bytes],
+    *,
+    block_bytes: int = BLOCK_BYTES,
 ) -> tuple[list[FileBody], list[SliceEntry]]:
     """Return the files of a part and the manifest's entries of its slices.
 
     Args:
-        snapshot: The copied state.
+        content: The state; its own tensors may have changed since it was copied.
+        copies: The tensors on the host, see `tensors_of`.
         metadata: Names and contents of the metadata files, at least one.
         block_bytes: Bytes that one checksum covers.
     """
-    content = snapshot.content
     bodies = [
         FileBody(name, None, data, block_bytes=block_bytes) for name, data in metadata.items()
     ]
@@ -117,7 +141,10 @@ def encode_part(
             if tensors:
                 unit_name = name_of_unit(unit, content.num_layers)
                 name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
-                body = _encode_file(name, unit, tensors, snapshot, entries)
+                found = [(content.slices[i], key, copies[i, key]) for i, key in tensors]
+                body, made = _encode_file(name, unit, found)
+                for (index, _), entry in zip(tensors, made, strict=True):
+                    entries[index].append(entry)
                 bodies.append(replace(body, block_bytes=block_bytes))
     slices = [
         SliceEntry(
@@ -136,31 +163,40 @@ def encode_part(
 
 
 def make_manifest(
-    content: CheckpointContent, bodies: Sequence[FileBody], slices: Sequence[SliceEntry]
+    content: CheckpointContent,
+    bodies: Sequence[FileBody],
+    slices: Sequence[SliceEntry],
+    *,
+    with_checksums: bool = True,
 ) -> PartManifest:
-    """Return the manifest of a part whose files have been written."""
+    """Return the manifest of a part whose files have been written, or are read from memory."""
     return PartManifest(
         id=content.id,
         part=content.global_rank,
         world_size=content.world_size,
         num_layers=content.num_layers,
         block_bytes=bodies[0].block_bytes,
-        files=tuple(body.entry() for body in bodies),
+        files=tuple(
+            body.entry() if with_checksums else FileEntry(body.name, body.unit, body.size_bytes, ())
+            for body in bodies
+        ),
         slices=tuple(slices),
         plan=None if content.plan is None else content.plan.to_dict(),
         versions=_versions(),
     )
 
 
-def metadata_files(content: CheckpointContent) -> dict[str, bytes]:
-    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part.
+def metadata_files(
+    content: CheckpointContent, *, with_shared: bool | None = None
+) -> dict[str, bytes]:
+    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part alone.
 
     Raises:
         CheckpointError: See `encode_metadata`.
     """
     name = rank_metadata_name(content.global_rank)
     files = {name: encode_metadata(content.rank_metadata, what="rank_metadata")}
-    if content.global_rank == 0:
+    if content.global_rank == 0 if with_shared is None else with_shared:
         files[SHARED_METADATA] = encode_metadata(content.metadata, what="metadata")
     return files
 
@@ -199,21 +235,18 @@ def _load_error(data: bytes) -> str | None:
 
 
 def _encode_file(
-    name: str,
-    unit: int,
-    keys: Sequence[tuple[int, str]],
-    snapshot: Snapshot,
-    entries: Mapping[int, list[TensorEntry]],
-) -> FileBody:
-    """Return one file's body; add an entry for each of its tensors to `entries`."""
+    name: str, unit: int, tensors: Sequence[tuple[SliceContent, str, torch.Tensor]]
+) -> tuple[FileBody, list[TensorEntry]]:
+    """Return one file's body, and an entry for each of its tensors."""
     header: dict[str, Any] = {}
     cuts: dict[str, Any] = {}
-    tensors: list[tuple[torch.Tensor, int]] = []
-    found: list[tuple[int, TensorEntry]] = []
+    rows: list[tuple[torch.Tensor, int]] = []
+    found: list[TensorEntry] = []
     end = 0
-    for index, key in keys:
-        item, tensor = snapshot.content.slices[index], snapshot.tensors[index, key]
+    for item, key, tensor in tensors:
         full_key = item.parameter if key == WEIGHT else f"{item.parameter}/{key}"
+        if full_key in header:  # Several intervals of rows of one parameter.
+            full_key = f"{full_key}@{item.start}"
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{full_key} has dtype {tensor.dtype}, which checkpoints don't keep. Use one of "
@@ -226,17 +259,18 @@ def _encode_file(
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[full_key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
-        tensors.append((tensor, dim))
-        found.append((index, TensorEntry(key, name, dtype, shape, by_rows, begin, end)))
+        rows.append((tensor, dim))
+        found.append(TensorEntry(key, name, dtype, shape, by_rows, begin, end))
     # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(8, "little") + text
-    for index, entry in found:
-        offset = len(prefix)
-        entries[index].append(replace(entry, begin=offset + entry.begin, end=offset + entry.end))
-    return FileBody(name, unit, prefix, tensors)
+    entries = [
+        replace(entry, begin=len(prefix) + entry.begin, end=len(prefix) + entry.end)
+        for entry in found
+    ]
+    return FileBody(name, unit, prefix, rows), entries
 
 
 def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from lightning_hetero.simulator import (
     split_batch,
     trace_events,
 )
-from lightning_hetero.simulator.plot import draw_memory
+from lightning_hetero.simulator.pictures import draw_memory
 
 PLAN = ParallelPlan.even(world_size=4, num_layers=24, num_stages=2)
 

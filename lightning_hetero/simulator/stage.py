@@ -1,20 +1,30 @@
-"""Bytes per parameter of weights, gradients and states, and which ranks keep them."""
+"""What a stage's seconds and bytes depend on: its shape, and the bytes per parameter of states."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
+from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.transfers import ExchangeKind
 
-__all__ = ["PRECISIONS", "StateLayout"]
+__all__ = ["PRECISIONS", "StageShape", "StateLayout"]
 
-PRECISIONS = {"bf16-mixed": (2, 4, 4, 16), "bf16-true": (2, 4, 2, 8), "32-true": (4, 4, 4, 16)}
-"""Bytes per parameter of weights, of summed gradients, of masters, and of all an owner keeps."""
+PRECISIONS = {
+    "bf16-mixed": (Arithmetic.BF16, 2, 4, 4, 16),
+    "bf16-true": (Arithmetic.BF16, 2, 4, 2, 8),
+    "16-mixed": (Arithmetic.FP16, 2, 4, 4, 16),
+    "16-true": (Arithmetic.FP16, 2, 4, 2, 8),
+    "32-true": (Arithmetic.FP32, 4, 4, 4, 16),
+}
+"""The format that matrix products are computed in, and the bytes per parameter of weights, of
+summed gradients, of masters, and of all an owner keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
     """Bytes per parameter, and which ranks keep them: by default owners of slices."""
 
+    arithmetic: Arithmetic | None = None
+    """The format that matrix products are computed in; None is bf16 or fp32, by `weight_bytes`."""
     weight_bytes: int = 2
     """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
     gradient_bytes: int = 2
@@ -43,6 +53,12 @@ class StateLayout:
     blocking_messages: bool = False
     """Whether both stages stand still while an activation travels, as in frameworks that send and
     receive on the stream that computes."""
+
+    @property
+    def computes_in(self) -> Arithmetic:
+        """The format that matrix products are computed in."""
+        default = Arithmetic.BF16 if self.weight_bytes == 2 else Arithmetic.FP32
+        return self.arithmetic or default
 
     @property
     def is_owned_by_room(self) -> bool:
@@ -80,8 +96,9 @@ class StateLayout:
     @classmethod
     def of_precision(cls, precision: str, *, redundancy: int = 0) -> Self:
         """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
-        weight, summed, master, owned = PRECISIONS[precision]
+        arithmetic, weight, summed, master, owned = PRECISIONS[precision]
         return cls(
+            arithmetic=arithmetic,
             weight_bytes=weight,
             gradient_bytes=weight,
             summed_bytes=summed,
@@ -94,3 +111,38 @@ class StateLayout:
     def replicated(cls, *, blocking_messages: bool = False) -> Self:
         """Return the layout of mixed-precision data parallelism without sharding."""
         return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)
+
+
+class StageShape(NamedTuple):
+    """The properties that a stage's cost depends on; stages of one shape cost the same."""
+
+    device: str
+    """Device type that bounds the stage: the slowest of its ranks'."""
+    tp_degree: int
+    """Ranks that share the stage's layers."""
+    num_layers: int
+    """Number of layers."""
+    has_embedding: bool = False
+    """Whether the embedding comes before its first layer."""
+    has_head: bool = False
+    """Whether final norm and head come after its last layer."""
+    link: tuple[float, float] | None = None
+    """(bytes/s, latency in seconds) inside the TP group; None means the device's own."""
+    recomputed_layers: int = 0
+    """How many of its layers compute their activations again in backward."""
+    selective_layers: int = 0
+    """How many of the others keep only matrix products and attention."""
+    owns_on_host: bool = False
+    """Whether its ranks keep what they own in their hosts' memory."""
+
+    @property
+    def layer(self) -> "StageShape":
+        """One of its layers alone, its activations kept."""
+        return self.inner._replace(num_layers=1)
+
+    @property
+    def inner(self) -> "StageShape":
+        """Its layers without embedding and head, their activations kept."""
+        return self._replace(
+            has_embedding=False, has_head=False, recomputed_layers=0, selective_layers=0
+        )

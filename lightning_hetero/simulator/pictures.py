@@ -1,11 +1,14 @@
-"""Draw the timeline of a simulation: one lane per stage, forwards and backwards numbered.
+"""Draw the timeline of a simulation, or write it as a Chrome trace.
 
-Beside it, a bar per stage shows what fills its devices, stacked by term.
+The picture has one lane per stage, forwards and backwards numbered. Beside it, a bar per stage
+shows what fills its devices, stacked by term. Pipelines that differ only in ranks are drawn once.
+matplotlib is optional; without it a plot is refused with the command that installs it.
 
-Pipelines that differ only in ranks are drawn once. matplotlib is optional; without it a plot is
-refused with the command that installs it.
+A trace opens in https://ui.perfetto.dev or chrome://tracing. It has one process per pipeline and,
+per stage, one row for computation and one for each kind of traffic, since these overlap.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from lightning_hetero.simulator.report import (
 )
 from lightning_hetero.simulator.simulate import Event, Simulation
 
-__all__ = ["draw_memory", "plot_timeline"]
+__all__ = ["draw_memory", "plot_timeline", "save_trace", "trace_events"]
 
 # Colour-blind safe (Okabe-Ito); forward and backward differ in lightness too.
 _COLOURS = {
@@ -46,6 +49,18 @@ _LANE_HEIGHT = 0.8
 _HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
 _MAX_LANES = 64
+
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "SF": "send activation",
+    "SB": "send gradient",
+    "pull": "pull weights",
+    "push": "push gradients",
+    "step": "optimizer step",
+}
+_ROWS = ("", "hidden states", "gradients of hidden states", "pull", "push")
+_ROW_OF = {"SF": 1, "SB": 2, "pull": 3, "push": 4}
 
 
 def plot_timeline(
@@ -291,3 +306,57 @@ def draw_memory(
         handlelength=1.0,
         columnspacing=0.8,
     )
+
+
+def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, Any]]:
+    """Return the simulation's events in the Trace Event Format, times in microseconds.
+
+    Raises:
+        ConfigurationError: The simulation recorded no events.
+    """
+    if not simulation.events:
+        raise ConfigurationError(
+            "The simulation recorded no events. Call simulate(..., record_events=True)."
+        )
+    rows: list[dict[str, Any]] = []
+    for pipeline_index, pipeline in enumerate(plan.pipelines):
+        rows.append(_named("process_name", f"pipeline {pipeline_index}", pipeline_index, 0))
+        for stage_index, stage in enumerate(pipeline.stages):
+            ranks = ",".join(map(str, stage.ranks))
+            label = f"stage {stage_index} (ranks {ranks})"
+            for row, what in enumerate(_ROWS):
+                name = f"{label} {what}".rstrip()
+                rows.append(_named("thread_name", name, pipeline_index, _row(stage_index, row)))
+    return rows + [_as_row(event) for event in simulation.events]
+
+
+def save_trace(path: str | Path, plan: ParallelPlan, simulation: Simulation) -> None:
+    """Write the trace as JSON; ConfigurationError without events, or if it can't be written."""
+    data = {"traceEvents": trace_events(plan, simulation), "displayTimeUnit": "ms"}
+    try:
+        Path(path).write_text(json.dumps(data), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"Can't write the trace {path}: {error.strerror}.") from error
+
+
+def _as_row(event: Event) -> dict[str, Any]:
+    name = _NAMES[event.kind]
+    if event.microbatch_index >= 0:
+        name = f"{name} {event.microbatch_index}"
+    return {
+        "name": name,
+        "cat": event.kind,
+        "ph": "X",
+        "ts": event.start_s * 1e6,
+        "dur": (event.end_s - event.start_s) * 1e6,
+        "pid": event.pipeline_index,
+        "tid": _row(event.stage_index, _ROW_OF.get(event.kind, 0)),
+    }
+
+
+def _row(stage_index: int, row: int) -> int:
+    return len(_ROWS) * stage_index + row
+
+
+def _named(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
