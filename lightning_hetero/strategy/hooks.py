@@ -278,7 +278,8 @@ class HookedStrategy(ParallelStrategy):
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""
-        return self._processes.sum_before_step(own.to(self.root_device)).to(own.device)
+        total: Tensor = self._processes.reduce(own.to(self.root_device), None, "sum")
+        return total.to(own.device)
 
     def _deposit_gradients(self) -> None:
         self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)

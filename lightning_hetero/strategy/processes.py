@@ -21,7 +21,6 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.runtime.generation.board import MembersBoard
 from lightning_hetero.runtime.generation.entering import (
     is_newcomer,
     join_membership,
@@ -37,8 +36,6 @@ from lightning_hetero.runtime.ranks.communicators import (
 )
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
-from lightning_hetero.runtime.ranks.last_values import LastValues
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
@@ -47,6 +44,8 @@ from lightning_hetero.strategy.trainable import facts_of_fit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 
 __all__ = ["Processes", "StartMethod"]
@@ -89,9 +88,8 @@ class Processes:
         self._hook_logs: HookLogs | None = None
         self._silence: timedelta | None = None
         self._membership: Membership | None = None
-        self._last_values: LastValues | None = None
         self._connections = Connections()
-        self._beating: Heartbeat | None = None
+        self._beating: "Heartbeat | None" = None
         """Sends this process's heartbeats until the next generation has formed."""
         self._next_detector: FailureDetector | None = None
         """Sends them from then on, and watches the others once they have met."""
@@ -140,7 +138,6 @@ class Processes:
             self._comms = Communicators.create(
                 device=device, timeout=self._timeout, connections=self._connections
             )
-            self._comms.last_values = self._last_values
         return self._environment
 
     def begin_training(self) -> None:
@@ -157,24 +154,15 @@ class Processes:
             silence=self._silence,
             bulletin=self._membership,
         )
-        detector.abort = self._abort_and_show
+        detector.abort = self._abort
         return detector
 
     def _abort(self) -> None:
         connections = self._connections  # The present ones, whenever communicators are aborted.
-        if self._last_values is not None:
-            self._last_values.close()
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
             connections.hang_up()
-
-    def _abort_and_show(self) -> None:
-        """On the thread that sees a loss: abort, and lay open what this rank took last."""
-        last_values = self._last_values  # Of this generation.
-        self._abort()
-        if last_values is not None:
-            last_values.lay_open()  # Not before: the store may not answer.
 
     def compare_hooks(self) -> None:
         """From now on compare the values that hooks log on the ranks; collective."""
@@ -296,17 +284,7 @@ class Processes:
         self._connections = Connections(may_end=True)
         self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)
-        assert self._silence is not None
-        silence_s = self._silence.total_seconds()
-        self._last_values = LastValues(MembersBoard(self._membership, self._suspect, silence_s))
         return environment
-
-    def _suspect(self) -> Heartbeat:
-        """Let all ask at once who is gone; return this process's heartbeats."""
-        assert self._detector is not None
-        beating = self._detector.beat()
-        beating.suspect()
-        return beating
 
     def lost_peer(self, error: Exception) -> PeerError | None:
         """Return the loss of another rank if it caused an error and the others go on, else None."""
@@ -356,8 +334,6 @@ class Processes:
         assert beating is not None
         assert silence is not None
         with ended_when_late(membership.number, "the membership's store", _FORMING_S):
-            if self._last_values is not None:
-                self._last_values.lay_open()
             silence_s = silence.total_seconds()
             old, new = membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
             # At once, however long the last fit takes to end: who sends none counts as frozen.
@@ -404,16 +380,6 @@ class Processes:
                 return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
         with self.watching():
             return reduce_over(tensor, group, reduce_op)
-
-    def sum_before_step(self, own: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor on which each rank acts alone; collective."""
-        if not self._is_several:
-            return own
-        receive = partial(reduce_over, own, None, "sum")
-        with self.watching():
-            if self._last_values is None or own.device.type != "cpu":
-                return receive()
-            return self._last_values.take(receive)
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""

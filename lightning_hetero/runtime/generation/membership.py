@@ -125,10 +125,6 @@ class Membership:
         numbers = tuple(member.number for member in members)
         return numbers if max(numbers, default=0) < count else None
 
-    def names_of(self, generation: Generation) -> Store:
-        """Return the names of a generation in the store; deleted when it is long over."""
-        return meeting_of(self._store, generation.number)
-
     def store_of(self, generation: Generation) -> Store:
         """Return the store in which a generation's ranks meet, over a client of its own.
 
@@ -220,23 +216,6 @@ class Membership:
         expected = [item.number for rank, item in enumerate(old.members) if rank not in leaving]
         is_silent = self._silence(signs, silence_s)
         return old, self.form(expected, is_silent, calls_guests=calls_guests)
-
-    def await_members(
-        self, missing: Callable[[], Collection[int]], signs: SignsOfLife, silence_s: float
-    ) -> None:
-        """Wait until no members of this generation are missing, or those that are are gone.
-
-        Args:
-            missing: Returns the numbers of members that are waited for.
-            signs: See `form_next`.
-            silence_s: See `form_next`.
-        """
-        assert self.generation is not None
-        size, place = self.generation.world_size, self.generation.rank_of(self.number) or 0
-        vigil = self._vigil(self._silence(signs, silence_s), size)
-        while left := set(missing()).difference(who_is_gone(self._store)):
-            vigil.look(left, place=place)
-            time.sleep(pause_s(size))
 
     def _vigil(self, is_silent: Callable[[int], bool], num_members: int) -> Vigil:
         patience_s = self._patience_s

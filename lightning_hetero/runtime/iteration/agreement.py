@@ -9,15 +9,15 @@ the sums are gathered on the device, apart from the integers, so the host doesn'
 
 With standbys a lost rank needn't cost a step. Then a row is sent after the push, for which the host
 waits, so a rank that has all rows knows that all ranks have their gradients. If a rank is lost
-before it has sent its row, no rank steps. If it is lost later, all others step, even if it should
-have sent rows down: those that got none take another rank's (see `ranks.last_values`).
+before it has sent its row, no rank steps. If it is lost while rows travel down, some of the others
+may step and others not: then no step is left of which each slice is known, and the run goes on from
+its newest checkpoint.
 """
 
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from lightning_hetero.core.errors import BatchError
 from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
-from lightning_hetero.runtime.ranks.last_values import LastValues
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.numbers.kinds import Kind
@@ -186,17 +185,13 @@ class Agreement:
             self._on_device = _DeviceGather(sums, self._comms)
         self._going_up = self._tree.begin_up(integers)
 
-    def finish(self, last_values: LastValues | None = None) -> Agreed:
+    def finish(self) -> Agreed:
         """Wait for the rows of all ranks, and return the outcome; collective.
-
-        Args:
-            last_values: Where rows come from, too, if a rank is lost that should have sent them.
 
         Raises:
             BatchError: Ranks of one pipeline have different batches; on every rank.
         """
-        receive = partial(self._tree.share, self._going_up)
-        rows = receive() if last_values is None else last_values.take(receive)
+        rows = self._tree.share(self._going_up)
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
         digests, num_samples, pipelines, fingerprints, bits = integers.T

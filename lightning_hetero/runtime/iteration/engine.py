@@ -220,7 +220,7 @@ class Engine:
                     sums = running.finish_exchange(is_training=is_training)
                 agreement = agreement or begin()
             with self.clock.waiting():
-                agreed = agreement.finish(self.comms.last_values if is_training else None)
+                agreed = agreement.finish()
         # Not before: a rank that raises here has sent all that others need to raise the same.
         self.settle()
         self.leaving, self.has_guests = agreed.leaving, agreed.has_guests

@@ -26,7 +26,6 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.last_values import LastValues
 from lightning_hetero.runtime.ranks.step_end import StepEnd
 
 __all__ = [
@@ -115,8 +114,6 @@ class Communicators:
     """The connections that the groups have opened."""
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
     """Tells whether the device had ended the last step before an abort."""
-    last_values: LastValues | None = field(default=None, repr=False, compare=False)
-    """What ranks act on before a step, if they outlive others."""
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
