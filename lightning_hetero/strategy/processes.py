@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.generation.entering import (
-    is_newcomer,
+    is_joiner,
     join_membership,
     open_membership,
 )
@@ -36,6 +36,7 @@ from lightning_hetero.runtime.ranks.communicators import (
 )
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
@@ -44,8 +45,6 @@ from lightning_hetero.strategy.trainable import facts_of_fit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 
 __all__ = ["Processes", "StartMethod"]
@@ -89,10 +88,8 @@ class Processes:
         self._silence: timedelta | None = None
         self._membership: Membership | None = None
         self._connections = Connections()
-        self._beating: "Heartbeat | None" = None
-        """Sends this process's heartbeats until the next generation has formed."""
-        self._next_detector: FailureDetector | None = None
-        """Sends them from then on, and watches the others once they have met."""
+        self._heartbeat: Heartbeat | None = None
+        """This process's beats, until the run ends."""
 
     @property
     def comms(self) -> Communicators:
@@ -128,8 +125,7 @@ class Processes:
             check_queues(device, os.environ)
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
-                rank, world_size = environment.global_rank(), environment.world_size()
-                self._detector = self._make_detector(self._connect_store(), rank, world_size)
+                self._detector = self._make_detector()
                 self._detector.is_starting = self._silence is not None
             self._detector.start()
         if not dist.is_initialized():
@@ -145,15 +141,19 @@ class Processes:
         if self._detector is not None:
             self._detector.is_starting = False
 
-    def _make_detector(self, store: Store, rank: int, world_size: int) -> FailureDetector:
-        detector = FailureDetector(
-            store,
-            global_rank=rank,
-            world_size=world_size,
-            timeout=self._timeout,
-            silence=self._silence,
-            bulletin=self._membership,
-        )
+    def _make_detector(self) -> FailureDetector:
+        if self._membership is not None and self._silence is not None:
+            assert self._membership.generation is not None
+            ring = self._membership.ring_of(self._membership.generation)
+        else:
+            assert self._environment is not None
+            rank, world_size = self._environment.global_rank(), self._environment.world_size()
+            ring = Ring(numbers=tuple(range(world_size)), rank=rank, bulletin=self._membership)
+            beat_s = interval_s(self._timeout.total_seconds())
+            self._heartbeat = Heartbeat(self._connect_store(), number=rank, interval_s=beat_s)
+        assert self._heartbeat is not None
+        silence, timeout = self._silence, self._timeout
+        detector = FailureDetector(self._heartbeat, ring, timeout=timeout, silence=silence)
         detector.abort = self._abort
         return detector
 
@@ -256,7 +256,7 @@ class Processes:
     @property
     def joins(self) -> bool:
         """Whether this process is to join a run that trains already."""
-        return self._silence is not None and is_newcomer()
+        return self._silence is not None and is_joiner()
 
     @property
     def generation(self) -> int:
@@ -267,10 +267,15 @@ class Processes:
     def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
         """Form the first generation with all started processes, or join a later one; collective."""
         assert self._environment is not None
+        assert self._silence is not None
+        silence_s = self._silence.total_seconds()
         if self.joins:
-            membership = join_membership(facts, start_timeout=self._start_timeout)
+            start = self._start_timeout
+            found = join_membership(facts, start_timeout=start, silence_s=silence_s)
         else:
-            membership = open_membership(self._connect_store(), self._environment, facts)
+            store, environment = self._connect_store(), self._environment
+            found = open_membership(store, environment, facts, silence_s=silence_s)
+        membership, self._heartbeat = found
         self._membership = membership
         assert membership.generation is not None
         return self._enter(membership.generation)
@@ -308,10 +313,11 @@ class Processes:
 
     def _stop_judging(self) -> None:
         if self._detector is not None:
-            self._beating, self._detector = self._detector.pause(), None
+            self._detector.pause()
+            self._detector = None
 
     def form_generation(
-        self, leaving: Collection[int] = (), *, calls_guests: bool = True
+        self, leaving: Collection[int] = (), *, calls_joiners: bool = True
     ) -> tuple[Generation, Generation]:
         """Agree with the others on who goes on; `enter_generation` follows.
 
@@ -320,7 +326,7 @@ class Processes:
 
         Args:
             leaving: Ranks that don't go on; the same on all others.
-            calls_guests: Whether waiting newcomers may be in it.
+            calls_joiners: Whether waiting joiners may be in it.
 
         Returns:
             The old generation and the new one.
@@ -329,24 +335,18 @@ class Processes:
             PeerError: The others go on without this process, or the store is gone.
         """
         self._stop_judging()
-        membership, beating, silence = self._membership, self._beating, self._silence
+        membership, heartbeat, silence = self._membership, self._heartbeat, self._silence
         assert membership is not None
-        assert beating is not None
+        assert heartbeat is not None
         assert silence is not None
         with ended_when_late(membership.number, "the membership's store", _FORMING_S):
-            silence_s = silence.total_seconds()
-            old, new = membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
-            # At once, however long the last fit takes to end: who sends none counts as frozen.
-            rank, store = new.rank_of(membership.number), membership.store_of(new)
-            assert rank is not None
-            self._next_detector = self._make_detector(store, rank, new.world_size)
-            self._next_detector.beat()
-        beating.end(0.0)
-        return old, new
+            return membership.form_next(
+                heartbeat, silence.total_seconds(), leaving, calls_joiners=calls_joiners
+            )
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
         """Enter a generation that has formed; return the environment that knows its ranks."""
-        self._detector, self._next_detector = self._next_detector, None
+        self._detector = self._make_detector()
         return self._enter(new)
 
     def see_others_off(self) -> None:

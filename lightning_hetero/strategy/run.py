@@ -74,7 +74,7 @@ class OutlivesRanks(Protocol):
     heartbeat_timeout: timedelta
     """How late a rank's heartbeat may be then before the rank counts as lost."""
     replace_lost: bool
-    """Whether a newcomer takes the device of a process that was lost."""
+    """Whether a joiner takes the device of a process that was lost."""
 
 
 class Run:

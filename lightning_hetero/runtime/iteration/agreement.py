@@ -46,7 +46,7 @@ _KINDS = [
     frozenset(kind for kind, bit in _BITS.items() if bits & bit) for bits in range(2 ** len(_BITS))
 ]
 """Kinds by the sum of their bits."""
-_LEAVES, _SEES_GUESTS, _RETURNS = (len(_KINDS) << place for place in range(3))
+_LEAVES, _SEES_JOINERS, _RETURNS = (len(_KINDS) << place for place in range(3))
 """Bits of flags, above those of kinds."""
 _MAX_KNOWN = 64
 
@@ -103,7 +103,7 @@ class Header:
     """Of this rank's batch, 0 if idle; must agree inside a pipeline."""
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
-    sees_guests: bool
+    sees_joiners: bool
     """Whether this rank knows of processes that wait to be let in."""
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of this rank's micro-batches."""
@@ -114,7 +114,7 @@ class Header:
     def bits(self) -> int:
         """The loss kinds and the flags as bits of one number."""
         kinds = sum(_BITS[kind] for kind in self.loss_kinds)
-        flags = self.is_leaving * _LEAVES | self.sees_guests * _SEES_GUESTS
+        flags = self.is_leaving * _LEAVES | self.sees_joiners * _SEES_JOINERS
         return kinds | flags | self.returns * _RETURNS
 
 
@@ -127,7 +127,7 @@ class Agreed:
     """Weight of the iteration in an epoch's mean, summed over pipelines."""
     leaving: frozenset[int]
     """Ranks whose machines are about to be taken away."""
-    has_guests: bool
+    has_joiners: bool
     """Whether processes wait to be let in."""
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of all ranks."""
@@ -209,7 +209,7 @@ class Agreement:
             reports=reports,
             num_samples=int(num_samples.sum()),
             leaving=frozenset(leaving),
-            has_guests=bool(any_bits & _SEES_GUESTS),
+            has_joiners=bool(any_bits & _SEES_JOINERS),
             loss_kinds=_KINDS[any_bits % len(_KINDS)],
             returns=bool(any_bits & _RETURNS),
             sums=sums,

@@ -140,9 +140,9 @@ class Engine:
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
         """The ranks that were leaving in the last iteration; the same on every rank."""
-        self.sees_guests = False
+        self.sees_joiners = False
         """Whether this rank knows of processes that wait to be let in; shared like `is_leaving`."""
-        self.has_guests = False
+        self.has_joiners = False
 
     # -- an iteration ---------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Engine:
                 agreed = agreement.finish()
         # Not before: a rank that raises here has sent all that others need to raise the same.
         self.settle()
-        self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
+        self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
@@ -257,7 +257,7 @@ class Engine:
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
             is_leaving=self.is_leaving,
-            sees_guests=self.sees_guests,
+            sees_joiners=self.sees_joiners,
             loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )

@@ -1,16 +1,14 @@
-"""Wait for members of a run, and tell that those are gone that are silent or don't come."""
+"""Judge the members that others wait for: who is silent, or doesn't come, is gone."""
 
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.runtime.generation.records import tell_gone
-from lightning_hetero.runtime.ranks.heartbeat import Silence
 
-__all__ = ["LOOK_S", "SignsOfLife", "Turns", "Vigil", "pause_s", "silence_of"]
+__all__ = ["LOOK_S", "Judge", "Turns", "pause_s"]
 
 LOOK_S = 0.01
 """Between two looks at who has come, of few members."""
@@ -31,14 +29,10 @@ class Turns:
     """One member's turns at what costs the more, the more members there are.
 
     To look at who has come is to read a line for each member, and to ask who is silent is a call of
-    the store for each of them. The store answers one call after another: if all of many members
-    took turns alike, none would be answered in time. So the first of those that are here takes most
-    turns, the second half as many, and so on, and each goes on if those before it are lost. Of n
-    members all together take about ln n times as many turns as the first one, instead of n times.
-
-    Counted in virtual time, with a store that answers 50,000 calls a second: 1,024 members agree in
-    0.3 s and 11,000 calls, instead of 21 s and a million; if four of them are frozen, 1.1 s after
-    the limit of 2 s. See `tests/runtime/generation/test_many_members.py`.
+    the store for each of them; the store answers one call after another. So the first of those that
+    are here takes most turns, the second half as many, and so on, and each goes on if those before
+    it are lost: n members take about ln n times as many turns as the first one, instead of n times.
+    In virtual time 1,024 members agree in 0.3 s, instead of 21 s.
 
     Args:
         every_s: Seconds between two turns of each of few members.
@@ -62,18 +56,8 @@ class Turns:
         return is_due
 
 
-class SignsOfLife(Protocol):
-    """News of a generation's ranks from its heartbeat; see `Heartbeat`."""
-
-    def beats_of(self, global_rank: int) -> int:
-        """Return the number of a rank's heartbeats so far."""
-
-    def silence_since(self, global_rank: int, beats: int) -> float:
-        """Return the seconds for which a rank was seen to be silent after `beats` heartbeats."""
-
-
-class Vigil:
-    """One wait for members, from its making on.
+class Judge:
+    """Judges members during one wait for them, from its making on.
 
     Args:
         store: The membership's store.
@@ -109,29 +93,3 @@ class Vigil:
             elif member in missing and time.monotonic() > self._deadline_s:
                 why = f"It didn't come within {self._patience_s:.0f} s."
                 tell_gone(self._store, member, why)
-
-
-def silence_of(
-    beats_of: Callable[[int], int],
-    known_s: Callable[[int, int], float],
-    *,
-    limit_s: float,
-    nap_s: float,
-) -> Callable[[int], bool]:
-    """Return a function that tells whether a rank has sent no heartbeat for `limit_s` of watching.
-
-    Args:
-        beats_of: Returns the number of a rank's heartbeats.
-        known_s: Returns the seconds for which a rank was seen to be silent since that many.
-        limit_s: Seconds of silence that are too many.
-        nap_s: The most that a gap between two looks counts; see `Silence`.
-    """
-    watched: dict[int, Silence] = {}
-
-    def is_silent(rank: int) -> bool:
-        beats = beats_of(rank)
-        if rank not in watched:
-            watched[rank] = Silence(nap_s, sign=beats, seconds=known_s(rank, beats))
-        return watched[rank].look(beats) > limit_s
-
-    return is_silent
