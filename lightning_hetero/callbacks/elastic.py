@@ -70,9 +70,10 @@ class ElasticRestart(Callback):
     let in between two steps. The script must call `fit` before all else, and only once per Trainer.
 
     The script then begins twice: the process that was started runs it until its first `fit` (or
-    `validate`, …), and from then on only keeps a worker, which runs it from beginning to end. To
-    callbacks, loggers and data modules each generation of ranks is a fit of its own: they get
-    `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again. From
+    `validate`, …), and from then on only keeps a worker, which runs it from beginning to end.
+    Started as `torchrun ... -m lightning_hetero.keep script.py` it begins once. To callbacks,
+    loggers and data modules each generation of ranks is a fit of its own: they get `teardown`, then
+    `on_generation(trainer, old, new)` if they have it, and `setup` again. From
     there on `trainer.global_rank`, `world_size` and `is_global_zero` are new: rank 0 may be another
     process, which then logs. `on_exception` isn't called. A callback's `state_dict` is restored to
     the step from which training goes on; whatever else it holds stays. With redundancy,
@@ -187,8 +188,8 @@ class ElasticRestart(Callback):
             raise change
         strategy = run_of(trainer).strategy
         if strategy is not None:
-            strategy.engine.is_leaving = self.is_leaving
-            strategy.engine.sees_joiners = self._joiners.may_come_in(trainer, self._saved)
+            waits = self._joiners.may_come_in(trainer, self._saved)
+            strategy.engine.tell(is_leaving=self.is_leaving, sees_joiners=waits)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

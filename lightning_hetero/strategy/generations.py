@@ -21,7 +21,7 @@ in. An error before that generation has trained a step is blamed on the joiners:
 without them.
 
 Written for NCCL, but not tried with it: only ranks abort operations, before anything waits for
-them, and a step that a device hadn't finished by then doesn't count (`runtime.ranks.step_end`).
+them, and a step that a device hadn't finished by then doesn't count (`communicators.StepEnd`).
 Generations share no communicators, and an error that poisons a process (CUDA's) ends only that one.
 
 A retry inside the iteration was considered: it would save the set-up, but loaders, optimizers,
@@ -48,14 +48,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.runtime.generation.cores import take_cores
 from lightning_hetero.runtime.generation.entering import (
     find_layer_call_of_run,
     is_joiner,
     split_address,
 )
+from lightning_hetero.runtime.generation.environment import take_cores
+from lightning_hetero.runtime.generation.judge import VainGenerations
 from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
-from lightning_hetero.runtime.generation.vain import VainGenerations
 from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange

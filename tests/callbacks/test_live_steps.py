@@ -22,7 +22,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import dump_metadat
 from lightning_hetero.checkpoint.survivors import Follows, LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
-from lightning_hetero.runtime.ranks.step_end import StepEnd
+from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.generations import _Generations
 from lightning_hetero.strategy.processes import Processes

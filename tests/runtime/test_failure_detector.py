@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks import failure
-from lightning_hetero.runtime.ranks.broken import is_broken_connection
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.failure import FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from tests.processes import ProcessPool

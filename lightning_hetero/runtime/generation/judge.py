@@ -1,4 +1,4 @@
-"""Judge the members that others wait for: who is silent, or doesn't come, is gone."""
+"""Judge who is gone, being silent or late, and when it is in vain to go on without who is lost."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.runtime.generation.records import tell_gone
 
-__all__ = ["LOOK_S", "Judge", "Turns", "pause_s"]
+__all__ = ["LOOK_S", "Judge", "Turns", "VainGenerations", "pause_s"]
 
 LOOK_S = 0.01
 """Between two looks at who has come, of few members."""
@@ -18,6 +18,9 @@ _FEW, _MANY = 16, 100
 """Members that each take all turns; and members that together make the most short calls."""
 _SELDOM = 200.0
 """Times as long as the first one that any member waits: 2 s for a look, 10 s until it asks."""
+_FEWEST_IN_VAIN = 3
+_LONGEST_IN_VAIN_S = 60.0
+"""About the time of a restart: after trying for as long, a restart costs at most as much again."""
 
 
 def pause_s(num_members: int) -> float:
@@ -93,3 +96,36 @@ class Judge:
             elif member in missing and time.monotonic() > self._deadline_s:
                 why = f"It didn't come within {self._patience_s:.0f} s."
                 tell_gone(self._store, member, why)
+
+
+class VainGenerations:
+    """Counts generations in a row that ended before any step was trained, as one rank saw them.
+
+    A count alone would end a run that loses spot machines one after another, each while the others
+    still recover from the loss before. Time alone would end a run whose recovery is slow. So a run
+    ends after several in a row *and* a minute without a step (ski rental).
+
+    ::
+
+        vain = VainGenerations()
+        why = vain.note(has_trained=False)  # after a generation; says why the run should end
+
+    Args:
+        now_s: The time, in seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._since_s = now_s()
+        self._count = 0
+
+    def note(self, *, has_trained: bool) -> str:
+        """Note that a generation has ended; return why no other should follow, "" if one should."""
+        if has_trained:
+            self._since_s, self._count = self._now_s(), 0
+            return ""
+        self._count += 1
+        vain_s = self._now_s() - self._since_s
+        if self._count < _FEWEST_IN_VAIN or vain_s < _LONGEST_IN_VAIN_S:
+            return ""
+        return f"{self._count} generations in a row have trained no step, in {vain_s:.0f} s"

@@ -1,8 +1,9 @@
 """The process that keeps a worker: starts it, outlives it, and tells the others when it dies.
 
-Launchers end or restart all processes when one of theirs ends. So the process that they start
-becomes a keeper, by `exec` and with the same process id, and the real worker is its child: the
-launcher doesn't notice if a worker dies. A keeper
+Launchers end or restart all processes when one of theirs ends. So the process that they start is a
+keeper, and the real worker is its child: the launcher doesn't notice if a worker dies. With
+`python -m lightning_hetero.keep` it is one from the start; else the process that begins the script
+becomes one, by `exec` and with the same process id. A keeper
 
 - starts its workers, which run the same script again; they die with it (`PR_SET_PDEATHSIG`),
 - passes signals on to them,
@@ -34,7 +35,7 @@ from lightning_hetero.runtime.generation.worker import ALL_LEAVE, Worker
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Keeper", "KeeperTask", "be_kept", "become_keeper", "block_signals", "main"]
+__all__ = ["Keeper", "KeeperTask", "be_kept", "become_keeper", "block_signals", "keep", "main"]
 
 _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
@@ -294,7 +295,14 @@ def be_kept() -> None:
 def main() -> None:
     """Run as a keeper, with the task from the environment."""
     block_signals()
-    task = KeeperTask(**json.loads(os.environ.pop(_TASK)))
+    os._exit(keep(KeeperTask(**json.loads(os.environ.pop(_TASK)))))
+
+
+def keep(task: KeeperTask) -> int:
+    """Start the workers of a task, and keep them; return the exit code of this process.
+
+    Called by the main thread, before there are others, once signals are blocked.
+    """
 
     def start(own: dict[str, str], environment: dict[str, str], descriptor: int) -> int:
         pid = os.fork()
@@ -312,4 +320,4 @@ def main() -> None:
         serves=task.serves,
         replaces=task.replaces,
     )
-    os._exit(keeper.run())
+    return keeper.run()

@@ -136,13 +136,25 @@ class Engine:
         """Whether the last training iteration's were; the same on every rank."""
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
-        self.is_leaving = False
-        """Whether this rank's machine is about to be taken away; told to all in each iteration."""
+        self._is_leaving = self._sees_joiners = False
         self.leaving: frozenset[int] = frozenset()
         """The ranks that were leaving in the last iteration; the same on every rank."""
-        self.sees_joiners = False
-        """Whether this rank knows of processes that wait to be let in; shared like `is_leaving`."""
         self.has_joiners = False
+        """Whether processes waited in it to be let in; the same on every rank."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank's machine is about to be taken away, as `tell` was last told."""
+        return self._is_leaving
+
+    def tell(self, *, is_leaving: bool, sees_joiners: bool = False) -> None:
+        """Tell all ranks, with each iteration from now on, what this rank knows.
+
+        Args:
+            is_leaving: Whether this rank's machine is about to be taken away.
+            sees_joiners: Whether processes wait to be let in.
+        """
+        self._is_leaving, self._sees_joiners = is_leaving, sees_joiners
 
     # -- an iteration ---------------------------------------------------------------------------
 
@@ -256,8 +268,8 @@ class Engine:
             num_samples=results.epoch_weight if is_first else 0,
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
-            is_leaving=self.is_leaving,
-            sees_joiners=self.sees_joiners,
+            is_leaving=self._is_leaving,
+            sees_joiners=self._sees_joiners,
             loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )

@@ -19,9 +19,8 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.ranks import meeting
-from lightning_hetero.runtime.ranks.broken import is_broken_connection
 from lightning_hetero.runtime.ranks.communicators import GroupTransport, init_process_group
-from lightning_hetero.runtime.ranks.connections import Connections
+from lightning_hetero.runtime.ranks.connections import Connections, is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Watch
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.processes import Processes
