@@ -177,7 +177,7 @@ PRIVATE_NAMES = tuple(
         ("the operator behind a call", "torch._ops:OpOverload", "_schema"),
         ("as above", "torch.ops:aten", "_unsafe_view"),
         (
-            "random numbers are drawn as a loader's workers draw them",
+            "a loader's draws of random numbers",
             "torch.utils.data:DataLoader",
             "_iterator",
         ),
@@ -218,6 +218,11 @@ PRIVATE_NAMES = tuple(
             "_can_set_attn_implementation",
         ),
         ("as above", "transformers:PretrainedConfig", "_attn_implementation"),
+        (
+            "outputs that a model records inside a stage",
+            "transformers.utils.output_capturing",
+            "_active_collector",
+        ),
     )
     for name in names.split()
 )

@@ -120,7 +120,7 @@ class Keeper:
 
     def run(self) -> int:
         """Keep the workers until they have ended; return the exit code."""
-        threading.Thread(target=self._watch_store, daemon=True).start()
+        threading.Thread(target=self._watch_store, name="keeper-store", daemon=True).start()
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
             # Not `sigtimedwait`, which tells of a signal that never was, in memory that nobody has

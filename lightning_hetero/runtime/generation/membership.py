@@ -292,7 +292,9 @@ class Membership:
         if number > 1 and formed.rank_of(self.number) == 0:
             # Beside training: it is one short call for each key.
             work, old = self._delete_names, (number - 2,)
-            self._tidying = threading.Thread(target=work, args=old, daemon=True)
+            if self._tidying is not None:
+                self._tidying.join(1.0)  # Had ended long ago, unless the store is slow.
+            self._tidying = threading.Thread(target=work, args=old, name="tidying", daemon=True)
             self._tidying.start()
         return formed
 
