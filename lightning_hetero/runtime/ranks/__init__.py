@@ -2,16 +2,17 @@
 
 The threads of a process, each with its owner, which starts it and waits for its end:
 
-- *heartbeat* (`heartbeat.Heartbeat`, from `begin` to `end`): the only one that calls the store while
-  others wait in collectives,
+- *heartbeat* (`heartbeat.Heartbeat`, from `begin` to `end`): the only one that calls the store
+  while others wait in collectives,
 - *failure-detector* (`failure.FailureDetector`, from `start` to `pause`): judges what that one has
   heard, and ends a process whose main thread can't; its *abort* ends waits in communicators, and
   `pause` waits for it,
-- *new connections* (`connections.Connections.open`): makes a group where ranks may be lost meanwhile;
-  `open` waits for it, but leaves it where connections are hung up, since gloo's wait has no end,
+- *new connections* (`connections.Connections.open`): makes a group where a rank may be lost at that
+  moment; `open` waits for it, but leaves it where connections are hung up: gloo's wait has no end,
 - *tidying* (`generation.membership.Membership`): deletes the names of old generations; the next
   generation waits for it,
-- *keeper-store* (`generation.keeper.Keeper`): in a keeper's process only, which ends with `os._exit`,
+- *keeper-store* (`generation.keeper.Keeper`): only in a keeper's process, which ends with
+  `os._exit`,
 - *assignments* (`data.ahead`), *recording* (`straggler.any_job.recording`) and contingency plans
   (`autoplan.contingencies`): beside training, ended by their owners' `close` or `stop`,
 - those whose names begin with *checkpoint-* (`checkpoint.deadlines.BackgroundThread`, and the lease
