@@ -52,8 +52,8 @@ __all__ = ["Processes", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
-_FORMING_S = 90.0
-"""Seconds after which a generation that hasn't formed is given up: its store doesn't answer."""
+_FORMING = 1.5
+"""Times the patience of members, after which their store counts as frozen if none has formed."""
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -339,7 +339,9 @@ class Processes:
         assert membership is not None
         assert heartbeat is not None
         assert silence is not None
-        with ended_when_late(membership.number, "the membership's store", _FORMING_S):
+        with ended_when_late(
+            membership.number, "the membership's store", _FORMING * membership.patience_s
+        ):
             return membership.form_next(
                 heartbeat, silence.total_seconds(), leaving, calls_joiners=calls_joiners
             )
@@ -353,7 +355,7 @@ class Processes:
         """As a rank that leaves, wait until the others have formed a generation without it."""
         assert self._membership is not None
         self._stop_judging()
-        self._membership.wait_for_next(_FORMING_S)
+        self._membership.wait_for_next(_FORMING * self._membership.patience_s)
 
     def leave_members(self, error: BaseException) -> None:
         """Tell the others at once that this process is about to end, and why."""

@@ -26,6 +26,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation.judge import LOOK_S
 from lightning_hetero.runtime.generation.records import (
     ENDED,
     NEWS,
@@ -54,8 +55,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _NUMBERS, _FIRST, _ADMITTED, _CALL = "numbers", "first joiner", "admitted", "layer call"
-_LISTEN_S = 0.02
-"""Seconds between two times in which a joiner asks whether it is called."""
 _MOST_SILENT_S = 30.0
 """Seconds after which a joiner that stops beating is forgotten, and a silent run is over."""
 
@@ -110,7 +109,7 @@ class Joiner:
                 coming = 0 if newest is None else newest + 1
                 if self.number in _numbers(self._store, call_key(coming)):
                     return coming
-                time.sleep(_LISTEN_S)
+                time.sleep(2 * LOOK_S)
         except DistError as error:
             raise PeerError(
                 f"The run's store is gone, so the run has ended, or lost its first node: {error}"

@@ -31,11 +31,9 @@ __all__ = ["LAZY", "Connections", "is_broken_connection"]
 _T = TypeVar("_T")
 LAZY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch: lets gloo connect pairs of ranks when they first talk."""
-_LOOK_S = 0.02
-_LAST_S = 0.5
-"""How long a group that is nearly there may take once connections are hung up."""
 _NOTICE_S = 0.05
-"""How long groups may take to notice that nothing more is to be read."""
+"""How long groups may take to notice that nothing more is to be read; a group that is nearly there
+may take ten times as long once connections are hung up."""
 
 _OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
 """Texts of NCCL's errors about memory on this rank's own device: no peer has failed."""
@@ -92,8 +90,8 @@ class Connections:
                 answer.set_exception(error)
 
         threading.Thread(target=work, name="new connections", daemon=True).start()
-        while not wait([answer], _LOOK_S).done:
-            if self._is_hung_up and not wait([answer], _LAST_S).done:
+        while not wait([answer], _NOTICE_S).done:
+            if self._is_hung_up and not wait([answer], 10 * _NOTICE_S).done:
                 self.check()
         return answer.result()
 
