@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from lightning_hetero.runtime.generation.keeper import KeeperTask, block_signals, keep
 from lightning_hetero.runtime.generation.worker import JOIN, joiner_variables
 
-__all__ = ["main", "task_of"]
+__all__ = ["keep_script", "task_of"]
 
 _NEEDED = "MASTER_ADDR", "MASTER_PORT", "RANK"
 
@@ -72,7 +72,7 @@ def task_of(arguments: Sequence[str]) -> KeeperTask:
     )
 
 
-def main() -> None:
+def keep_script() -> None:
     """Run as a keeper."""
     if not sys.platform.startswith("linux"):
         sys.exit(f"lightning_hetero.keep needs Linux; this is {sys.platform}.")
@@ -82,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    keep_script()

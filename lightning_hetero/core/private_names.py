@@ -226,3 +226,4 @@ PRIVATE_NAMES = tuple(
     )
     for name in names.split()
 )
+"""Each name, where it is, and why."""
