@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetero.core.private_names import PRIVATE_NAMES
+from lightning_hetero.private_names import PRIVATE_NAMES
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
 OTHERS = ("torch", "lightning", "torchmetrics", "transformers")
@@ -55,7 +55,9 @@ def used_names() -> dict[str, str]:
 def test_each_private_name_that_is_used_is_listed() -> None:
     listed = {item.name for item in PRIVATE_NAMES}
     lacking = {name: path for name, path in used_names().items() if name not in listed}
-    assert not lacking, f"say in core/private_names.py where these are from, and why: {lacking}"
+    assert not lacking, (
+        f"say in lightning_hetero/private_names.py where these are from, and why: {lacking}"
+    )
 
 
 def test_a_name_that_nobody_uses_is_not_listed() -> None:
