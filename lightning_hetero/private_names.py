@@ -85,18 +85,7 @@ PRIVATE_NAMES = tuple(
         (_COUNTS, f"{_LOOPS}progress", "_BaseProgress"),
         (_COUNTS, _EPOCH, "_batches_that_stepped"),
         ("the batches that are evaluated or predicted", f"{_TRAINER}trainer", "_active_loop"),
-        (
-            "what was logged in an epoch goes on where a rank is lost in it",
-            f"{_CONNECTOR}logger_connector.result",
-            "_ResultMetric",
-        ),
         ("as above", _EPOCH, "_results"),
-        (
-            "as above",
-            f"{_CONNECTOR}logger_connector.logger_connector:_LoggerConnector",
-            "_callback_metrics _first_loop_iter",
-        ),
-        ("as above", f"{_TRAINER}trainer", "_logger_connector"),
         (
             "logging inside a step follows Lightning's own rules",
             f"{_CONNECTOR}logger_connector.fx_validator",
@@ -164,7 +153,7 @@ PRIVATE_NAMES = tuple(
             "torch",
             "_foreach_copy_ _foreach_add _foreach_add_",
         ),
-        ("as above", "torch", "_foreach_mul_ _foreach_norm"),
+        ("as above", "torch", "_foreach_mul_ "),
         ("as above", "torch._utils", "_flatten_dense_tensors _unflatten_dense_tensors"),
         (
             "whether a tensor was written to, and its storage",
