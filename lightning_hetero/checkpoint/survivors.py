@@ -356,7 +356,11 @@ def _put_together(
         id=told.id,
         world_size=told.saved_by,
         plan=told.plan,
-        slices=tuple(joined(need, found.pieces[need.parameter]) for need in needs),
+        slices=tuple(
+            joined(need, found.pieces[need.parameter])
+            for need in needs
+            if need.parameter in found.pieces or not need.is_optional
+        ),
         metadata=pickle.loads(told.metadata),
         rank_metadata=None if own is None else own.rank_metadata,
         report=RecoveryReport(

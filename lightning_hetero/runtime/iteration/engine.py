@@ -58,9 +58,11 @@ from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.padded_means import NUM_LOOKED_AT
 from lightning_hetero.runtime.results.step_logs import StepLogs
+from lightning_hetero.runtime.setup.frozen import find_frozen
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.slices.digests import is_looked_at
+from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.layer_trial import LayerTrial
@@ -382,12 +384,13 @@ class Engine:
         self.config = replace(self.config, seed=seed)
 
     def _make_store(self, plan: ParallelPlan) -> SliceStore:
-        slices = self.config.owners(self.layout.specs, plan, world_size=self.comms.world_size)
+        specs, options, comms = self.layout.specs, self.config, self.comms
+        find_owners = partial(options.owners, plan=plan, world_size=comms.world_size)
+        slices = find_owners(specs)
         # Before any message whose size depends on them.
-        specs, options = self.layout.specs, self.config
-        check_alike(
-            self.comms, plan=plan, parameters=specs, owners=list_owners(slices), options=options
-        )
+        check_alike(comms, plan=plan, parameters=specs, owners=list_owners(slices), options=options)
+        sources = find_frozen(self.module, self.layout, comms)
+        slices |= dict.fromkeys(sources, ())
         store = SliceStore(
             self.layout,
             slices,
@@ -395,6 +398,7 @@ class Engine:
             device=self.device,
             dtype=self.config.master_dtype,
             on_host=self.config.owned_device.is_on_host(plan, self.comms.global_rank),
+            frozen=FrozenWeights(sources, find_owners),
         )
         materialize(self.module, store, self.comms, seed=self.config.seed)
         return store
