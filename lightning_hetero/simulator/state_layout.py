@@ -7,7 +7,9 @@ from lightning_hetero.core.transfers import ExchangeKind
 
 __all__ = ["PRECISIONS", "StateLayout"]
 
-PRECISIONS = {"bf16-mixed": (2, 4, 4, 16), "bf16-true": (2, 4, 2, 8), "32-true": (4, 4, 4, 16)}
+PRECISIONS = {"32-true": (4, 4, 4, 16)}
+PRECISIONS |= dict.fromkeys(("bf16-mixed", "16-mixed"), (2, 4, 4, 16))
+PRECISIONS |= dict.fromkeys(("bf16-true", "16-true"), (2, 4, 2, 8))
 """Bytes per parameter of weights, of summed gradients, of masters, and of all an owner keeps."""
 
 

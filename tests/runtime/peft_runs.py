@@ -100,10 +100,9 @@ class PeftOutcome:
 
     losses: list[float]
     trained: dict[str, np.ndarray]
-    num_messages_bytes: int = 0
 
 
-def train(rank: int, case: PeftCase) -> PeftOutcome:
+def train(rank: int, case: PeftCase, *callbacks: L.Callback) -> PeftOutcome:
     """Train a case on one of its ranks."""
     L.seed_everything(SEED, verbose=False)
     module = PeftModule(case)
@@ -113,7 +112,12 @@ def train(rank: int, case: PeftCase) -> PeftOutcome:
         given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
         options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
     trainer = L.Trainer(
-        **quiet(max_epochs=1, max_steps=case.max_steps, precision=case.precision),
+        **quiet(
+            max_epochs=1,
+            max_steps=case.max_steps,
+            precision=case.precision,
+            callbacks=list(callbacks),
+        ),
         **options,
         use_distributed_sampler=False,
     )
@@ -124,3 +128,45 @@ def train(rank: int, case: PeftCase) -> PeftOutcome:
         if weight.requires_grad
     }
     return PeftOutcome(module.losses, trained)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a rank owns, sends and receives in an iteration, in elements."""
+
+    owned: int
+    pulled: int
+    pushed: int
+    adapters: int
+    """Elements of all adapters."""
+
+
+class Count(L.Callback):
+    """Counts what the running plan moves."""
+
+    moved: Moved
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        table, rank = engine.plans.running.table, trainer.global_rank
+        self.moved = Moved(
+            owned=sum(item.numel() for item in engine.store.masters.values()),
+            pulled=sum(table.numel(item) for item in table.pull(rank)),
+            pushed=sum(table.numel(item) for item in table.push(rank)),
+            adapters=sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
+        )
+
+
+def train_and_count(rank: int, case: PeftCase) -> Moved:
+    """Train a case on one of its ranks; return what moved."""
+    count = Count()
+    train(rank, case, count)
+    return count.moved
+
+
+def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcome:
+    """Train a case, going on from the newest layer-wise checkpoint in a folder."""
+    from lightning_hetero.callbacks import LayerwiseCheckpoint
+
+    saves = LayerwiseCheckpoint(remote_dir=folder, every_n_steps=2)
+    return train(rank, case, saves)

@@ -1,12 +1,13 @@
 """Models with adapters, quantized or not, train under unequal plans as in one process."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.processes import ProcessPool
-from tests.runtime.peft_runs import PeftCase, train
+from tests.runtime.peft_runs import PeftCase, train, train_and_count, train_with_checkpoints
 from tests.runtime.runs import pipeline, plan_of, stage
 
 pytest.importorskip("peft")
@@ -52,3 +53,29 @@ def test_other_adapters(pool: ProcessPool, adapters: dict[str, object]) -> None:
 def test_quantized(pool: ProcessPool, quantized: str) -> None:
     pytest.importorskip("torchao" if quantized == "torchao" else "bitsandbytes")
     check(pool, PeftCase(plan=STAGES, world_size=2, quantized=quantized))
+
+
+def test_only_adapters_are_owned_and_travel(pool: ProcessPool) -> None:
+    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, max_steps=2)
+    found = pool.run(train_and_count, 3, case)
+    adapters = found[0].adapters
+    assert sum(item.owned for item in found) == adapters
+    # Each of two holders gets every weight once; a message counts at both of its ends.
+    assert sum(item.pulled for item in found) <= 1.05 * 4 * adapters
+    assert sum(item.pushed for item in found) <= 1.05 * 4 * adapters
+
+
+def test_checkpoints_hold_adapters_only_and_resume_on_other_ranks(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, quantized="nf4", batch_size=2)
+    whole = pool.run(train, 3, case)[0]
+    pool.run(train_with_checkpoints, 3, replace(case, max_steps=2), tmp_path)
+    stored = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    adapters = sum(weight.nbytes for weight in whole.trained.values())
+    assert adapters <= stored <= 1.05 * adapters + 40_000, "headers are 8 KB at most each"
+    resumed = replace(case, plan=STAGES, world_size=2, batch_size=4)
+    for found in pool.run(train_with_checkpoints, 2, resumed, tmp_path):
+        np.testing.assert_allclose(found.losses, whole.losses[2:], rtol=1e-5)
+        for name, weight in whole.trained.items():
+            np.testing.assert_allclose(found.trained[name], weight, rtol=1e-4, atol=1e-6)

@@ -215,8 +215,9 @@ def _left_out(trainer: pl.Trainer) -> bool:
     """Whether the last step may have been skipped for non-finite gradients, as the user wants."""
     strategy = run_of(trainer).strategy
     if strategy is not None:
-        answer = strategy.engine.config.nonfinite_gradients
-        return answer is NonfiniteGradients.SKIP and not strategy.engine.gradients_are_finite
+        config = strategy.engine.config
+        skips = config.scales_loss or config.nonfinite_gradients is NonfiniteGradients.SKIP
+        return skips and not strategy.engine.gradients_are_finite
     # A gradient scaler finds its scale by overflowing.
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch
+from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
@@ -49,6 +49,7 @@ from lightning_hetero.runtime.results.iteration_loss import (
     answer_nonfinite,
     describe_ranks,
     nonfinite_ranks,
+    power_of_two_near,
     without_sums,
 )
 from lightning_hetero.runtime.results.late_numbers import LateNumbers
@@ -136,6 +137,10 @@ class Engine:
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
+        self.loss_scale = 1.0
+        """Factor of the losses in backward passes; the same on every rank."""
+        self._usual_weight = 0.0
+        """Power of two near the last iteration's targets; 0 before there was any."""
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
         self.is_leaving = False
@@ -183,6 +188,7 @@ class Engine:
             ends_early=running.link.following is not None,
             make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
             looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
+            loss_scale=self._factor_of_losses(microbatches) if is_training else 1.0,
         )
         schedule = running.schedule(len(microbatches), is_training=is_training)
         passes = StagePasses(
@@ -248,6 +254,19 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
+    def _factor_of_losses(self, microbatches: Sequence[Any] = ()) -> float:
+        """Return the factor of losses in backward passes; collective in the first iteration.
+
+        Losses are weighted by their targets, so without it gradients would overflow in fp16.
+        """
+        if not self.config.scales_loss:
+            return 1.0
+        if not self._usual_weight:
+            counts = self.place is not None and self.place.stage_index == self.place.tp_rank == 0
+            own = sum(max(sizes_of(item)) for item in microbatches) if counts else 0
+            self._usual_weight = power_of_two_near(sum(self.comms.gather_objects(own)))
+        return self.loss_scale / self._usual_weight
+
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
@@ -298,11 +317,14 @@ class Engine:
         kept = self.plans.running.used_somewhere(sums.by_name, agreed.reports.num_missing)
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
-            torch._foreach_mul_(sums.memory, scale)
+            torch._foreach_mul_(sums.memory, scale / self._factor_of_losses())
+        if self.config.scales_loss:
+            self._usual_weight = power_of_two_near(float(agreed.sums[:, 1].sum()))
         self.gradients = self.store.as_masters(kept)
         self.gradients_are_finite = True
         # To skip a step, the host must know before it.
-        is_now = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
+        skips = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
+        is_now = skips or self.config.scales_loss
         is_late = self._late.is_late and not is_now
         if is_late:
             for gradient in self.gradients.values():
@@ -321,6 +343,8 @@ class Engine:
         if broken:
             self.gradients_are_finite = False
             self.gradients = {}
+            if self.config.scales_loss:
+                return
             found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
             answer_nonfinite(found, self.config.nonfinite_gradients, is_late=is_late)
 
