@@ -1,6 +1,6 @@
 """Tiny Hugging Face models with adapters, some with quantized weights, that parity tests train."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -102,7 +102,7 @@ class PeftOutcome:
     trained: dict[str, np.ndarray]
 
 
-def train(rank: int, case: PeftCase, *callbacks: L.Callback) -> PeftOutcome:
+def train(rank: int, case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftOutcome:
     """Train a case on one of its ranks."""
     L.seed_everything(SEED, verbose=False)
     module = PeftModule(case)
@@ -117,11 +117,12 @@ def train(rank: int, case: PeftCase, *callbacks: L.Callback) -> PeftOutcome:
             max_steps=case.max_steps,
             precision=case.precision,
             callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
         ),
         **options,
         use_distributed_sampler=False,
     )
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     trained = {
         name: weight.detach().numpy().copy()
         for name, weight in module.named_parameters()
@@ -168,5 +169,15 @@ def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcom
     """Train a case, going on from the newest layer-wise checkpoint in a folder."""
     from lightning_hetero.callbacks import LayerwiseCheckpoint
 
-    saves = LayerwiseCheckpoint(remote_dir=folder, every_n_steps=2)
+    saves = LayerwiseCheckpoint(folder, every_n_train_steps=2, shared_memory=False)
     return train(rank, case, saves)
+
+
+def train_and_resume(rank: int, case: PeftCase, file: Any) -> list[float]:
+    """Train half of a case, save a whole checkpoint, and train the other half from it."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    half = replace(case, max_steps=case.max_steps // 2)
+    saves = ModelCheckpoint(file.parent, file.stem, every_n_train_steps=half.max_steps)
+    train(rank, half, saves)
+    return train(rank, case, ckpt_path=file).losses

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from tests.processes import ProcessPool
-from tests.runtime.peft_runs import PeftCase, train, train_and_count, train_with_checkpoints
+from tests.runtime.peft_runs import (
+    PeftCase,
+    train,
+    train_and_count,
+    train_and_resume,
+    train_with_checkpoints,
+)
 from tests.runtime.runs import pipeline, plan_of, stage
 
 pytest.importorskip("peft")
@@ -79,3 +85,11 @@ def test_checkpoints_hold_adapters_only_and_resume_on_other_ranks(
         np.testing.assert_allclose(found.losses, whole.losses[2:], rtol=1e-5)
         for name, weight in whole.trained.items():
             np.testing.assert_allclose(found.trained[name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantized", ["nf4", "int8"])
+def test_whole_checkpoints_resume(pool: ProcessPool, quantized: str, tmp_path: Path) -> None:
+    case = PeftCase(plan=STAGES, world_size=2, quantized=quantized)
+    whole = pool.run(train, 2, case)[0]
+    for losses in pool.run(train_and_resume, 2, case, tmp_path / "half.ckpt"):
+        np.testing.assert_allclose(losses, whole.losses[2:], rtol=1e-5)

@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 
+_BESIDE_WEIGHT = ("SCB", "weight_format")
+
+
 @contextmanager
 def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Hold whole tensors in the module's slots in this context.
@@ -50,7 +53,9 @@ def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None
     before = []
     for name, tensor in tensors.items():
         master = store.masters[name]
-        whole = nn.Parameter(tensor, requires_grad=master.requires_grad)
+        whole = tensor
+        if not isinstance(whole, nn.Parameter):
+            whole = nn.Parameter(tensor, requires_grad=master.requires_grad)
         for slot in store.layout.slots[name]:
             current = slot.current
             if current is master or isinstance(current, StandIn):
@@ -76,10 +81,19 @@ def whole_module_state(
     wholes = gather_on_rank_0(store, comms, _masters_but(store, left_out))
     if comms.global_rank != 0:
         return {}
-    with _in_slots(store, wholes):
+    opaque = store.frozen.opaque_names()
+    unread = {name: torch.empty(store.specs[name].shape, device="meta") for name in left_out}
+    quantized = {name: store.frozen.whole(store.specs[name]) for name in opaque}
+    with _in_slots(store, wholes | unread | quantized):
         state: dict[str, Any] = module.state_dict()
     absent = {slot.name for name in left_out for slot in store.layout.slots[name]}
-    return {name: value for name, value in state.items() if name not in absent}
+    # What bitsandbytes' modules save beside a weight.
+    absent |= {name.removesuffix("weight") + key for name in absent for key in _BESIDE_WEIGHT}
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in absent and name.rpartition(".weight.")[0] + ".weight" not in absent
+    }
 
 
 def _masters_but(store: SliceStore, left_out: Sequence[str]) -> dict[str, tuple[str, Tensor]]:
