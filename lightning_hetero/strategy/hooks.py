@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -28,7 +29,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.random_state import GlobalSeed
-from lightning_hetero.runtime.slices.digests import is_looked_at
+from lightning_hetero.runtime.slices.rows import HookedSlices
 from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
@@ -89,6 +90,12 @@ class HookedStrategy(ParallelStrategy):
         """The engine that runs the plan; available from `setup` to `teardown`."""
         assert self._slices.engine is not None, "the strategy has not been set up"
         return self._slices.engine
+
+    @property
+    def hooked_slices(self) -> HookedSlices:
+        """The slices as hooks get them; available as the engine is."""
+        assert self._slices.hooked is not None, "the strategy has not been set up"
+        return self._slices.hooked
 
     @property
     def plan(self) -> ParallelPlan:
@@ -237,17 +244,14 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        is_new = not (self.has_trained or self._slices.known_uses.were_watched)
-        is_end, number = self._trainer.is_last_batch, self._trainer.fit_loop.batch_idx + 1
-        self._slices.begin_iteration(trains=True)
+        self.hooked_slices.leave()
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
         self.has_trained = True
-        self._slices.end_iteration(
-            trains=True, is_looked_at=is_new or is_end or is_looked_at(number)
-        )
+        if self._looks_before_backward():
+            self.hooked_slices.enter()
         return trained
 
     @override
@@ -265,10 +269,10 @@ class HookedStrategy(ParallelStrategy):
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
         assert self._steps is not None
-        self._slices.begin_iteration(trains=False)
+        self.hooked_slices.leave()
         with self._explained(trains=False):
             output = self._steps.evaluate(*args, of_pipeline=of_pipeline)
-        self._slices.end_iteration(trains=False)
+        self.hooked_slices.enter()
         return output
 
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
@@ -276,20 +280,31 @@ class HookedStrategy(ParallelStrategy):
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
 
-    def _sum_over_ranks(self, own: Tensor) -> Tensor:
-        """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""
-        return self._processes.sum_before_step(own.to(self.root_device)).to(own.device)
+    def _reduce_in_hooks(self, own: Tensor, operation: str) -> Tensor:
+        """Return a reduction over all ranks, made on `root_device`, on the device of `own`."""
+        given = own.to(self.root_device)
+        if operation == "sum":
+            return self._processes.sum_before_step(given).to(own.device)
+        return self._processes.reduce(given, None, operation).to(own.device)
 
     def _deposit_gradients(self) -> None:
-        self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
+        number = self._trainer.accumulate_grad_batches
+        are_first = self._trainer.fit_loop.batch_idx % number == 0
+        self._slices.deposit_gradients(1.0 / number, are_first=are_first)
+
+    def _looks_before_backward(self) -> bool:
+        """Whether hooks see parameters between a training step and its backward."""
+        given = (self._module, *self._trainer.callbacks)
+        names = ("on_before_zero_grad", "on_before_backward")
+        return any(is_overridden(name, item) for item in given for name in names)
 
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._slices.refusing_norms:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._slices.note_step()
+        self.hooked_slices.enter()
         return result
 
     @override

@@ -134,6 +134,8 @@ class Engine:
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
+        self.unused: set[str] = set()
+        """The parameters that got no gradient in it, on any rank."""
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
         self.is_leaving = False
@@ -293,7 +295,8 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        kept = self.plans.running.used_somewhere(sums.by_name, agreed.reports.num_missing)
+        self.unused = self.plans.running.unused(agreed.reports.num_missing)
+        kept = {name: item for name, item in sums.by_name.items() if name not in self.unused}
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
             torch._foreach_mul_(sums.memory, scale)
