@@ -107,15 +107,16 @@ class Trial:
 
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Add up the squares of this rank's gradients, before they are clipped."""
-        gradients = [
-            gradient
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (gradient := parameter.grad) is not None and not gradient.is_sparse
-        ]
-        if gradients:
-            square = _square_of(gradients)
-            self._square = square if self._square is None else self._square + square
+        with torch._C.DisableTorchFunctionSubclass():  # This rank's own, not as hooks get them.
+            gradients = [
+                gradient
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if (gradient := parameter.grad) is not None and not gradient.is_sparse
+            ]
+            if gradients:
+                square = _square_of(gradients)
+                self._square = square if self._square is None else self._square + square
 
     def see_step(self, trainer: pl.Trainer, outputs: Tensor | Mapping[str, Any] | None) -> None:
         """Record a step that has ended, and judge it if it is on probation. Communicates then.

@@ -50,6 +50,7 @@ _LEAST_RATE = 1e-2
 """Learning rates are raised to this, else updates might get lost in rounding."""
 _SCALE = 0.02
 """Of the values that are stepped: as small as weights, so that bf16 keeps most of an update."""
+_WIDE = {torch.float32, torch.float64}
 _CLOSE = 1e-3
 """By which part of the greatest update two steps may differ that are meant to be the same."""
 
@@ -217,22 +218,47 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
     Raises:
         ValueError: Its steps change nothing.
     """
-    drawn = _draw_all(optimizer)
-    whole, num_losses = _run(optimizer, drawn, lambda tensors: tensors)
-    if any(torch.equal(first, last) for first, last in whole):
+    tries = _Tries(optimizer, _draw_all(optimizer))
+    if any(torch.equal(first, last) for first, last in tries.whole):
         raise ValueError("a step changes nothing")
+    kinds = {tensor.dtype for group in tries.drawn for tensor in group[0]}
+    # Fewer digits would hide what a step makes of a norm.
+    wide = None if kinds <= _WIDE else _Tries(optimizer, _draw_all(optimizer, torch.float32))
 
-    def compare(parts: _Parts) -> Likeness:
-        found, _ = _run(optimizer, drawn, parts)
-        befores, expected = (_of_groups(drawn, items, parts) for items in zip(*whole, strict=True))
-        return min(map(_compare, [last for _, last in found], befores, expected))
+    def judge(parts: _Parts) -> Likeness:
+        found = tries.compare(parts)
+        if found is Likeness.EXACT or wide is None:
+            return found
+        return min(Likeness.CLOSE, wide.compare(parts))
 
     return Trial(
-        fewer=compare(_fewer),
-        pieces=min(compare(_from_start), compare(_from_third)) if is_cut else Likeness.EXACT,
-        num_losses=num_losses,
-        digest=zlib.crc32(b"".join(_bytes_of(last for _, last in whole))),
+        fewer=judge(_fewer),
+        pieces=min(judge(_from_start), judge(_from_third)) if is_cut else Likeness.EXACT,
+        num_losses=tries.num_losses,
+        digest=zlib.crc32(b"".join(_bytes_of(last for _, last in tries.whole))),
     )
+
+
+class _Tries:
+    """Steps of a copy of an optimizer, on tensors and on parts of them.
+
+    Args:
+        optimizer: The optimizer.
+        drawn: See `_draw_all`.
+    """
+
+    def __init__(self, optimizer: Optimizer, drawn: list[list[list[Tensor]]]) -> None:
+        self.drawn = drawn
+        self._optimizer = optimizer
+        self.whole, self.num_losses = _run(optimizer, drawn, lambda tensors: tensors)
+
+    def compare(self, parts: _Parts) -> Likeness:
+        """Return how the steps of parts go with those of all."""
+        found, _ = _run(self._optimizer, self.drawn, parts)
+        before, expected = (
+            _of_groups(self.drawn, items, parts) for items in zip(*self.whole, strict=True)
+        )
+        return min(map(_compare, [last for _, last in found], before, expected))
 
 
 def _of_groups(
@@ -273,11 +299,16 @@ def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[bytes]:
     return (t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
-def _draw_all(optimizer: Optimizer) -> list[list[list[Tensor]]]:
-    """Return, for each group with parameters, tensors and a gradient of each for every step."""
+def _draw_all(optimizer: Optimizer, dtype: torch.dtype | None = None) -> list[list[list[Tensor]]]:
+    """Return, for each group with parameters, tensors and a gradient of each for every step.
+
+    Args:
+        optimizer: Has the groups.
+        dtype: Dtype of the tensors; None takes the parameters'.
+    """
     generator, drawn = torch.Generator().manual_seed(0), []
     for group in _groups_of(optimizer):
-        like = group["params"][0], _SHAPES[_dims_of(group)]
+        like = torch.empty_like(group["params"][0], dtype=dtype), _SHAPES[_dims_of(group)]
         values = [_SCALE * item for item in _draw(generator, *like)]
         direction = _draw(generator, *like)
         # They go one way on the whole, as in training: some optimizers compare them.
