@@ -16,6 +16,7 @@ A thin adapter: Lightning's hooks are in `hooks`, and the strategy's parts do th
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -361,7 +362,8 @@ class HeteroStrategy(HookedStrategy):
         self.auto_planned = plans.auto
         with undone_if_it_fails(self._module):
             engine = self._options.make_engine(facts, plans, precision, seed=told[0][0])
-        self._slices.begin(engine, trains=trains, reduce=self._reduce_in_hooks)
+        reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
+        self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:
             self._num_batches = self.plan.num_pipelines if plans.auto is None else self.world_size

@@ -17,9 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,7 +32,7 @@ from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
-from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained
+from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
 if TYPE_CHECKING:
     from lightning_hetero.autoplan.out_of_memory import MemoryWatch
@@ -250,7 +248,7 @@ class HookedStrategy(ParallelStrategy):
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
         self.has_trained = True
-        if self._looks_before_backward():
+        if sees_early(self._module, *self._trainer.callbacks):
             self.hooked_slices.enter()
         return trained
 
@@ -280,23 +278,10 @@ class HookedStrategy(ParallelStrategy):
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
 
-    def _reduce_in_hooks(self, own: Tensor, operation: str) -> Tensor:
-        """Return a reduction over all ranks, made on `root_device`, on the device of `own`."""
-        given = own.to(self.root_device)
-        if operation == "sum":
-            return self._processes.sum_before_step(given).to(own.device)
-        return self._processes.reduce(given, None, operation).to(own.device)
-
     def _deposit_gradients(self) -> None:
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
         self._slices.deposit_gradients(1.0 / number, are_first=are_first)
-
-    def _looks_before_backward(self) -> bool:
-        """Whether hooks see parameters between a training step and its backward."""
-        given = (self._module, *self._trainer.callbacks)
-        names = ("on_before_zero_grad", "on_before_backward")
-        return any(is_overridden(name, item) for item in given for name in names)
 
     @override
     def optimizer_step(

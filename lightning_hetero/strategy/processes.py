@@ -415,6 +415,15 @@ class Processes:
                 return receive()
             return self._last_values.take(receive)
 
+    def reduce_in_hooks(self, own: Tensor, operation: str, device: torch.device) -> Tensor:
+        """Return a "sum", "max" or "min" over all ranks, made on `device`; collective."""
+        found: Tensor = (
+            self.sum_before_step(own.to(device))
+            if operation == "sum"
+            else self.reduce(own.to(device), None, operation)
+        )
+        return found.to(own.device)
+
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""
         return int(self.reduce(torch.tensor(number), self.control, "max"))

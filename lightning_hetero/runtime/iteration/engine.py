@@ -134,8 +134,7 @@ class Engine:
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
-        self.unused: set[str] = set()
-        """The parameters that got no gradient in it, on any rank."""
+        self.unused: set[str] = set()  # Parameters that got no gradient in it, on any rank.
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
         self.is_leaving = False

@@ -57,7 +57,8 @@ class Reduction:
         dim = given[0] if given else args[place] if len(args) > place else None
         if isinstance(dim, Tensor):
             return None  # As in `torch.max(x, y)`, which goes element by element.
-        correction = float(kwargs.get("correction", kwargs.get("unbiased", 1)))
+        given_correction: Any = kwargs.get("correction", kwargs.get("unbiased", 1))
+        correction = float(given_correction or 0)
         if isinstance(dim, bool):  # `x.std(False)`
             dim, correction = None, float(dim)
         keeps = kwargs.get("keepdim", len(args) > place + 1 and args[place + 1] is True)
@@ -110,7 +111,7 @@ def _total(
 
 
 def _sum(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    found = _total(own, reduction, counted, add_up)
+    found: Tensor = _total(own, reduction, counted, add_up)
     return found.to(own.dtype) if own.is_floating_point() else found
 
 
@@ -126,7 +127,8 @@ def _variance(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tens
     number = _total(torch.ones_like(own, dtype=torch.int64), reduction, counted, add_up)
     squares = _total((wide - mean).square(), reduction, counted, add_up)
     found = squares / (number - reduction.correction)
-    return (found.sqrt() if reduction.name == "std" else found).to(own.dtype)
+    root: Tensor = found.sqrt() if reduction.name == "std" else found
+    return root.to(own.dtype)
 
 
 def _norm(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
@@ -136,7 +138,8 @@ def _norm(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
         return _most(kept.abs(), reduction, None, add_up)
     dims, keeps = reduction.dims, reduction.keeps_dims
     norm = torch.linalg.vector_norm(kept, order, dims, keeps, dtype=_wide(own)).double()
-    return (add_up(norm**order, "sum") ** (1 / order)).to(own.dtype)
+    found: Tensor = add_up(norm**order, "sum") ** (1 / order)
+    return found.to(own.dtype)
 
 
 def _most(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:

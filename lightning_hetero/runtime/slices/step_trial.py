@@ -137,14 +137,7 @@ def _pairs_of(store: SliceStore) -> list[tuple[int, int]]:
 def _refusal_of(
     trial: Trial, cut: Sequence[str], num_owners: int, *, has_standbys: bool
 ) -> str | None:
-    """Return why an optimizer can't step a run's slices; None if it can.
-
-    Args:
-        trial: What it has shown on a rank.
-        cut: Names of the parameters that have several owners.
-        num_owners: Number of the owners of all parameters together.
-        has_standbys: Whether slices have standbys.
-    """
+    """Return why an optimizer can't step a run's slices, `cut` in several; None if it can."""
     if trial.num_losses > 1:
         return (
             "evaluates the loss several times a step, where an iteration evaluates it once. Choose "
@@ -240,12 +233,7 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
 
 
 class _Tries:
-    """Steps of a copy of an optimizer, on tensors and on parts of them.
-
-    Args:
-        optimizer: The optimizer.
-        drawn: See `_draw_all`.
-    """
+    """Steps of a copy of an optimizer, on tensors and on parts of them."""
 
     def __init__(self, optimizer: Optimizer, drawn: list[list[list[Tensor]]]) -> None:
         self.drawn = drawn
@@ -300,12 +288,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[bytes]:
 
 
 def _draw_all(optimizer: Optimizer, dtype: torch.dtype | None = None) -> list[list[list[Tensor]]]:
-    """Return, for each group with parameters, tensors and a gradient of each for every step.
-
-    Args:
-        optimizer: Has the groups.
-        dtype: Dtype of the tensors; None takes the parameters'.
-    """
+    """Return, for each group with parameters, tensors and a gradient of each for every step."""
     generator, drawn = torch.Generator().manual_seed(0), []
     for group in _groups_of(optimizer):
         like = torch.empty_like(group["params"][0], dtype=dtype), _SHAPES[_dims_of(group)]
