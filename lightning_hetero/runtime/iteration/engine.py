@@ -294,13 +294,12 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        self.unused = self.plans.running.unused(agreed.reports.num_missing)
-        kept = {name: item for name, item in sums.by_name.items() if name not in self.unused}
+        self.unused = unused = self.plans.running.unused(agreed.reports.num_missing)
+        kept = {name: item for name, item in sums.by_name.items() if name not in unused}
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
             torch._foreach_mul_(sums.memory, scale)
-        self.gradients = self.store.as_masters(kept)
-        self.gradients_are_finite = True
+        self.gradients, self.gradients_are_finite = self.store.as_masters(kept), True
         # To skip a step, the host must know before it.
         is_now = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_late = self._late.is_late and not is_now

@@ -57,10 +57,9 @@ class Reduction:
         dim = given[0] if given else args[place] if len(args) > place else None
         if isinstance(dim, Tensor):
             return None  # As in `torch.max(x, y)`, which goes element by element.
-        given_correction: Any = kwargs.get("correction", kwargs.get("unbiased", 1))
-        correction = float(given_correction or 0)
+        correction = float(kwargs.get("correction", kwargs.get("unbiased", 1)) or 0)
         if isinstance(dim, bool):  # `x.std(False)`
-            dim, correction = None, float(dim)
+            correction, dim = float(dim), None
         keeps = kwargs.get("keepdim", len(args) > place + 1 and args[place + 1] is True)
         order: Any = None
         if name in _NORMS:
@@ -74,7 +73,7 @@ class Reduction:
             name=name,
             dims=[item % ndim for item in listed] if listed else None,
             keeps_dims=bool(keeps),
-            order=float(order) if name == "norm" else None,
+            order=float(order) if order is not None and name == "norm" else None,
             correction=correction,
         )
 
