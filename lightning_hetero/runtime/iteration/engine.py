@@ -294,8 +294,8 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        self.unused = unused = self.plans.running.unused(agreed.reports.num_missing)
-        kept = {name: item for name, item in sums.by_name.items() if name not in unused}
+        self.unused = self.plans.running.unused(agreed.reports.num_missing)
+        kept = {name: item for name, item in sums.by_name.items() if name not in self.unused}
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
             torch._foreach_mul_(sums.memory, scale)
