@@ -318,8 +318,7 @@ class Engine:
         """
         broken = nonfinite_ranks(totals)
         if broken:
-            self.gradients_are_finite = False
-            self.gradients = {}
+            self.gradients, self.gradients_are_finite = {}, False
             found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
             answer_nonfinite(found, self.config.nonfinite_gradients, is_late=is_late)
 
