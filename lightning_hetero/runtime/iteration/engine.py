@@ -37,6 +37,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
+from lightning_hetero.runtime.iteration.schedule_choice import ScheduleChoice
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
@@ -129,6 +130,7 @@ class Engine:
         )
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
+        self.schedules = ScheduleChoice(config.schedule, communicators, clock)
         self._late = LateNumbers(device)
         self.loss_trials = LossTrials()
         self.gradients: dict[str, Tensor] = {}
@@ -137,13 +139,25 @@ class Engine:
         self.unused: set[str] = set()  # Parameters that got no gradient in it, on any rank.
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
-        self.is_leaving = False
-        """Whether this rank's machine is about to be taken away; told to all in each iteration."""
+        self._is_leaving = self._sees_joiners = False
         self.leaving: frozenset[int] = frozenset()
         """The ranks that were leaving in the last iteration; the same on every rank."""
-        self.sees_guests = False
-        """Whether this rank knows of processes that wait to be let in; shared like `is_leaving`."""
-        self.has_guests = False
+        self.has_joiners = False
+        """Whether processes waited in it to be let in; the same on every rank."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank's machine is about to be taken away, as `tell` was last told."""
+        return self._is_leaving
+
+    def tell(self, *, is_leaving: bool, sees_joiners: bool = False) -> None:
+        """Tell all ranks, with each iteration from now on, what this rank knows.
+
+        Args:
+            is_leaving: Whether this rank's machine is about to be taken away.
+            sees_joiners: Whether processes wait to be let in.
+        """
+        self._is_leaving, self._sees_joiners = is_leaving, sees_joiners
 
     # -- an iteration ---------------------------------------------------------------------------
 
@@ -183,7 +197,7 @@ class Engine:
             make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
             looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
         )
-        schedule = running.schedule(len(microbatches), is_training=is_training)
+        schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
         passes = StagePasses(
             running,
             self.boundary,
@@ -195,6 +209,7 @@ class Engine:
             layer_trial=partial(LayerTrial, tries_shared=is_looked_at(key.batch_idx + 1))
             if is_tried and is_shared_out and not self.config.local_buffers
             else None,
+            splitter=running.splitter if is_training and self.schedules.is_split else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
@@ -221,16 +236,18 @@ class Engine:
                     sums = running.finish_exchange(is_training=is_training)
                 agreement = agreement or begin()
             with self.clock.waiting():
-                agreed = agreement.finish(self.comms.last_values if is_training else None)
+                agreed = agreement.finish()
         # Not before: a rank that raises here has sent all that others need to raise the same.
         self.settle()
-        self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
+        self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
         self._late.judge(logged, partial(self.logs.check, entries))
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
+        if is_training:
+            self.schedules.learn(running)
         del running, passes, begin  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         self._recomputation.learn(agreed.reports.measured)
@@ -257,8 +274,8 @@ class Engine:
             num_samples=results.epoch_weight if is_first else 0,
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
-            is_leaving=self.is_leaving,
-            sees_guests=self.sees_guests,
+            is_leaving=self._is_leaving,
+            sees_joiners=self._sees_joiners,
             loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )

@@ -1,0 +1,273 @@
+"""Let a process join a run that trains: what it does, and how the run checks it first.
+
+1. The *joiner* does alone what it can: it imports everything, makes its module, and calls a layer
+   as the run does, so that it is compiled (`stage.rehearsal`). It draws a member's number, writes
+   down what it runs, and beats under that number (`ranks.heartbeat`) as all processes do.
+2. Rank 0 looks at it between two steps. If it runs something else, it is *refused*, with advice,
+   and nobody else notices. If it has beaten between two looks, so is alive, it is *admitted*.
+3. Ranks agree in an iteration's row that joiners wait, and all stop after the same step. The first
+   member to come *calls* those admitted for the next generation; the first call counts
+   (`compare_set`).
+4. A called joiner says that it is here, as all members do, and is in the proposed generation. If it
+   shows no sign of life, it is gone, as a member would be.
+
+A generation that forms because a rank was lost calls joiners as well, unless the ranks that are
+left go on from their own slices, so that they are back without waiting for anybody: then the next
+one does. A joiner that dies holds up nobody before it is called; after that, the others wait for it
+as long as for a lost rank's heartbeat.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation.judge import LOOK_S
+from lightning_hetero.runtime.generation.records import (
+    ENDED,
+    NEWS,
+    gone_key,
+    is_anybody_left,
+    is_gone,
+    members_of,
+    newest_generation,
+    tell_gone,
+)
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Silence
+
+__all__ = [
+    "Admission",
+    "Joiner",
+    "begin_numbers",
+    "call",
+    "call_key",
+    "draw_number",
+    "find_layer_call",
+    "has_never_entered",
+    "note_entered",
+    "num_first",
+]
+
+_log = logging.getLogger(__name__)
+
+_NUMBERS, _FIRST, _ADMITTED, _CALL = "numbers", "first joiner", "admitted", "layer call"
+_MOST_SILENT_S = 30.0
+"""Seconds after which a joiner that stops beating is forgotten, and a silent run is over."""
+
+
+def begin_numbers(store: Store, num_first: int) -> None:
+    """Count the members of the first start, whose numbers are their ranks."""
+    store.set(_FIRST, str(num_first))
+    store.add(_NUMBERS, num_first)
+
+
+def num_first(store: Store) -> int:
+    """Return the number of members of the first start."""
+    return int(store.get(_FIRST))
+
+
+def draw_number(store: Store) -> int:
+    """Return the number of a new member, which nobody else gets."""
+    return int(store.add(_NUMBERS, 1)) - 1
+
+
+class Joiner:
+    """A process that wants to join a run.
+
+    Args:
+        store: The membership's store.
+        heartbeat: This process's, under a number that it has drawn.
+        facts: What it runs, by name: must be the same in all members.
+    """
+
+    def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
+        self._store = store
+        self._heartbeat = heartbeat
+        self._run_silence = Silence(1.0)
+        self.number = heartbeat.number
+        """Its number as a member."""
+        store.set(_facts(self.number), json.dumps(dict(facts)))
+        store.add(NEWS, 1)
+
+    def wait_for_call(self, timeout_s: float) -> int:
+        """Wait until a generation calls this process, which beats; return the generation's number.
+
+        Raises:
+            ConfigurationError: It is refused: what it runs differs from what the members run.
+            PeerError: The run has ended, nobody has called in time, or the members have given this
+                process up.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while time.monotonic() < deadline_s:
+                newest = newest_generation(self._store)
+                self._raise_if_turned_away(newest)
+                coming = 0 if newest is None else newest + 1
+                if self.number in _numbers(self._store, call_key(coming)):
+                    return coming
+                time.sleep(2 * LOOK_S)
+        except DistError as error:
+            raise PeerError(
+                f"The run's store is gone, so the run has ended, or lost its first node: {error}"
+            ) from error
+        raise PeerError(
+            f"Nobody has let this process in for {timeout_s:.0f} s. Runs do between two steps, "
+            "once they have begun to train; if that takes longer, allow more: "
+            "HeteroStrategy(start_timeout=...)."
+        )
+
+    def _raise_if_turned_away(self, newest: int | None) -> None:
+        store, refused = self._store, f"refused/{self.number}"
+        if store.check([refused]):
+            raise ConfigurationError(store.get(refused).decode())
+        if store.check([ENDED]):
+            raise PeerError("The run has trained to its end: there is nothing left to join.")
+        if is_gone(store, self.number):
+            reason = store.get(gone_key(self.number)).decode()
+            raise PeerError(f"The run goes on without this process: {reason}")
+        if newest is None:
+            return
+        if not is_anybody_left(store):
+            raise PeerError(
+                "Nobody is left of the run: it has failed, or was started anew. Start this again."
+            )
+        # Where all nodes are lost at once but the store's, nobody says so.
+        first = members_of(store, newest)[:1]
+        sign = newest, [self._heartbeat.beats_of(member.number) for member in first]
+        if self._run_silence.look(sign) > _MOST_SILENT_S:
+            raise PeerError(
+                f"The run has shown no sign of life for {_MOST_SILENT_S:.0f} s: it has failed. "
+                "Start this again once it trains."
+            )
+
+
+class Admission:
+    """Joiners as members see them: rank 0 judges them, any member may call them.
+
+    Args:
+        store: The membership's store.
+        heartbeat: This process's, which reads the beats of others.
+        facts: What the members run; see `Joiner`.
+    """
+
+    def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
+        self._store = store
+        self._heartbeat = heartbeat
+        self._facts = dict(facts)
+        self._next = 0
+        self._waiting: dict[int, int] = {}
+        """By number: the beats of each joiner that waits, when it was first seen."""
+        self._news = -1
+        self._has_told_call = False
+
+    def look(self, num_news: int, layer_call: str | None = None) -> bool:
+        """Judge joiners that beat, and return whether admitted ones wait to be called.
+
+        Makes no call of the store while there are no news and nobody waits.
+
+        Args:
+            num_news: Grows with each news in the membership.
+            layer_call: Description of a layer's call, once it is known, for joiners to rehearse.
+        """
+        if layer_call and not self._has_told_call:
+            self._has_told_call = True
+            self._store.set(_CALL, layer_call)
+        if num_news == self._news and not self._waiting:
+            return False
+        self._news = num_news
+        total = int(self._store.add(_NUMBERS, 0))
+        # Those before it were there from the start.
+        self._next = self._next or num_first(self._store)
+        for number in range(self._next, total):
+            self._waiting[number] = self._heartbeat.beats_of(number)
+        self._next = total
+        self._waiting = {n: beats for n, beats in self._waiting.items() if self._waits_on(n)}
+        return not self._waiting.keys().isdisjoint(_numbers(self._store, _ADMITTED))
+
+    def _waits_on(self, number: int) -> bool:
+        """Judge a joiner; return whether it still waits."""
+        store, facts = self._store, _facts(number)
+        refused = f"refused/{number}"
+        if is_gone(store, number) or any(store.check([k]) for k in (_entered(number), refused)):
+            return False
+        if self._heartbeat.silence_s(number) > _MOST_SILENT_S:
+            tell_gone(store, number, f"It gave no sign of life for {_MOST_SILENT_S:.0f} s.")
+            return False
+        if not store.check([facts]):
+            return True
+        differences = _differences(self._facts, json.loads(store.get(facts)))
+        if differences:
+            text = (
+                f"This process (member {number}) may not join: {differences}. Give it the same "
+                "code, packages, plan file and options as the run has."
+            )
+            store.set(refused, text)
+            _log.warning("Refused a joiner. %s", text)
+            return False
+        admitted = _numbers(store, _ADMITTED)
+        lives = self._heartbeat.beats_of(number) > self._waiting[number]
+        if lives and number not in admitted:
+            # Whoever isn't waiting any more is in, refused or gone.
+            waiting = [other for other in admitted if other in self._waiting]
+            store.set(_ADMITTED, json.dumps([*waiting, number]))
+        return True
+
+
+def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
+    """Call admitted joiners for a generation; return their numbers, the same for every caller.
+
+    Args:
+        store: The membership's store.
+        generation: The generation's number.
+        anybody: Whether to call any; only the first caller's choice counts.
+    """
+    waiting = [
+        number
+        for number in sorted(_numbers(store, _ADMITTED))
+        if anybody and not is_gone(store, number) and not store.check([_entered(number)])
+    ]
+    return list(json.loads(store.compare_set(call_key(generation), "", json.dumps(waiting))))
+
+
+def call_key(generation: int) -> str:
+    """Return the key under which the joiners are stored that are called for a generation."""
+    return f"call/{generation}"
+
+
+def note_entered(store: Store, number: int) -> None:
+    """Record that a joiner is a member from now on; called before it is in a generation."""
+    store.set(_entered(number), "")
+
+
+def has_never_entered(store: Store, number: int) -> bool:
+    """Whether a process asked to join, but was never in a generation."""
+    return bool(store.check([_facts(number)])) and not store.check([_entered(number)])
+
+
+def find_layer_call(store: Store) -> str:
+    """Return the description of a layer's call; "" until members have written it."""
+    return store.get(_CALL).decode() if store.check([_CALL]) else ""
+
+
+def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return ", ".join(
+        f"it has {name} {theirs.get(name, 'none')}, the run {ours.get(name, 'none')}"
+        for name in names
+    )
+
+
+def _numbers(store: Store, key: str) -> list[int]:
+    return list(json.loads(store.get(key))) if store.check([key]) else []
+
+
+def _facts(number: int) -> str:
+    return f"facts/{number}"
+
+
+def _entered(number: int) -> str:
+    return f"entered/{number}"
