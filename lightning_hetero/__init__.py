@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
     from lightning_hetero.data import HeteroDataModule, TwoStageBatchSampler
+    from lightning_hetero.runtime.slices.rows import own_rows
     from lightning_hetero.strategy import HeteroStrategy
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StagePlan",
     "StragglerMonitor",
     "TwoStageBatchSampler",
+    "own_rows",
 ]
 
 _HOMES = {
@@ -53,6 +55,7 @@ _HOMES = {
     "StagePlan": "core.plan",
     "StragglerMonitor": "callbacks",
     "TwoStageBatchSampler": "data",
+    "own_rows": "runtime.slices.rows",
 }
 
 

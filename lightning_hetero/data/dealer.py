@@ -7,12 +7,20 @@ iteration that no rank has dealt yet. All ranks keep the same schedule of plans.
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch.utils.data import DataLoader
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.dealing import Deal, DealtBatchSampler, deal_of, deal_out
+from lightning_hetero.data.dealing import (
+    Deal,
+    DealtBatchSampler,
+    DealtIterable,
+    deal_of,
+    deal_out,
+)
+from lightning_hetero.data.orders import Order, check_alike
 from lightning_hetero.models.batches import AssignedBatch
 
 __all__ = ["Dealer", "PlanSchedule"]
@@ -47,6 +55,7 @@ class Dealer:
         self._seed = seed
         self._schedules: list[PlanSchedule] = []
         self._plans_come_with_batches = False
+        self._dealt: list[ReferenceType[DealtBatchSampler | DealtIterable]] = []
 
     def deal(self, dataloader: object, *, is_training: bool, epoch: int) -> object:
         """Return a loader of this rank's part of each iteration.
@@ -72,10 +81,34 @@ class Dealer:
             if dealt is not dataloader:
                 self._schedules.append(schedule)
         sampler = getattr(dealt, "batch_sampler", None)
+        # For prediction Lightning's wrapper, which records indices, is outermost.
+        for item in (dealt, sampler, getattr(sampler, "_batch_sampler", None)):
+            if isinstance(item, DealtBatchSampler | DealtIterable):
+                item.loader = "training loader" if is_training else "loader of this evaluation"
+                self._dealt.append(ref(item))
         if isinstance(dealt, DataLoader) and isinstance(sampler, DealtBatchSampler):
             # A resumed loader's workers draw samples before Lightning sets the epoch.
             sampler.set_epoch(epoch)
         return dealt
+
+    def compare_orders(self, everyone: Callable[[list[Order]], list[list[Order]]]) -> None:
+        """Compare what ranks read if passes over loaders have begun since the last call.
+
+        Args:
+            everyone: Returns every rank's argument, by rank; collective.
+
+        Raises:
+            ConfigurationError: Ranks read different data; on every rank.
+        """
+        dealt = [item for found in self._dealt if (item := found()) is not None]
+        begun = [item for item in dealt if item.new_order is not None]
+        if not begun:
+            return
+        orders = [item.new_order for item in begun if item.new_order is not None]
+        for item in begun:
+            item.new_order = None
+        self._dealt = [ref(item) for item in dealt]
+        check_alike(everyone(orders))
 
     def plan_to_run(self, batch: Any, batch_idx: int) -> ParallelPlan:
         """Return the plan under which to train on a batch; called for every batch, in order."""

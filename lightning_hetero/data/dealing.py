@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data.orders import Order, peek, size_of
 from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.models.batches import EmptyBatch
 
@@ -91,6 +92,7 @@ def deal_out(dataloader: object, *, deal_at: _DealAt, num_batches: int, seed: in
         deal_at=deal_at,
         num_batches=num_batches,
         seed=seed,
+        dataset=dataloader.dataset,
     )
     # For prediction Lightning wraps the batch sampler to record indices: keep that outermost.
     return _with_batch_sampler(dataloader, type(inner)(sampler) if records_indices else sampler)
@@ -154,14 +156,26 @@ class DealtBatchSampler(Sampler[list[int]]):
         deal_at: Returns the deal of the n-th iteration of a pass, when it is dealt.
         num_batches: The user's batches in an iteration.
         seed: Seed of samplers that draw from torch's global generator.
+        dataset: What the indices are of.
     """
 
     def __init__(
-        self, batch_sampler: Any, *, deal_at: _DealAt, num_batches: int, seed: int
+        self,
+        batch_sampler: Any,
+        *,
+        deal_at: _DealAt,
+        num_batches: int,
+        seed: int,
+        dataset: object = None,
     ) -> None:
         self._batch_sampler = batch_sampler
         self._deal_at = deal_at
         self._num_batches = num_batches
+        self._dataset = dataset
+        self.loader = ""
+        """Which of the run's loaders it is for."""
+        self.new_order: Order | None = None
+        """What the pass reads that has begun, until ranks compare it."""
         self.seed = seed
         """Seed of all epochs' orders; after a resume, that of the saved run."""
         self.epoch = 0
@@ -214,12 +228,11 @@ class DealtBatchSampler(Sampler[list[int]]):
             if isinstance(sampler, StatefulRandomSampler):
                 # Its own seed is random, and its order depends on earlier epochs.
                 sampler.generator.manual_seed(self.seed + self.epoch)
-            batches = iter(self._batch_sampler)
-            batch = next(batches, None)
-        # Not by `for`, which calls `iter`: some samplers are iterators that restart then.
-        while batch is not None:
-            yield batch
-            batch = next(batches, None)
+            digest, batches = peek(iter(self._batch_sampler), self._dataset)
+            self.new_order = Order(
+                self.loader, size_of(self._batch_sampler), size_of(self._dataset), digest
+            )
+        yield from batches
 
 
 class _DealtIterator:
@@ -294,8 +307,13 @@ class DealtIterable:
     def __init__(self, stream: Iterable[Any], *, deal_at: _DealAt) -> None:
         self._stream = stream
         self._deal_at = deal_at
+        self.loader = ""
+        """Which of the run's loaders it is."""
+        self.new_order: Order | None = None
+        """What the pass reads that has begun, until ranks compare it."""
 
     def __iter__(self) -> Iterator[Any]:
+        self.new_order = Order(self.loader, size_of(self._stream), None, digest=0)
         batches = iter(self._stream)
         for iteration in count():
             deal = self._deal_at(iteration)

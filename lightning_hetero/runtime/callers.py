@@ -10,18 +10,14 @@ from types import CodeType, FrameType
 __all__ = [
     "called_by_library",
     "calling_frame",
-    "is_asked_by_library",
     "is_library",
     "is_of_library",
-    "is_own",
     "takes_written_rows",
 ]
 
 _OWN, _PASSED = "lightning_hetero.", ("torch.", "copy.")
 _LIBRARIES = (_OWN, *_PASSED, "lightning.", "pytorch_lightning.", "torchmetrics.", "functools.")
 _WATCHING = "__torch_function__"
-_WRAPPING = {"handle_torch_function", "__len__"}
-"""Functions of torch between `len(x)` and what watches it."""
 
 
 def calling_frame() -> FrameType | None:
@@ -33,14 +29,6 @@ def calling_frame() -> FrameType | None:
     while frame is not None and _module_of(frame).startswith(_PASSED):
         frame = frame.f_back
     return frame
-
-
-def is_asked_by_library() -> bool:
-    """Whether code of torch, Lightning or this package has called torch itself."""
-    frame = _asking_frame()
-    while frame is not None and frame.f_code.co_name in _WRAPPING:
-        frame = frame.f_back
-    return frame is None or is_library(frame)
 
 
 def called_by_library() -> bool:
@@ -66,11 +54,6 @@ def _asking_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_name == _WATCHING:
         frame = frame.f_back
     return frame
-
-
-def is_own(frame: FrameType) -> bool:
-    """Whether code is this package's."""
-    return _module_of(frame).startswith(_OWN)
 
 
 def _module_of(frame: FrameType) -> str:

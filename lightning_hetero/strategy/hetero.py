@@ -16,6 +16,7 @@ A thin adapter: Lightning's hooks are in `hooks`, and the strategy's parts do th
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -339,8 +340,7 @@ class HeteroStrategy(HookedStrategy):
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
         self._attach_logs()
         self.precision_plugin.deposit_gradients = self._deposit_gradients
-        self.precision_plugin.owned_gradients = self._slices.owned_gradients
-        self.precision_plugin.sum_over_ranks = self._sum_over_ranks
+        self.precision_plugin.norm_of_gradients = self.hooked_slices.norm
         self.precision_plugin.begin_change = self._begin_change
         if trains:
             self.setup_optimizers(trainer)
@@ -348,7 +348,7 @@ class HeteroStrategy(HookedStrategy):
         self.setup_precision_plugin()
         if trains:
             _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
-        self._slices.watch_uses()
+        self.hooked_slices.enter()
 
     def _set_up_engine(self, *, trains: bool) -> None:
         """Take or make the plans, and make the engine, dealer and steps for them; collective."""
@@ -357,11 +357,9 @@ class HeteroStrategy(HookedStrategy):
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
-        own = torch.initial_seed() % 2**31, self._num_batches, self._slices.known_uses
-        told = facts.comms.gather_objects(own)
-        self._slices.known_uses.learn(uses for *_, uses in told)
+        told = facts.comms.gather_objects((torch.initial_seed() % 2**31, self._num_batches))
         if self.awaits_recovery:
-            self._num_batches = size_that_stays(number for _, number, _ in told)
+            self._num_batches = size_that_stays(number for _, number in told)
             members = self._processes.membership
             first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
@@ -372,7 +370,8 @@ class HeteroStrategy(HookedStrategy):
         self.auto_planned = plans.auto
         with undone_if_it_fails(self._module):
             engine = self._options.make_engine(facts, plans, precision, seed=told[0][0])
-        self._slices.begin(engine, trains=trains)
+        reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
+        self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:
             self._num_batches = self.plan.num_pipelines if plans.auto is None else self.world_size
@@ -395,7 +394,7 @@ class HeteroStrategy(HookedStrategy):
 
     def _begin_change(self) -> None:
         """Note that an optimizer is about to change the slices."""
-        self._slices.leave_hooks()
+        self.hooked_slices.leave()
         for checkpoint in self.run.checkpoints:
             checkpoint.begin_change()
 

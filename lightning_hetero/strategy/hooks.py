@@ -18,7 +18,6 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,12 +27,12 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.random_state import GlobalSeed
-from lightning_hetero.runtime.slices.digests import is_looked_at
+from lightning_hetero.runtime.slices.rows import HookedSlices
 from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
-from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained
+from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
 if TYPE_CHECKING:
     from lightning_hetero.autoplan.out_of_memory import MemoryWatch
@@ -89,6 +88,12 @@ class HookedStrategy(ParallelStrategy):
         """The engine that runs the plan; available from `setup` to `teardown`."""
         assert self._slices.engine is not None, "the strategy has not been set up"
         return self._slices.engine
+
+    @property
+    def hooked_slices(self) -> HookedSlices:
+        """The slices as hooks get them; available as the engine is."""
+        assert self._slices.hooked is not None, "the strategy has not been set up"
+        return self._slices.hooked
 
     @property
     def plan(self) -> ParallelPlan:
@@ -237,18 +242,15 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        is_new = not (self.has_trained or self._slices.known_uses.were_watched)
-        is_end, number = self._trainer.is_last_batch, self._trainer.fit_loop.batch_idx + 1
-        self._slices.begin_iteration(trains=True)
+        self.hooked_slices.leave()
         self.engine.loss_scale = self.precision_plugin.loss_scale
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
         self.has_trained = True
-        self._slices.end_iteration(
-            trains=True, is_looked_at=is_new or is_end or is_looked_at(number)
-        )
+        if sees_early(self._module, *self._trainer.callbacks):
+            self.hooked_slices.enter()
         return trained
 
     @override
@@ -266,10 +268,10 @@ class HookedStrategy(ParallelStrategy):
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
         assert self._steps is not None
-        self._slices.begin_iteration(trains=False)
+        self.hooked_slices.leave()
         with self._explained(trains=False):
             output = self._steps.evaluate(*args, of_pipeline=of_pipeline)
-        self._slices.end_iteration(trains=False)
+        self.hooked_slices.enter()
         return output
 
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
@@ -277,22 +279,19 @@ class HookedStrategy(ParallelStrategy):
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
 
-    def _sum_over_ranks(self, own: Tensor) -> Tensor:
-        """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""
-        total: Tensor = self._processes.reduce(own.to(self.root_device), None, "sum")
-        return total.to(own.device)
-
     def _deposit_gradients(self) -> None:
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)
-        self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
+        number = self._trainer.accumulate_grad_batches
+        are_first = self._trainer.fit_loop.batch_idx % number == 0
+        self._slices.deposit_gradients(1.0 / number, are_first=are_first)
 
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._slices.refusing_norms:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._slices.note_step()
+        self.hooked_slices.enter()
         return result
 
     @override

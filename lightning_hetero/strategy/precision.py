@@ -74,10 +74,8 @@ class HeteroPrecision(Precision):
         """Whether gradients have overflowed on any rank since the optimizer's last step."""
         self.deposit_gradients: Callable[[], None] | None = None
         """Set by the strategy: moves the iteration's gradients into the slices."""
-        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-        """Set by the strategy: the sum of a tensor over all ranks."""
-        self.owned_gradients: Callable[[Iterable[Tensor]], list[Tensor]] | None = None
-        """Set by the strategy: returns the parts of gradients that this rank counts in norms."""
+        self.norm_of_gradients: Callable[[Iterable[Tensor]], Tensor] | None = None
+        """Set by the strategy: returns the norm of parameters' gradients over all ranks."""
         self.device_type = "cpu"
         """Set by the strategy: the kind of device on which steps run."""
         self.begin_change: Callable[[], None] | None = None
@@ -207,18 +205,13 @@ class HeteroPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.sum_over_ranks is not None
-        assert self.owned_gradients is not None
+        assert self.norm_of_gradients is not None
         parameters = list(self.main_params(optimizer))
-        gradients = [g for p in parameters if (g := p.grad) is not None]
-        # A rank may own no slice that has a gradient; its device still takes part in the sum.
-        own = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-        for gradient in self.owned_gradients(parameters):
-            own += torch.linalg.vector_norm(gradient, dtype=torch.float32).double() ** 2
-        norm = self.sum_over_ranks(own).sqrt()
+        norm = self.norm_of_gradients(parameters)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

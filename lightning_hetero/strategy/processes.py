@@ -396,6 +396,11 @@ class Processes:
         with self.watching():
             return reduce_over(tensor, group, reduce_op)
 
+    def reduce_in_hooks(self, own: Tensor, operation: str, device: torch.device) -> Tensor:
+        """Return a "sum", "max" or "min" over all ranks, made on `device`; collective."""
+        found: Tensor = self.reduce(own.to(device), None, operation)
+        return found.to(own.device)
+
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""
         return int(self.reduce(torch.tensor(number), self.control, "max"))

@@ -28,7 +28,7 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.generation.entering import is_joiner
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
-from lightning_hetero.runtime.slices.slice_uses import KnownUses, SliceUses
+from lightning_hetero.runtime.slices.rows import HookedSlices
 from lightning_hetero.runtime.slices.standby_check import StandbyCheck
 from lightning_hetero.runtime.slices.state import (
     agree_on_groups,
@@ -43,8 +43,7 @@ from lightning_hetero.runtime.slices.state import (
     stand_for_awaited,
     whole_module_state,
 )
-from lightning_hetero.runtime.slices.step_trial import Verdict, check_steps_alike
-from lightning_hetero.runtime.slices.whole_tensors import NoNorms, check_optimizers
+from lightning_hetero.runtime.slices.step_trial import Trial, check_steps
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
 if TYPE_CHECKING:
@@ -82,23 +81,17 @@ class SlicedState:
         self._cut_when_loading: RemovableHandle | None = None
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
-        self._uses: SliceUses | None = None
-        """Watches how hooks use slices."""
-        self._were_watched = False
-        """Whether `_uses` watched slices before the current iteration."""
-        self.refusing_norms: AbstractContextManager[Any] = nullcontext()
-        """The context of optimizers' steps, in which hooks may not take norms of slices."""
+        self.hooked: HookedSlices | None = None
+        """Gives the slices to hooks; there from `begin` to `end`."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, Awaited]] = []
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the slices' values have yet to be recovered."""
-        self.known_uses = KnownUses()
-        """The uses of slices that earlier generations have seen; the others tell newcomers."""
         self._knows_loss = is_joiner()
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
-        self._step_verdicts: dict[bytes, Verdict] = {}
+        self._step_trials: dict[bytes, Trial] = {}
 
     @property
     def _running(self) -> Engine:
@@ -111,8 +104,16 @@ class SlicedState:
 
     # -- begin and end --------------------------------------------------------------------------
 
-    def begin(self, engine: Engine, *, trains: bool) -> None:
-        """Take over a run's engine, which has cut the parameters; `trains` if the run is a fit."""
+    def begin(
+        self, engine: Engine, *, trains: bool, reduce: Callable[[Tensor, str], Tensor]
+    ) -> None:
+        """Take over a run's engine, which has cut the parameters.
+
+        Args:
+            engine: The engine.
+            trains: Whether the run is a fit.
+            reduce: Returns a "sum", "max" or "min" over all ranks.
+        """
         self.engine, self._comms, self._kept = engine, engine.comms, None
         engine.loss_trials.is_known = self._knows_loss
         if trains:
@@ -121,9 +122,8 @@ class SlicedState:
                 engine.store, engine.comms, num_steps=engine.config.standby_check_steps
             )
         is_whole = engine.comms.world_size == 2 and engine.store.has_standbys
-        others_lack = self._several and not is_whole
-        self._uses = SliceUses(engine.store, others_lack=others_lack, known=self.known_uses)
-        self.refusing_norms = NoNorms(engine.store) if self._several else nullcontext()
+        is_needed = self._several and not is_whole
+        self.hooked = HookedSlices(engine.store, reduce, is_needed=is_needed)
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
         """Let whole states be loaded, and cut the copies of the module that callbacks keep."""
@@ -142,7 +142,7 @@ class SlicedState:
 
     def await_recovery(self) -> None:
         """Drop all values; they are recovered when the next generation is set up."""
-        self._forget_uses()
+        self._leave_hooks()
         if self.engine is not None:
             engine, self.engine = self.engine, None
             self._knows_loss = engine.loss_trials.is_known
@@ -155,7 +155,7 @@ class SlicedState:
 
     def end(self, module: pl.LightningModule | None, *, failed: bool) -> None:
         """Keep the slices after the run, or make the module whole, which is collective."""
-        self._forget_uses()
+        self._leave_hooks()
         if module is not None and self._example is not None:
             module.example_input_array, self._example = self._example, None
         if self._cut_when_loading is not None:
@@ -163,7 +163,7 @@ class SlicedState:
             self._cut_when_loading = None
         if self.engine is None:
             return
-        self.known_uses, self._knows_loss = KnownUses(), False
+        self._knows_loss = False
         engine, self.engine = self.engine, None
         if not failed:
             engine.buffers.share()
@@ -180,39 +180,10 @@ class SlicedState:
         if self._kept is not None:
             leave_stand_ins(self._kept)
 
-    # -- how hooks use slices -------------------------------------------------------------------
-
-    def begin_iteration(self, *, trains: bool) -> None:
-        """Stop watching uses of slices: an iteration begins."""
-        self._were_watched = self._uses is not None and self._uses.stop()
-        if self._were_watched and trains and self._uses is not None:
-            # A generation of fewer ranks allows more uses, so it doesn't count.
-            self.known_uses.were_watched |= self._uses.others_lack
-
-    def end_iteration(self, *, trains: bool, is_looked_at: bool = False) -> None:
-        """Watch uses of slices after an iteration, if its hooks are to be looked at."""
-        if self._uses is not None:
-            if trains:
-                self._uses.is_after_step = True
-            if (is_looked_at or self.known_uses.ask_later) if trains else self._were_watched:
-                self._uses.start()
-
-    def watch_uses(self) -> None:
-        """Watch uses of slices from now on, until the next iteration."""
-        known = self.known_uses
-        if self._uses is not None and (known.ask_first or not known.were_watched):
-            self._uses.start()
-
-    def leave_hooks(self) -> None:
-        """Note that an optimizer steps now: the hooks before the step have ended."""
-        if self._uses is not None:
-            self._uses.leave_hooks()
-
-    def _forget_uses(self) -> None:
-        if self._uses is not None:
-            self._uses.stop()
-            self._uses = None
-        self.refusing_norms = nullcontext()
+    def _leave_hooks(self) -> None:
+        if self.hooked is not None:
+            self.hooked.close()
+            self.hooked = None
 
     # -- weights that the engine must pull again ------------------------------------------------
 
@@ -267,15 +238,21 @@ class SlicedState:
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that need more of a parameter than its slices; collective."""
-        store = self._running.store
-        check_optimizers(list(optimizers), store.slices)
-        if store.has_standbys:
-            check_steps_alike(optimizers, store, self._running.comms, self._step_verdicts)
+        running = self._running
+        check_steps(optimizers, running.store, running.comms, self._step_trials)
 
-    def deposit_gradients(self, scale: float) -> None:
-        """Add the iteration's gradients, times `scale`, to the slices', as a backward would."""
-        engine = self._running
+    def deposit_gradients(self, scale: float, *, are_first: bool) -> None:
+        """Add the iteration's gradients, times `scale`, to the slices', as a backward would.
+
+        Args:
+            scale: Its share of a step's gradients.
+            are_first: Whether it is the first that makes them.
+        """
+        engine, hooked = self._running, self.hooked
+        assert hooked is not None
         masters = engine.store.masters
+        trained = {name for name, item in masters.items() if item.requires_grad} - engine.unused
+        hooked.note_gradients(trained if engine.gradients_are_finite else (), are_first=are_first)
         for name, gradient in engine.gradients.items():
             master = masters[name]
             if scale != 1.0:
@@ -285,21 +262,10 @@ class SlicedState:
             else:
                 master.grad += gradient
         engine.gradients = {}
-
-    def owned_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parts of parameters' gradients that this rank owns: norms count these rows."""
-        store = self._running.store
-        gradients = {item: item.grad for item in parameters if item.grad is not None}
-        if not store.has_standbys:
-            return list(gradients.values())
-        names: dict[Tensor, str] = {master: name for name, master in store.masters.items()}
-        owned = [store.owned_parts(names[item], grad) for item, grad in gradients.items()]
-        return [part for parts in owned for part in parts]
+        hooked.enter()
 
     def note_step(self) -> None:
         """Note that an optimizer has changed the slices."""
-        if self._uses is not None:
-            self._uses.return_to_hooks()
         self._running.mark_weights_stale(only_trainable=True)
         if self._standbys is not None:
             self._standbys.after_step()

@@ -7,7 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.core.plan import ParallelPlan
@@ -21,7 +23,7 @@ from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
 from lightning_hetero.strategy.sigterm import heed_sigterm, note_sigterm
 
-__all__ = ["Steps", "epoch_to_load", "explained"]
+__all__ = ["Steps", "epoch_to_load", "explained", "sees_early"]
 
 _PHASES = {
     RunningStage.TRAINING: Phase.TRAIN,
@@ -84,7 +86,8 @@ class Steps:
         return moved[0]
 
     def plan_to_train(self, batch: Any) -> ParallelPlan:
-        """Return the plan under which a batch is trained on."""
+        """Return the plan under which a batch is trained on; collective as a pass begins."""
+        self._dealer.compare_orders(self._engine.comms.gather_objects)
         return self._dealer.plan_to_run(batch, self._module.trainer.fit_loop.batch_idx)
 
     def train(self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class Steps:
             kwargs: The step's keyword arguments.
             of_pipeline: Whether to return only the outputs of this rank's pipeline.
         """
+        self._dealer.compare_orders(self._engine.comms.gather_objects)
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
         _, records = self._run(step, batch, args, kwargs)
         return self._leave_behind(records, of_pipeline=of_pipeline)
@@ -174,6 +178,12 @@ def explained(
         explaining = memory.explaining(trains=trains)
         with watching(), explaining, explain_dtypes(), explain_unknown_rows(module):
             raise
+
+
+def sees_early(*hooked: pl.LightningModule | Callback) -> bool:
+    """Whether any hook sees parameters between a training step and its backward."""
+    names = ("on_before_zero_grad", "on_before_backward")
+    return any(is_overridden(name, item) for item in hooked for name in names)
 
 
 def epoch_to_load(trainer: pl.Trainer) -> int:

@@ -8,12 +8,23 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from lightning_hetero import own_rows
 from tests.runtime.step_cases import TinyModule
+from tests.toy import VOCABULARY
 
 
 class ClipsByHand(TinyModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.01))
+        self.log("after", nn.utils.get_total_norm([item.grad for item in self.parameters()]))
+
+
+class ClipsGreatest(TinyModule):
+    """Clips after backward by another norm, and one part of the model only."""
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.layers.parameters(), 0.01, norm_type=torch.inf)
+        nn.utils.clip_grad_value_(self.model.head.parameters(), 0.02)
 
 
 class ClipsByStrategy(TinyModule):
@@ -30,24 +41,89 @@ class ClipsEach(TinyModule):
 
 class LogsNorms(TinyModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for order in (2, 1, "inf"):
+            self.log_dict(grad_norm(self, norm_type=order), on_epoch=order == 1)
+        own = grad_norm(self.model.head, norm_type=2, group_separator="_")
+        self.log_dict({f"head_{name}": norm for name, norm in own.items()}, prog_bar=True)
+
+
+class LogsChangedNorms(TinyModule):
+    """Looks at gradients before and after it has changed them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        before = grad_norm(self, norm_type=2)
+        for item in self.model.layers.parameters():
+            item.grad.data.mul_(0.5)
+        self.model.head.weight.grad = self.model.head.weight.grad * 0.25
+        self.log_dict({f"before_{name}": norm for name, norm in before.items()})
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-class KeepsNorms(TinyModule):
-    """Looks at gradients that are left after the step."""
+class LogsEachNorm(TinyModule):
+    """Computes norms as forums teach it, and other numbers of whole parameters."""
+
+    def on_after_backward(self) -> None:
+        total = 0.0
+        for item in self.parameters():
+            if item.grad is not None:
+                total += item.grad.detach().data.norm(2).item() ** 2
+        self.log("total", total**0.5)
+        grads = [item.grad for item in self.parameters() if item.grad is not None]
+        self.log("stacked", torch.norm(torch.stack([torch.norm(grad, 2) for grad in grads])))
+        self.log("flat", torch.cat([grad.flatten() for grad in grads]).norm())
+        self.log("is_finite", float(all(torch.isfinite(grad).all() for grad in grads)))
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         super().on_train_batch_end(*arguments)
         grads = [item.grad for item in self.parameters() if item.grad is not None]
-        self.norm = torch.stack([item.square().sum() for item in grads]).sum().sqrt()
+        self.log("left", torch.stack([item.square().sum() for item in grads]).sum().sqrt())
+        for name, item in self.named_parameters():
+            self.log(f"mean_{name}", item.detach().mean())
+            self.log(f"std_{name}", item.std())
+            self.log(f"most_{name}", item.data.abs().max())
+            self.log(f"columns_{name}", item.norm(dim=0).sum())
+
+    def on_train_epoch_end(self) -> None:
+        weights = torch.cat([item.detach().flatten() for item in self.model.head.parameters()])
+        self.log("head", weights.square().sum().sqrt())
 
 
-class ZeroesOldRows(TinyModule):
+class LooksBeforeBackward(TinyModule):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("norm", self.model.head.weight.norm())
+
+
+class TrainsNewRows(TinyModule):
     """Trains the last rows of a table only, as of new tokens."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.model.embed.weight.grad is not None:
-            self.model.embed.weight.grad[:-8] = 0.0
+        table = self.model.embed.weight
+        table.grad[own_rows(table) < VOCABULARY - 8] = 0
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def configure_optimizers(self) -> Any:
+        assert (own_rows(self.model.embed.weight) < VOCABULARY).all()
+        return super().configure_optimizers()
+
+
+class ZeroesOldRows(TinyModule):
+    """The same by rows' numbers, without a look at whether there are gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.model.embed.weight.grad[:-8] = 0.0
+        self.model.embed.weight.grad[-1] *= 0.5
+
+
+class LeavesOut(TinyModule):
+    """Has a parameter that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("grads", float(sum(item.grad is not None for item in self.parameters())))
+        self.log_dict(grad_norm(self, norm_type=2))
 
 
 class CopiesModel(TinyModule):
@@ -63,14 +139,6 @@ class SavesWeights(TinyModule):
 class TellsWeights(TinyModule):
     def on_train_epoch_end(self) -> None:
         self.told = [float(item.detach().cpu().flatten()[0]) for item in self.parameters()]
-
-
-class NormsByHand(TinyModule):
-    """Looks only once an epoch has ended."""
-
-    def on_train_epoch_end(self) -> None:
-        weights = torch.cat([item.detach().flatten() for item in self.model.head.parameters()])
-        self.norm = weights.square().sum().sqrt()
 
 
 class ZeroesRow(TinyModule):
@@ -186,36 +254,6 @@ class SwapsAverages(TinyModule):
     def on_validation_epoch_end(self) -> None:
         for name, item in self.named_parameters():
             item.data = self.backup[name]
-
-
-class TellsSizes(TinyModule):
-    """Counts whole parameters, and makes tensors that go with its slices."""
-
-    def on_fit_start(self) -> None:
-        self.average = {name: torch.zeros(item.shape) for name, item in self.named_parameters()}
-
-    def on_after_backward(self) -> None:
-        grads = [item.grad for item in self.parameters() if item.grad is not None]
-        self.is_finite = all(torch.isfinite(grad).all() for grad in grads)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for name, item in self.named_parameters():
-            if item.grad is not None:
-                item.grad.div_(item.shape[0] * item.data.numel() ** 0.25)
-            self.average[name].lerp_(item.detach(), 0.1)
-            assert self.average[name].shape == item.shape
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self.log("count", float(sum(item.numel() for item in self.parameters())))
-        self.log("finite", float(self.is_finite))
-
-
-class DrawsNoise(TinyModule):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for item in self.parameters():
-            if item.grad is not None:
-                item.grad += 0.1 * torch.randn(item.grad.shape)
 
 
 class LogsScalar(TinyModule):

@@ -81,6 +81,7 @@ def fit(
     num_empty: int = 0,
     options: dict[str, Any] | None = None,
     max_epochs: int = 2,
+    accumulate: int = 1,
 ) -> dict[str, Any]:
     """Train and validate epochs of two iterations; returns what a rank knows then."""
     L.seed_everything(3, verbose=False)
@@ -92,7 +93,9 @@ def fit(
         run = {"strategy": strategy, "devices": len(strategy_ranks(plan))}
     batch_size = ROWS if plan is None else ROWS // len(plan["pipelines"])
     trainer = L.Trainer(
-        **quiet(max_epochs=max_epochs, num_sanity_val_steps=0, use_distributed_sampler=False), **run
+        **quiet(max_epochs=max_epochs, num_sanity_val_steps=0, use_distributed_sampler=False),
+        accumulate_grad_batches=accumulate,
+        **run,
     )
     loaders = [DataLoader(Rows(2 * ROWS, num_empty), batch_size=batch_size) for _ in range(2)]
     trainer.fit(module, *loaders[: 1 + module.validates])

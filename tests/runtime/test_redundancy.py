@@ -137,7 +137,7 @@ def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool, case
             Case(plan=TWO, world_size=2, optimizer="norms"),
             (None, None),
             (1, 1),
-            "Norms steps the rows of a tensor otherwise",
+            "Norms needs whole matrices: it steps the rows of a tensor otherwise",
         ),
         (
             Case(plan=TWO, world_size=2, optimizer="norms", ownership="parameter"),

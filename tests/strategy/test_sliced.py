@@ -16,7 +16,6 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.results.loss_trial import LossTrials
-from lightning_hetero.runtime.slices.slice_uses import SliceUses
 from lightning_hetero.strategy.sliced_state import SlicedState
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -161,24 +160,17 @@ def test_what_first_steps_are_watched_for_is_known_to_later_generations(
 
     def begin() -> Any:
         engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
-        slices.begin(engine, trains=False)
+        slices.begin(engine, trains=False, reduce=mock.Mock())
         return engine
 
     engine = begin()
     for index in range(2):
         assert engine.loss_trials.begin(index) == (index == 0)
-    # What two ranks with standbys may do, because each has all, isn't known of more.
-    for others_lack in (False, True):
-        slices._uses = mock.Mock(stop=lambda: True, others_lack=others_lack)
-        slices.begin_iteration(trains=True)
-        assert slices.known_uses.were_watched is others_lack
     slices.await_recovery()
     engine = begin()
     assert not engine.loss_trials.begin(5)
-    assert slices.known_uses.were_watched
     slices.end(None, failed=True)
     assert begin().loss_trials.begin(5)
-    assert not slices.known_uses.were_watched
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -190,36 +182,5 @@ def test_a_newcomer_does_not_try_what_its_run_has_tried(
     slices = SlicedState(whole_after_run=False)
     monkeypatch.delenv(JOIN, raising=False)  # It has joined when its engine is made.
     engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
-    slices.begin(engine, trains=False)
+    slices.begin(engine, trains=False, reduce=mock.Mock())
     assert engine.loss_trials.begin(7) is not joins
-
-
-@pytest.mark.parametrize("was_asked", ["never", "first", "later"])
-def test_hooks_of_a_generation_are_watched_if_no_rank_has_done_it_or_they_ask_for_sizes(
-    was_asked: str,
-) -> None:
-    first, new = SlicedState(whole_after_run=False), SlicedState(whole_after_run=False)
-    store = mock.MagicMock()
-    store.masters = {"w": torch.nn.Parameter(torch.ones(2, 3))}
-    store.specs = {"w": SimpleNamespace(shape=(4, 3))}
-
-    def watches(slices: SlicedState) -> list[bool]:
-        """Return whether hooks are watched before the first step, and after one like any other."""
-        slices._uses = SliceUses(store, known=slices.known_uses)
-        slices.watch_uses()
-        found = [slices._uses.stop()]
-        slices.end_iteration(trains=True, is_looked_at=False)
-        return [*found, slices._uses.stop()]
-
-    new.known_uses.learn([new.known_uses, first.known_uses])
-    assert watches(new) == [True, False]
-    uses = SliceUses(store, others_lack=True, known=first.known_uses)
-    uses.is_after_step = was_asked == "later"
-    uses.start()
-    if was_asked != "never":
-        assert store.masters["w"].numel() == 12
-    first._uses = uses
-    first.begin_iteration(trains=True)
-    for slices in (new, first):
-        slices.known_uses.learn([new.known_uses, first.known_uses])
-        assert watches(slices) == [was_asked == "first", was_asked == "later"]

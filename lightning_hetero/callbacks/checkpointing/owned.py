@@ -114,11 +114,13 @@ class OwnedState:
 
     def contents(self) -> tuple[SliceContent, ...]:
         """Return the slices to save; their tensors are the originals, not copies."""
-        return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
+        with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not as hooks get them.
+            return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
     def kept_contents(self) -> tuple[SliceContent, ...]:
         """Return the same, and the rows that this rank keeps as a standby."""
-        return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
 
     def needs(self) -> list[SliceNeed]:
         """Return the slices to recover: what this rank keeps, or would keep if it had owners."""
@@ -190,7 +192,7 @@ class OwnedState:
         for piece in restored:
             pieces[piece.parameter].append(piece)
         by_name = {name: _joined(found, dims[name]) for name, found in pieces.items()}
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for item in self.slices:
                 if item.spec.name not in by_name:
                     continue  # It is frozen, and no rank owned it when the checkpoint was saved.

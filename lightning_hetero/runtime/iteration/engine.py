@@ -143,6 +143,7 @@ class Engine:
         """Factor of the losses in backward passes; the same on every rank."""
         self._usual_weight = 0.0
         """Power of two near the last iteration's targets; 0 before there was any."""
+        self.unused: set[str] = set()  # Parameters that got no gradient in it, on any rank.
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
         self._is_leaving = self._sees_joiners = False
@@ -331,14 +332,14 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        kept = self.plans.running.used_somewhere(sums.by_name, agreed.reports.num_missing)
+        self.unused = self.plans.running.unused(agreed.reports.num_missing)
+        kept = {name: item for name, item in sums.by_name.items() if name not in self.unused}
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
             torch._foreach_mul_(sums.memory, scale / self._factor_of_losses())
         if self.config.scales_loss:
             self._usual_weight = power_of_two_near(float(agreed.sums[:, 1].sum()))
-        self.gradients = self.store.as_masters(kept)
-        self.gradients_are_finite = True
+        self.gradients, self.gradients_are_finite = self.store.as_masters(kept), True
         # To skip a step, the host must know before it.
         skips = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self.config.scales_loss
@@ -358,8 +359,7 @@ class Engine:
         """
         broken = nonfinite_ranks(totals)
         if broken:
-            self.gradients_are_finite = False
-            self.gradients = {}
+            self.gradients, self.gradients_are_finite = {}, False
             if self.config.scales_loss:
                 return
             found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."

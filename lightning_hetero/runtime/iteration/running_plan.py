@@ -12,7 +12,6 @@ from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour
@@ -104,21 +103,14 @@ class RunningPlan:
         self.link.finish()
         return sums
 
-    def used_somewhere(
-        self, gradients: dict[str, Tensor], num_missing: Mapping[str, int]
-    ) -> dict[str, Tensor]:
-        """Return the gradients of those parameters for which any holder has one.
+    def unused(self, num_missing: Mapping[str, int]) -> set[str]:
+        """Return the parameters of which no holder has a gradient.
 
         Args:
-            gradients: By parameter.
             num_missing: By parameter that lacks any: the number of holders without a gradient.
         """
-        unused = {
-            name for name, number in num_missing.items() if number == len(self.table.holdings(name))
-        }
-        if not unused:
-            return gradients
-        return {name: item for name, item in gradients.items() if name not in unused}
+        items = num_missing.items()
+        return {name for name, number in items if number == len(self.table.holdings(name))}
 
     def read_watch(self) -> ReadWatch | None:
         """Return a watch of a micro-batch at an end of a pipeline; None if it isn't watched."""

@@ -1,21 +1,27 @@
-"""Find out by trial whether an optimizer steps a slice and its copy alike, bit for bit.
+"""Find out by trial whether an optimizer steps slices as it steps whole parameters.
 
-An owner and its standby keep some rows in common, and each keeps other rows besides. If a row's
-step depends on other rows, the copies drift apart: by a norm over the tensor, by random numbers,
-and even by kernels whose vectorised and remaining elements round differently (SGD's with
-`fused=True` on CPUs). No list of names is sure to have all of them. So a copy of the optimizer,
-with its own options, makes a few steps on small tensors and on pieces of them, on the rank's
-device. It is refused if results differ, or if it can't be tried.
+An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole. One that
+orthogonalises a matrix, or keeps a factor for each row and column, would run on a slice without an
+error, but train differently; so would one that computes a number of all parameters, if these have
+several owners. No list of names is sure to have all of them. So a copy of each optimizer, with its
+own options, makes a few steps on small tensors, on fewer of them and on pieces of them, on the
+rank's device.
+
+An owner and its standby need more: they must step the rows that they have in common alike, bit for
+bit. Random numbers, and kernels whose vectorised and remaining elements round differently (SGD's
+with `fused=True` on CPUs), let copies drift apart.
 """
 
 import pickle
+import warnings
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from enum import IntEnum
 from hashlib import sha256
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -28,63 +34,88 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["Verdict", "check_steps_alike", "try_steps"]
+__all__ = ["Likeness", "Trial", "check_steps", "try_steps"]
 
 _NUM_STEPS = 4
 _SHAPES: dict[frozenset[int], tuple[tuple[int, ...], ...]] = {
     frozenset({1}): ((203,), (67,)),
-    frozenset({2}): ((67, 3), (61, 5)),
-    frozenset({1, 2}): ((67, 3), (203,)),
+    frozenset({2}): ((141, 131), (67, 3), (61, 5)),
+    frozenset({1, 2}): ((141, 131), (67, 3), (203,)),
 }
-"""Two tensors for a group, by the dims of its parameters; no sizes are multiples of a vector's."""
-_PIECES: tuple[slice, ...] = (slice(0, 58), slice(3, None))
-"""Rows of a slice that is shorter, and of one that begins elsewhere."""
+"""Tensors for a group, by the dims of its parameters; no sizes are multiples of a vector's.
+
+The first matrix is so large that optimizers which treat small ones otherwise show it.
+"""
+_LEAST_RATE = 1e-2
+"""Learning rates are raised to this, else updates might get lost in rounding."""
+_SCALE = 0.02
+"""Of the values that are stepped: as small as weights, so that bf16 keeps most of an update."""
+_WIDE = {torch.float32, torch.float64}
+_CLOSE = 1e-3
+"""By which part of the greatest update two steps may differ that are meant to be the same."""
 
 _Parts = Callable[[list[Tensor]], list[Tensor]]
 
 
+class Likeness(IntEnum):
+    """How a step of some tensors, or pieces, goes with the step of all."""
+
+    DIFFERENT = 0
+    CLOSE = 1
+    """The same but for rounding."""
+    EXACT = 2
+
+
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Trial:
     """What a trial has shown of an optimizer on this rank."""
 
-    refusal: str | None
-    """Why the optimizer can't have standbys; None if it can."""
-    digest: int
+    fewer: Likeness = Likeness.EXACT
+    """How it steps a tensor without the others."""
+    pieces: Likeness = Likeness.EXACT
+    """How it steps rows of a tensor without the others; exact if that isn't tried."""
+    num_losses: float = 1.0
+    """How often it evaluates the loss in a step."""
+    digest: int = 0
     """Digest of the steps' results, which must be the same on the ranks of a pair."""
+    error: str | None = None
+    """Why it can't be tried."""
 
 
-def check_steps_alike(
+def check_steps(
     optimizers: Sequence[Optimizer],
     store: SliceStore,
     comms: Communicators,
-    known: dict[bytes, Verdict],
+    known: dict[bytes, Trial],
 ) -> None:
-    """Refuse optimizers whose steps differ between a slice and its standby; collective.
+    """Refuse optimizers that would step slices, or their standbys, otherwise; collective.
 
     Args:
         optimizers: Those of the run.
         store: Has the slices.
         comms: The communicators.
-        known: Verdicts of earlier generations, by `_digest_of` their optimizers; new ones are
-            added.
+        known: Trials of earlier generations, by `_digest_of` their optimizers; new ones are added.
 
     Raises:
         ConfigurationError: An optimizer is refused, or devices round differently; on every rank.
     """
-    is_cut = any(len(items) > 1 for items in store.slices.values())
-    own = [_judge(optimizer, known, is_cut=is_cut) for optimizer in optimizers]
+    cut = [name for name, items in store.slices.items() if len(items) > 1]
+    own = [_judge(optimizer, known, is_cut=bool(cut)) for optimizer in optimizers]
     everyone = comms.gather_objects(own)
-    for rank, verdicts in enumerate(everyone):
-        for verdict in verdicts:
-            if verdict.refusal is not None:
-                raise ConfigurationError(f"{verdict.refusal} (Found on rank {rank}.)")
-    pairs = {
-        (item.owner, item.standby)
-        for _, items in list_owners(store.slices)
-        for item in items
-        if item.standby is not None
-    }
-    for owner, standby in sorted(pairs):
+    owners = {item.owner for items in store.slices.values() for item in items}
+    for index, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        for rank, trials in enumerate(everyone):
+            refusal = _refusal_of(trials[index], cut, len(owners), has_standbys=store.has_standbys)
+            if refusal is not None:
+                raise ConfigurationError(f"{name} {refusal} (Found on rank {rank}.)")
+        if own[index].error is not None and len(owners) > 1 and comms.global_rank == 0:
+            warnings.warn(
+                f"{name} can't be tried on small tensors ({own[index].error}), so nobody knows "
+                "whether it steps slices as whole parameters. Element-wise optimizers do.",
+                stacklevel=2,
+            )
+    for owner, standby in _pairs_of(store):
         if everyone[owner] != everyone[standby]:
             raise ConfigurationError(
                 f"Ranks {owner} and {standby} would keep the same slices, but their devices "
@@ -93,7 +124,52 @@ def check_steps_alike(
             )
 
 
-def _judge(optimizer: Optimizer, known: dict[bytes, Verdict], *, is_cut: bool) -> Verdict:
+def _pairs_of(store: SliceStore) -> list[tuple[int, int]]:
+    pairs = {
+        (item.owner, item.standby)
+        for _, items in list_owners(store.slices)
+        for item in items
+        if item.standby is not None
+    }
+    return sorted(pairs)
+
+
+def _refusal_of(
+    trial: Trial, cut: Sequence[str], num_owners: int, *, has_standbys: bool
+) -> str | None:
+    """Return why an optimizer can't step a run's slices, `cut` in several; None if it can."""
+    if trial.num_losses > 1:
+        return (
+            "evaluates the loss several times a step, where an iteration evaluates it once. Choose "
+            "another optimizer, such as AdamW."
+        )
+    if num_owners > 1 and trial.fewer is Likeness.DIFFERENT:
+        return (
+            f"computes with all parameters at once, but {num_owners} ranks own slices of them. "
+            "Choose an element-wise optimizer, such as AdamW."
+        )
+    if trial.pieces is Likeness.DIFFERENT:
+        return (
+            "needs whole matrices: it steps the rows of a tensor otherwise if there are more of "
+            f"them, but {len(cut)} parameters are cut into slices with several owners, such as "
+            f'{cut[0]}. Use HeteroStrategy(ownership="parameter"), which gives each parameter '
+            "one owner, or an element-wise optimizer, such as AdamW."
+        )
+    if has_standbys and trial.error is not None:
+        return (
+            "can't be tried on small tensors, so nobody knows whether a slice and its standby "
+            f"would stay equal ({trial.error}). Use an element-wise optimizer, or redundancy=0."
+        )
+    if has_standbys and min(trial.fewer, trial.pieces) is not Likeness.EXACT:
+        return (
+            "rounds the rows of a tensor otherwise if there are more of them (or more tensors), so "
+            "a slice and its standby would differ. Use another optimizer, such as AdamW, or "
+            "redundancy=0. Where it has fused=True, fused=False may do."
+        )
+    return None
+
+
+def _judge(optimizer: Optimizer, known: dict[bytes, Trial], *, is_cut: bool) -> Trial:
     key = _digest_of(optimizer, is_cut=is_cut)
     if key is None:
         return _try(optimizer, is_cut=is_cut)
@@ -117,79 +193,113 @@ def _digest_of(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
         return None
 
 
-def _try(optimizer: Optimizer, *, is_cut: bool) -> Verdict:
-    name = type(optimizer).__name__
-    remedy = (
-        'Use an element-wise optimizer, such as AdamW, HeteroStrategy(ownership="parameter"), '
-        "which gives each parameter whole to two ranks, or redundancy=0."
-        if is_cut
-        else "Use an element-wise optimizer, such as AdamW, or redundancy=0."
-    )
+def _try(optimizer: Optimizer, *, is_cut: bool) -> Trial:
     try:
         with PreservedRandomState(), torch.no_grad():
-            digest = try_steps(optimizer, is_cut=is_cut)
+            return try_steps(optimizer, is_cut=is_cut)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        text = f"{name} can't be tried on small tensors, so nobody knows whether a slice and its"
-        return Verdict(refusal=f"{text} standby would stay equal ({reason}). {remedy}", digest=0)
-    refusal = None
-    if digest is None:
-        refusal = (
-            f"{name} steps the rows of a tensor otherwise if there are more of them (or more "
-            f"tensors), so a slice and its standby would differ. {remedy} Where it has "
-            "fused=True, fused=False may do."
-        )
-    return Verdict(refusal=refusal, digest=digest or 0)
+        return Trial(error=f"{type(error).__name__}: {error}")
 
 
-def try_steps(optimizer: Optimizer, *, is_cut: bool) -> int | None:
-    """Return a digest of a few steps' results, None if pieces of tensors are stepped differently.
+def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
+    """Return how an optimizer steps parts of tensors.
 
     Args:
         optimizer: It isn't changed, nor its parameters.
-        is_cut: Whether to try on rows of tensors, or only on fewer of them.
+        is_cut: Whether to try on rows of tensors, too, not only on fewer of them.
 
     Raises:
         ValueError: Its steps change nothing.
     """
-    drawn = _draw_all(optimizer)
-    whole = _run(optimizer, drawn, lambda tensors: tensors)
-    if any(torch.equal(first, last) for first, last in whole):
+    tries = _Tries(optimizer, _draw_all(optimizer))
+    if any(torch.equal(first, last) for first, last in tries.whole):
         raise ValueError("a step changes nothing")
-    results = [last for _, last in whole]
-    trials: list[_Parts] = [_fewer]
-    if is_cut:
-        trials += [partial(_piece, rows) for rows in _PIECES]
-    for parts in trials:
-        found = [last for _, last in _run(optimizer, drawn, parts)]
-        if not all(map(torch.equal, found, _per_group(results, parts))):
-            return None
-    return zlib.crc32(b"".join(_bytes_of(results)))
+    kinds = {tensor.dtype for group in tries.drawn for tensor in group[0]}
+    # Fewer digits would hide what a step makes of a norm.
+    wide = None if kinds <= _WIDE else _Tries(optimizer, _draw_all(optimizer, torch.float32))
+
+    def judge(parts: _Parts) -> Likeness:
+        found = tries.compare(parts)
+        if found is Likeness.EXACT or wide is None:
+            return found
+        return min(Likeness.CLOSE, wide.compare(parts))
+
+    return Trial(
+        fewer=judge(_fewer),
+        pieces=min(judge(_from_start), judge(_from_third)) if is_cut else Likeness.EXACT,
+        num_losses=tries.num_losses,
+        digest=zlib.crc32(b"".join(_bytes_of(last for _, last in tries.whole))),
+    )
+
+
+class _Tries:
+    """Steps of a copy of an optimizer, on tensors and on parts of them."""
+
+    def __init__(self, optimizer: Optimizer, drawn: list[list[list[Tensor]]]) -> None:
+        self.drawn = drawn
+        self._optimizer = optimizer
+        self.whole, self.num_losses = _run(optimizer, drawn, lambda tensors: tensors)
+
+    def compare(self, parts: _Parts) -> Likeness:
+        """Return how the steps of parts go with those of all."""
+        found, _ = _run(self._optimizer, self.drawn, parts)
+        before, expected = (
+            _of_groups(self.drawn, items, parts) for items in zip(*self.whole, strict=True)
+        )
+        return min(map(_compare, [last for _, last in found], before, expected))
+
+
+def _of_groups(
+    drawn: Sequence[Sequence[list[Tensor]]], tensors: Iterable[Tensor], parts: _Parts
+) -> list[Tensor]:
+    """Return the parts of each group's tensors, of which there are as many as were drawn."""
+    left = iter(tensors)
+    groups = [list(islice(left, len(values))) for values, *_ in drawn]
+    return [part for group in groups for part in parts(group)]
+
+
+def _compare(found: Tensor, before: Tensor, expected: Tensor) -> Likeness:
+    """Compare values after some steps with those that are expected."""
+    if torch.equal(found, expected):
+        return Likeness.EXACT
+    update = (expected.double() - before.double()).abs().max()
+    rounding = _NUM_STEPS * torch.finfo(expected.dtype).eps * expected.double().abs().max()
+    error = (found.double() - expected.double()).abs().max()
+    is_close = bool(error <= _CLOSE * update + rounding)
+    return Likeness.CLOSE if is_close else Likeness.DIFFERENT
+
+
+def _from_start(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the rows of a slice that is shorter."""
+    return [tensor[: -max(9, len(tensor) // 20)] for tensor in tensors]
+
+
+def _from_third(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the rows of a slice that begins elsewhere."""
+    return [tensor[3:] for tensor in tensors]
 
 
 def _fewer(tensors: list[Tensor]) -> list[Tensor]:
     return tensors[1:]
 
 
-def _piece(rows: slice, tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor[rows] for tensor in tensors]
-
-
-def _per_group(tensors: Sequence[Tensor], parts: _Parts) -> list[Tensor]:
-    groups = [list(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-    return [part for group in groups for part in parts(group)]
-
-
 def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[bytes]:
     return (t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
-def _draw_all(optimizer: Optimizer) -> list[list[list[Tensor]]]:
+def _draw_all(optimizer: Optimizer, dtype: torch.dtype | None = None) -> list[list[list[Tensor]]]:
     """Return, for each group with parameters, tensors and a gradient of each for every step."""
     generator, drawn = torch.Generator().manual_seed(0), []
     for group in _groups_of(optimizer):
-        like = group["params"][0], _SHAPES[_dims_of(group)]
-        drawn.append([_draw(generator, *like) for _ in range(1 + _NUM_STEPS)])
+        like = torch.empty_like(group["params"][0], dtype=dtype), _SHAPES[_dims_of(group)]
+        values = [_SCALE * item for item in _draw(generator, *like)]
+        direction = _draw(generator, *like)
+        # They go one way on the whole, as in training: some optimizers compare them.
+        noisy = [
+            [item + 0.5 * noise for item, noise in zip(direction, noises, strict=True)]
+            for noises in (_draw(generator, *like) for _ in range(_NUM_STEPS))
+        ]
+        drawn.append([values, *noisy])
     return drawn
 
 
@@ -207,25 +317,41 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _run(
     optimizer: Optimizer, drawn: Sequence[Sequence[list[Tensor]]], parts: _Parts
-) -> list[tuple[Tensor, Tensor]]:
-    """Return each parameter before and after some steps of a copy of the optimizer."""
-    copy, groups = _copy_of(optimizer), []
+) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """Return each parameter before and after some steps of a copy; and losses in a step."""
+    copy, groups, num_losses = _copy_of(optimizer), [], 0
     for group, (values, *gradients) in zip(_groups_of(optimizer), drawn, strict=True):
         options = deepcopy(_options_of(group))
-        if "lr" in options and not options["lr"]:
-            options["lr"] = 1e-2  # With 0, as at the start of a warm-up, nothing would change.
+        if isinstance(options.get("lr"), float | int):
+            options["lr"] = max(options["lr"], _LEAST_RATE)
         items = [nn.Parameter(tensor) for tensor in parts(_copies(values))]
         copy.param_groups.append({**options, "params": items})
         copy.state.update({item: state for item in items if (state := _begun(optimizer, item))})
         groups.append((gradients, items))
-    first = [item.detach().clone() for _, items in groups for item in items]
+    everything = [item for _, items in groups for item in items]
+    _hand_over(optimizer, copy, everything)
+    first = [item.detach().clone() for item in everything]
+
+    def closure() -> Tensor:
+        nonlocal num_losses
+        num_losses += 1
+        return first[0].new_ones(())
+
     for step in range(_NUM_STEPS):
         for gradients, items in groups:
             for item, gradient in zip(items, parts(_copies(gradients[step])), strict=True):
                 item.grad = gradient
-        copy.step()
-    last = [item.detach() for _, items in groups for item in items]
-    return list(zip(first, last, strict=True))
+        copy.step(closure)
+    last = [item.detach() for item in everything]
+    return list(zip(first, last, strict=True)), num_losses / _NUM_STEPS
+
+
+def _hand_over(optimizer: Optimizer, copy: Any, parameters: list[nn.Parameter]) -> None:
+    """Let a copy that keeps a list of its parameters, as LBFGS does, keep its own."""
+    known = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, list) and value and known.issuperset(map(id, value)):
+            setattr(copy, name, parameters)
 
 
 def _draw(

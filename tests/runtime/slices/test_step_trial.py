@@ -1,14 +1,24 @@
 """An optimizer's own steps say whether rows are stepped alike whatever rows are beside them."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.slices import Slice
 from lightning_hetero.runtime.slices import digests
 from lightning_hetero.runtime.slices.digests import digest_of, digests_of
-from lightning_hetero.runtime.slices.step_trial import Verdict, _judge, try_steps
+from lightning_hetero.runtime.slices.step_trial import (
+    Likeness,
+    Trial,
+    _judge,
+    check_steps,
+    try_steps,
+)
 
 
 class Foreign(torch.optim.Optimizer):
@@ -52,24 +62,83 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in shapes]
 
 
+DIFFERENT, CLOSE, EXACT = Likeness
+
+
 @pytest.mark.parametrize(
     ("kind", "pieces", "fewer"),
     [
-        (torch.optim.SGD, True, True),
-        (torch.optim.AdamW, True, True),
-        (torch.optim.Adagrad, True, True),
-        (Foreign, True, True),
-        (ByTensor, False, True),
-        (torch.optim.Muon, False, True),
-        (torch.optim.Adafactor, False, True),
-        (Together, False, False),
-        (Rounding, False, False),
+        (torch.optim.SGD, EXACT, EXACT),
+        (torch.optim.AdamW, EXACT, EXACT),
+        (torch.optim.Adagrad, EXACT, EXACT),
+        (Foreign, EXACT, EXACT),
+        (ByTensor, DIFFERENT, EXACT),
+        (torch.optim.Muon, DIFFERENT, EXACT),
+        (torch.optim.Adafactor, DIFFERENT, EXACT),
+        (Together, DIFFERENT, DIFFERENT),
+        (Rounding, DIFFERENT, DIFFERENT),
     ],
 )
-def test_only_steps_that_stay_equal_pass(kind: Any, pieces: bool, fewer: bool) -> None:  # noqa: FBT001
+def test_only_steps_that_stay_equal_pass(kind: Any, pieces: Likeness, fewer: Likeness) -> None:
     optimizer = kind(parameters((4, 3), (5, 3)), lr=0.0)  # As at the start of a warm-up.
-    assert (try_steps(optimizer, is_cut=True) is not None) == pieces
-    assert (try_steps(optimizer, is_cut=False) is not None) == fewer
+    trial = try_steps(optimizer, is_cut=True)
+    assert (trial.pieces, trial.fewer) == (pieces, fewer)
+    assert trial.num_losses == (kind in (torch.optim.SGD, torch.optim.AdamW, *TORCHS))
+
+
+TORCHS = (torch.optim.Adagrad, torch.optim.Muon, torch.optim.Adafactor)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_only_rounds_otherwise_is_close(options: dict[str, bool], dtype: torch.dtype) -> None:
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        items = [nn.Parameter(torch.ones(4, 3, dtype=dtype))]
+        trial = try_steps(kind(items, lr=1e-6, weight_decay=0.1, **options), is_cut=True)
+        assert min(trial.pieces, trial.fewer) >= CLOSE
+
+
+def test_bf16_tells_a_norm_of_a_tensor_from_rounding() -> None:
+    items = [nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))]
+    for kind in (ByTensor, torch.optim.Muon, torch.optim.Adafactor):
+        assert try_steps(kind(items, lr=1e-5), is_cut=True).pieces is DIFFERENT
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD"])
+def test_torchs_optimizers_that_go_by_elements_pass(kind: str) -> None:
+    trial = try_steps(getattr(torch.optim, kind)(parameters((4, 3), (7,))), is_cut=True)
+    assert min(trial.pieces, trial.fewer) >= CLOSE
+
+
+class Store(SimpleNamespace):
+    has_standbys = False
+
+
+HERE, THERE, BOTH = (Slice(0, 0, 4),), (Slice(1, 0, 4),), (Slice(0, 0, 2), Slice(1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "refusal"),
+    [
+        (torch.optim.Muon, {"w": HERE, "v": THERE}, None),
+        (
+            torch.optim.Muon,
+            {"w": HERE, "v": BOTH},
+            'needs whole matrices.*v.*ownership="parameter"',
+        ),
+        (torch.optim.AdamW, {"w": BOTH, "v": BOTH}, None),
+        (Together, {"w": HERE, "v": HERE}, None),
+        (Together, {"w": HERE, "v": THERE}, "computes with all parameters at once, but 2 ranks"),
+        (torch.optim.LBFGS, {"w": HERE, "v": HERE}, "evaluates the loss several times"),
+    ],
+)
+def test_an_optimizer_is_refused_where_it_would_step_slices_otherwise(
+    kind: Any, slices: Any, refusal: str | None
+) -> None:
+    comms: Any = SimpleNamespace(gather_objects=lambda own: [own], global_rank=0)
+    store: Any = Store(slices=slices)
+    with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
+        check_steps([kind(parameters((4, 4)), lr=0.1)], store, comms, {})
 
 
 def test_a_trial_changes_nothing_of_the_optimizer() -> None:
@@ -77,7 +146,7 @@ def test_a_trial_changes_nothing_of_the_optimizer() -> None:
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a trial is no step"))
     torch.optim.lr_scheduler.LinearLR(optimizer, 0.5)
     before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-    assert try_steps(optimizer, is_cut=True) is not None
+    assert try_steps(optimizer, is_cut=True).pieces is EXACT
     assert optimizer.tried == []
     assert not optimizer.state
     assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
@@ -100,12 +169,11 @@ class Watched(Foreign):
 
 
 def test_an_optimizer_is_tried_again_where_anything_counts_that_is_new() -> None:
-    known: dict[bytes, Verdict] = {}
+    known: dict[bytes, Trial] = {}
 
     def is_tried(optimizer: torch.optim.Optimizer, *, is_cut: bool = True) -> bool:
         before = Watched.num_tried
-        verdict = _judge(optimizer, known, is_cut=is_cut)
-        assert (verdict.refusal is None) is True
+        assert _judge(optimizer, known, is_cut=is_cut).pieces is EXACT
         return Watched.num_tried > before
 
     class Other(Watched): ...
@@ -132,10 +200,10 @@ def test_an_optimizer_is_tried_again_where_anything_counts_that_is_new() -> None
 
 
 def test_an_optimizer_that_was_refused_is_refused_again() -> None:
-    known: dict[bytes, Verdict] = {}
-    verdicts = [_judge(ByTensor(parameters((4, 3))), known, is_cut=True) for _ in range(2)]
-    assert verdicts[0].refusal is not None
-    assert verdicts[0] == verdicts[1]
+    known: dict[bytes, Trial] = {}
+    trials = [_judge(ByTensor(parameters((4, 3))), known, is_cut=True) for _ in range(2)]
+    assert trials[0].pieces is DIFFERENT
+    assert trials[0] == trials[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
