@@ -162,6 +162,8 @@ class SliceNeed:
     dim: int
     start: int
     stop: int
+    is_optional: bool = False
+    """Whether a checkpoint may lack the parameter, as it lacks frozen weights without owners."""
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
         """Whether exactly these rows are needed; a whole parameter is the same along any dim."""

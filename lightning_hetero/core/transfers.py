@@ -314,7 +314,8 @@ class TransferTable:
         self._kinds: dict[Hashable, UnitKind] = {}
         members: dict[int, list[ParameterSpec]] = defaultdict(list)
         for spec in specs:
-            members[unit_of(spec, plan.num_layers)].append(spec)
+            if slices[spec.name]:  # Else nobody owns it, and nothing of it moves.
+                members[unit_of(spec, plan.num_layers)].append(spec)
         self._members = {index: members[index] for index in sorted(members)}
 
     @cached_property

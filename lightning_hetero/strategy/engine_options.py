@@ -109,12 +109,18 @@ class EngineOptions:
         if not layout.layers:
             self.config.layer_options.refuse_without_layers()
             rank_zero_warn(_WITHOUT_LAYERS)
+        if precision.scaler is not None and self.config.exchange is ExchangeKind.REDUCE_SCATTER:
+            raise ConfigurationError(
+                'exchange="reduce-scatter" sums gradients in fp16, where an overflow of the sum '
+                'isn\'t found. Use exchange="collectives", or precision="bf16-mixed".'
+            )
         config = replace(
             self.config,
             num_microbatches=self.num_microbatches
             or max(item.usual_num_microbatches for item in plans.first.pipelines),
             compute_dtype=precision.compute_dtype,
             master_dtype=precision.master_dtype,
+            scales_loss=precision.scaler is not None,
             standbys=find_standbys_of_run(facts, plans),
             seed=seed,
         )

@@ -240,6 +240,7 @@ class HookedStrategy(ParallelStrategy):
         is_new = not (self.has_trained or self._slices.known_uses.were_watched)
         is_end, number = self._trainer.is_last_batch, self._trainer.fit_loop.batch_idx + 1
         self._slices.begin_iteration(trains=True)
+        self.engine.loss_scale = self.precision_plugin.loss_scale
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
@@ -282,6 +283,7 @@ class HookedStrategy(ParallelStrategy):
         return total.to(own.device)
 
     def _deposit_gradients(self) -> None:
+        self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)
         self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
 
     @override

@@ -3,6 +3,10 @@
 A backward runs inside the strategy's step, so Lightning's own `backward` only hands the finished
 gradients over to the slices. Clipping by norm needs the norm over every rank's slices, each counted
 once, which is one all-reduce of one number.
+
+In fp16 losses are scaled as by torch's `GradScaler`, so that small gradients don't vanish. All
+ranks know in each iteration whether any gradient overflowed on any rank; then none of them steps,
+and all lower the scale alike. So the scale is the same everywhere, and checkpoints hold one.
 """
 
 from collections.abc import Iterator
@@ -14,6 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,17 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["HeteroPrecision", "PrecisionName"]
 
-PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true"]
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32-true": (torch.float32, None),
     "bf16-mixed": (torch.bfloat16, torch.float32),
     "bf16-true": (torch.bfloat16, torch.bfloat16),
+    "16-mixed": (torch.float16, torch.float32),
+    "16-true": (torch.float16, torch.float16),
 }
 
 _REASONS = {
-    "16-mixed": "its GradScaler would skip steps on some ranks and not on others",
-    "16-true": "gradients would underflow without a scaler, and a scaler can't agree across stages",
     "64-true": "propagation in float64 isn't supported",
     "transformer-engine": "its modules aren't supported",
     "transformer-engine-float16": "its modules aren't supported",
@@ -46,10 +51,13 @@ class HeteroPrecision(Precision):
 
     Args:
         precision: "32-true"; "bf16-mixed" (bf16 weights under autocast in steps, fp32 slices) or
-            "bf16-true" (both bf16).
+            "bf16-true" (both bf16); "16-mixed", with scaled losses, and "16-true" the same in fp16.
+        scaler: The scaler of "16-mixed", which gives the first scale and how it changes.
     """
 
-    def __init__(self, precision: PrecisionName = "32-true") -> None:
+    def __init__(
+        self, precision: PrecisionName = "32-true", scaler: GradScaler | None = None
+    ) -> None:
         if precision not in _DTYPES:
             reason = _REASONS.get(str(precision), "it isn't supported")
             raise ConfigurationError(
@@ -58,6 +66,12 @@ class HeteroPrecision(Precision):
             )
         self.precision = precision
         self.compute_dtype, self.master_dtype = _DTYPES[precision]
+        if precision == "16-mixed":
+            scaler = scaler or GradScaler("cpu")
+        self.scaler: dict[str, Any] | None = None if scaler is None else scaler.state_dict()
+        """A `GradScaler`'s state, which this plugin updates; None if losses aren't scaled."""
+        self._has_overflow = False
+        """Whether gradients have overflowed on any rank since the optimizer's last step."""
         self.deposit_gradients: Callable[[], None] | None = None
         """Set by the strategy: moves the iteration's gradients into the slices."""
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -73,7 +87,42 @@ class HeteroPrecision(Precision):
     def of(cls, plugin: Precision) -> "HeteroPrecision":
         """Return a plugin of this kind for the one that Lightning makes of `precision=`."""
         name: Any = plugin.precision
-        return plugin if isinstance(plugin, cls) else cls(name)
+        return plugin if isinstance(plugin, cls) else cls(name, getattr(plugin, "scaler", None))
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of losses in backward passes; the same on all ranks."""
+        return 1.0 if self.scaler is None else float(self.scaler["scale"])
+
+    def note_gradients(self, *, are_finite: bool) -> None:
+        """Note whether an iteration's gradients are finite on all ranks."""
+        self._has_overflow |= not are_finite
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: "Callable[[], Any]", **kwargs: Any
+    ) -> Any:
+        """Step as Lightning does; if losses are scaled, only if no gradient has overflowed."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        self._after_closure(model, optimizer)
+        has_overflow, self._has_overflow = self._has_overflow, False
+        if not has_overflow:
+            optimizer.step(**kwargs)
+        _update(self.scaler, has_overflow=has_overflow)
+        return result
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state, as torch's `GradScaler` does."""
+        return dict(self.scaler or {})
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the scale of the run that is resumed."""
+        if self.scaler is not None:
+            self.scaler.update(state_dict)
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -81,9 +130,15 @@ class HeteroPrecision(Precision):
 
         With "bf16-mixed" they stay as they are: targets in bf16 would lose digits.
         """
-        if self.precision != "bf16-true":
-            return data
-        return apply_to_collection(data, Tensor, _in_bf16)
+        return apply_to_collection(data, Tensor, self._converted) if self._is_half else data
+
+    @property
+    def _is_half(self) -> bool:
+        """Whether all that is computed with is in 16 bits."""
+        return self.precision in ("bf16-true", "16-true")
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -91,22 +146,22 @@ class HeteroPrecision(Precision):
 
         Weights are converted where slices are made of them.
         """
-        if self.precision == "bf16-true":
+        if self._is_half:
             for part in module.modules():
                 held = {name: item for name, item in part._buffers.items() if item is not None}
-                part._buffers.update({name: _in_bf16(item) for name, item in held.items()})
+                part._buffers.update({name: self._converted(item) for name, item in held.items()})
         return module
 
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Give the context of a step, as in Lightning: autocast, or bf16 for new tensors."""
-        if self.precision == "bf16-mixed":
-            with torch.autocast(self.device_type, torch.bfloat16):
+        if self.precision.endswith("-mixed"):
+            with torch.autocast(self.device_type, self.compute_dtype):
                 yield
-        elif self.precision == "bf16-true":
+        elif self._is_half:
             before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.bfloat16)
+            torch.set_default_dtype(self.compute_dtype)
             try:
                 yield
             finally:
@@ -121,9 +176,11 @@ class HeteroPrecision(Precision):
             yield
         except RuntimeError as error:
             text = str(error).lower()
-            if self.compute_dtype is torch.bfloat16 and "bfloat16" in text and "type" in text:
+            is_short = self.compute_dtype.itemsize == 2
+            named = "bfloat16" if self.compute_dtype is torch.bfloat16 else "half"
+            if is_short and (named in text or "float16" in text) and "type" in text:
                 error.add_note(
-                    f"With HeteroStrategy and precision={self.precision!r} weights are bf16 in "
+                    f"With HeteroStrategy and precision={self.precision!r} weights are {named} in "
                     "steps. Cast the floating-point tensors that meet them, such as "
                     '`x = x.to(self.head.weight.dtype)`; or use "32-true".'
                 )
@@ -171,5 +228,13 @@ class HeteroPrecision(Precision):
                 parameter.grad.clamp_(min=-clip_val, max=clip_val)
 
 
-def _in_bf16(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+def _update(scaler: dict[str, Any], *, has_overflow: bool) -> None:
+    """Change the scale after a step, as torch's `GradScaler` does."""
+    if has_overflow:
+        scaler["scale"] *= scaler["backoff_factor"]
+        scaler["_growth_tracker"] = 0
+        return
+    scaler["_growth_tracker"] += 1
+    if scaler["_growth_tracker"] == scaler["growth_interval"]:
+        scaler["scale"] *= scaler["growth_factor"]
+        scaler["_growth_tracker"] = 0

@@ -38,6 +38,7 @@ from lightning_hetero.runtime.slices.state import (
     leave_stand_ins,
     load_module_state,
     scatter_optimizer_state,
+    spread_frozen,
     spread_whole,
     stand_for_awaited,
     whole_module_state,
@@ -171,6 +172,8 @@ class SlicedState:
             spread_whole(engine.store, engine.comms)
         elif engine.comms.world_size > 1:
             self._kept = engine.store
+        else:
+            spread_frozen(engine.store)
 
     def leave_stand_ins(self) -> None:
         """Replace the module's slices by stand-ins, which have no values to move."""

@@ -74,8 +74,6 @@ def test_the_reference_model_trains_in_bf16_as_in_fp32(pool: ProcessPool, precis
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("16-mixed", "GradScaler would skip steps on some ranks"),
-        ("16-true", "underflow"),
         ("64-true", "float64"),
         ("transformer-engine", "modules aren't supported"),
         ("8-true", "isn't supported"),

@@ -22,7 +22,7 @@ from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
 from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec
+from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec, kept_rows
 from lightning_hetero.core.transfers import unit_of
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.weights import local_rows, narrow_rows
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
 
     from lightning_hetero.core.plan import ParallelPlan
+    from lightning_hetero.runtime.iteration.engine import Engine
 
 __all__ = ["OwnedSlice", "OwnedState", "average_models"]
 
@@ -69,12 +70,14 @@ class OwnedState:
     def __init__(self, trainer: pl.Trainer) -> None:
         strategy, hetero = trainer.strategy, run_of(trainer).strategy
         self.plan: ParallelPlan | None = None
+        self._engine: Engine | None = None
         self._keeps_whole = False
         if hetero is not None:
             engine = hetero.engine
             engine.settle()  # Raises if the last iteration's numbers are bad: save none.
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
+            self._engine = engine
             self._keeps_whole = engine.config.ownership is Ownership.PARAMETER
             self._all = tuple(
                 OwnedSlice(
@@ -118,12 +121,48 @@ class OwnedState:
         return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
 
     def needs(self) -> list[SliceNeed]:
-        """Return the slices to recover: all that this rank keeps."""
+        """Return the slices to recover: what this rank keeps, or would keep if it had owners."""
+        kept = [(item.spec, rows) for item in self.slices for rows in item.kept]
+        if self._engine is not None:
+            store = self._engine.store
+            specs = [store.specs[name] for name in store.frozen.sources]
+            slices = store.frozen.find_owners(specs)
+            rank = store.global_rank
+            kept += [(s, rows) for s in specs for rows in kept_rows(slices[s.name], rank)]
         return [
-            SliceNeed(item.spec.name, item.spec.shape, item.spec.cut_dim, *rows)
-            for item in self.slices
-            for rows in item.kept
+            SliceNeed(
+                spec.name, spec.shape, spec.cut_dim, *rows, is_optional=not spec.requires_grad
+            )
+            for spec, rows in kept
         ]
+
+    def frozen_fingerprints(self) -> dict[str, int]:
+        """Return a fingerprint of each weight that nobody owns, so that it isn't saved."""
+        if self._engine is None:
+            return {}
+        store = self._engine.store
+        return {name: store.frozen.fingerprint(store.specs[name]) for name in store.frozen.sources}
+
+    def own_all_saved(self, metadata: Mapping[str, Any]) -> bool:
+        """Give owners to frozen weights that had some when a checkpoint was saved.
+
+        Returns whether there are any: then this object is out of date.
+
+        Raises:
+            CheckpointError: A weight that it doesn't hold has another value now.
+        """
+        saved, own = metadata.get("frozen", {}), self.frozen_fingerprints()
+        for name, fingerprint in saved.items():
+            if own.get(name, fingerprint) != fingerprint:
+                raise CheckpointError(
+                    f"The frozen weight {name} isn't the one with which this checkpoint was "
+                    "trained, and checkpoints don't hold frozen weights. Load the same pretrained "
+                    "model, or build the module from the same seed."
+                )
+        names = [name for name in own if name not in saved]
+        if names and self._engine is not None:
+            self._engine.plans.thaw(names)
+        return bool(names)
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Return each optimizer's groups as in its `state_dict`, but with parameters' names."""
@@ -146,13 +185,15 @@ class OwnedState:
         Raises:
             CheckpointError: The optimizers' groups differ from those that were saved.
         """
-        dims = {item.spec.name: item.spec.cut_dim for item in self.slices}
+        dims = {item.spec.name: item.spec.cut_dim for item in self._all}
         pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
         for piece in restored:
             pieces[piece.parameter].append(piece)
         by_name = {name: _joined(found, dims[name]) for name, found in pieces.items()}
         with torch.no_grad():
             for item in self.slices:
+                if item.spec.name not in by_name:
+                    continue  # It is frozen, and no rank owned it when the checkpoint was saved.
                 found = by_name[item.spec.name]
                 item.parameter.copy_(found.weight)
                 for key, tensor in self._averages_of(item).items():

@@ -82,6 +82,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
         _OWN: {
             "averages": [dict(average.named_buffers()) for average in average_models(trainer)],
             "seed": 0 if strategy is None else strategy.engine.config.seed,
+            "frozen": owned.frozen_fingerprints(),
         },
         **dump_changing(trainer),
     }
@@ -132,6 +133,8 @@ def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> Non
     """
     metadata = dict(recovered.metadata)
     own = metadata.pop(_OWN)
+    if owned.own_all_saved(own):
+        owned = OwnedState(trainer)
     module = trainer.lightning_module
     for callback in _callbacks(trainer):
         callback.on_load_checkpoint(trainer, module, metadata)

@@ -189,10 +189,10 @@ class RankNeeds:
             for entry in manifest.slices:
                 stored[entry.parameter].append((part, entry))
         self.manifests = manifests
-        self.needs = tuple(needs)
+        self.needs = tuple(n for n in needs if n.parameter in stored or not n.is_optional)
         self.targets: list[list[Target]] = []
         self.scalars: list[Mapping[str, Scalar]] = []
-        for need in needs:
+        for need in self.needs:
             targets, scalars = find_targets(need, stored[need.parameter], own_part)
             self.targets.append(targets)
             self.scalars.append(scalars)

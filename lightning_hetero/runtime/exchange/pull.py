@@ -130,7 +130,7 @@ class Pull:
         for unit in self._posted:
             _mark(unit.arriving_weights.values(), partial(self.wait_unit, under_way[unit]))
         if is_looked_at(self._num_started):
-            self._arrived_bits = digests_of(self._weights.shards)
+            self._arrived_bits = digests_of(self._weights.plain)
 
     def _post(self, stale: Mapping[int, PulledUnit]) -> None:
         stream, first_legs = self._options.side_stream, list[tuple[int, TwoLegged]]()
@@ -207,7 +207,7 @@ class Pull:
         if versions != self._versions:
             _refuse_changed_in_step(versions, self._versions)
         if self._arrived_bits is not None:
-            bits = digests_of(self._weights.shards)
+            bits = digests_of(self._weights.plain)
             if bits != self._arrived_bits:
                 _refuse_changed_in_step(bits, self._arrived_bits)
             self._arrived_bits = None

@@ -86,6 +86,8 @@ class EngineConfig:
     """Whether a rank sums its micro-batches' gradients in fp32 if it computes in less."""
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
     """The answer to gradients that aren't finite."""
+    scales_loss: bool = False
+    """Whether losses are scaled for fp16; then an overflow leaves the iteration out silently."""
     loss_reduction: LossReduction | None = None
     """How losses reduce over their batches; None detects it."""
     share_outputs: bool = True

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch
+from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
@@ -50,6 +50,7 @@ from lightning_hetero.runtime.results.iteration_loss import (
     answer_nonfinite,
     describe_ranks,
     nonfinite_ranks,
+    power_of_two_near,
     without_sums,
 )
 from lightning_hetero.runtime.results.late_numbers import LateNumbers
@@ -59,9 +60,11 @@ from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.padded_means import NUM_LOOKED_AT
 from lightning_hetero.runtime.results.step_logs import StepLogs
+from lightning_hetero.runtime.setup.frozen import find_frozen
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.slices.digests import is_looked_at
+from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.layer_trial import LayerTrial
@@ -136,6 +139,10 @@ class Engine:
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
+        self.loss_scale = 1.0
+        """Factor of the losses in backward passes; the same on every rank."""
+        self._usual_weight = 0.0
+        """Power of two near the last iteration's targets; 0 before there was any."""
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
         self._is_leaving = self._sees_joiners = False
@@ -195,6 +202,7 @@ class Engine:
             ends_early=running.link.following is not None,
             make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
             looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
+            loss_scale=self._factor_of_losses(microbatches) if is_training else 1.0,
         )
         schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
         passes = StagePasses(
@@ -263,6 +271,19 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
+    def _factor_of_losses(self, microbatches: Sequence[Any] = ()) -> float:
+        """Return the factor of losses in backward passes; collective in the first iteration.
+
+        Losses are weighted by their targets, so without it gradients would overflow in fp16.
+        """
+        if not self.config.scales_loss:
+            return 1.0
+        if not self._usual_weight:
+            counts = self.place is not None and self.place.stage_index == self.place.tp_rank == 0
+            own = sum(max(sizes_of(item)) for item in microbatches) if counts else 0
+            self._usual_weight = power_of_two_near(sum(self.comms.gather_objects(own)))
+        return self.loss_scale / self._usual_weight
+
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
@@ -313,11 +334,14 @@ class Engine:
         kept = self.plans.running.used_somewhere(sums.by_name, agreed.reports.num_missing)
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
-            torch._foreach_mul_(sums.memory, scale)
+            torch._foreach_mul_(sums.memory, scale / self._factor_of_losses())
+        if self.config.scales_loss:
+            self._usual_weight = power_of_two_near(float(agreed.sums[:, 1].sum()))
         self.gradients = self.store.as_masters(kept)
         self.gradients_are_finite = True
         # To skip a step, the host must know before it.
-        is_now = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
+        skips = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
+        is_now = skips or self.config.scales_loss
         is_late = self._late.is_late and not is_now
         if is_late:
             for gradient in self.gradients.values():
@@ -336,6 +360,8 @@ class Engine:
         if broken:
             self.gradients_are_finite = False
             self.gradients = {}
+            if self.config.scales_loss:
+                return
             found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
             answer_nonfinite(found, self.config.nonfinite_gradients, is_late=is_late)
 
@@ -399,12 +425,13 @@ class Engine:
         self.config = replace(self.config, seed=seed)
 
     def _make_store(self, plan: ParallelPlan) -> SliceStore:
-        slices = self.config.owners(self.layout.specs, plan, world_size=self.comms.world_size)
+        specs, options, comms = self.layout.specs, self.config, self.comms
+        find_owners = partial(options.owners, plan=plan, world_size=comms.world_size)
+        slices = find_owners(specs)
         # Before any message whose size depends on them.
-        specs, options = self.layout.specs, self.config
-        check_alike(
-            self.comms, plan=plan, parameters=specs, owners=list_owners(slices), options=options
-        )
+        check_alike(comms, plan=plan, parameters=specs, owners=list_owners(slices), options=options)
+        sources = find_frozen(self.module, self.layout, comms)
+        slices |= dict.fromkeys(sources, ())
         store = SliceStore(
             self.layout,
             slices,
@@ -412,6 +439,7 @@ class Engine:
             device=self.device,
             dtype=self.config.master_dtype,
             on_host=self.config.owned_device.is_on_host(plan, self.comms.global_rank),
+            frozen=FrozenWeights(sources, find_owners),
         )
         materialize(self.module, store, self.comms, seed=self.config.seed)
         return store

@@ -295,6 +295,11 @@ class PlanSwitch:
             self._hold(known=self._roles.are_known)
         return changed
 
+    def thaw(self, names: Sequence[str]) -> None:
+        """Give owners to weights that have none, though they are frozen."""
+        self._store.thaw(names)
+        self._remake()
+
     def begin(self, phase: int, epoch: int) -> RunningPlan:
         """Return the plan for an iteration; watch its reads if it is the first of a phase.
 
@@ -324,8 +329,11 @@ class PlanSwitch:
         specs = self._roles.apply(self._store.specs.values(), known=known)
         if specs != self._specs:
             self._specs = specs
-            self._known.clear()
-            self._replace(self.running.plan, shares_memory=self.running.shares_memory)
+            self._remake()
+
+    def _remake(self) -> None:
+        self._known.clear()
+        self._replace(self.running.plan, shares_memory=self.running.shares_memory)
 
     def _replace(self, plan: ParallelPlan, *, shares_memory: bool) -> None:
         with torch.inference_mode(mode=False):  # Weights made in a validation may train later.

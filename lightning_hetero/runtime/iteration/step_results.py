@@ -43,6 +43,7 @@ class StepResults:
         make_trial: Makes the trial of the first step's loss, given its micro-batch and number of
             samples; None tries none.
         looks_at_means: Whether to look for means that count pads.
+        loss_scale: Factor of the losses' gradients, so that fp16 doesn't lose the small ones.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration's steps may make
@@ -56,7 +57,9 @@ class StepResults:
         ends_early: bool = False,
         make_trial: Callable[[Any, int], LossTrial] | None = None,
         looks_at_means: bool = False,
+        loss_scale: float = 1.0,
     ) -> None:
+        self._loss_scale = loss_scale
         self.is_training = is_training
         self.records: list[StepRecord] = []
         """What the steps of a last stage returned and appended, one record per micro-batch."""
@@ -136,12 +139,14 @@ class StepResults:
             return [], weight
         self.losses.add(loss, judged, weight)
         if judged.kind is Kind.SUM:
-            return [loss], torch.ones_like(loss)
+            return [loss], torch.full_like(loss, self._loss_scale)
         # Counts on an accelerator aren't read: that would wait for the forward pass. If they are 0,
         # the gradient is 0; a loss that divides by them is then found by its NaN gradients.
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
         # As a number, since comparing tensors makes one more.
-        return [] if is_known and not float(judged.targets) > 0 else [loss], weight.float()
+        return [] if is_known and not float(judged.targets) > 0 else [loss], (
+            weight.float() * self._loss_scale
+        )
 
     def _look_at_means(self, means: PaddedMeans, loss: object, watch: LossWatch) -> None:
         means.see_averaged(watch.reductions.averaged)

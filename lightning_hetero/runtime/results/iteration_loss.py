@@ -4,6 +4,7 @@ Each rank checks the gradients that it made, before they travel, and reports the
 totals. So if any gradient is NaN or infinite, all ranks know of it, and none steps on it.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "describe_ranks",
     "has_nonfinite",
     "nonfinite_ranks",
+    "power_of_two_near",
     "without_sums",
 ]
 
@@ -110,6 +112,11 @@ def nonfinite_ranks(totals: Tensor) -> list[int]:
     check_ratios(columns[2].min(), columns[3].max(), "loss")
     ranks: list[int] = columns[NUM_TOTALS - 1].nonzero()[0].tolist()
     return ranks
+
+
+def power_of_two_near(weight: float) -> float:
+    """Return the power of two next to a number above 0; 1 for any other."""
+    return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
 class LossSums:

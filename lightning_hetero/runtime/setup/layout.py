@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.runtime.slices.frozen import is_opaque
 
 __all__ = ["ModelLayout", "Slot", "find_layers"]
 
@@ -191,7 +192,8 @@ def _spec(
         raise ModelError(
             f"Parameter {name} has no shape yet. Run one batch through lazy modules first."
         )
-    _check_dtype(name, parameter.dtype)
+    if parameter.requires_grad or not is_opaque(parameter):
+        _check_dtype(name, parameter.dtype)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),

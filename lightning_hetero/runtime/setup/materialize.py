@@ -65,6 +65,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     readers = {
         name: sources.find([slot.name for slot in layout.slots[name]], store.specs[name].shape)
         for name in absent
+        if name not in store.frozen
     }
     unread = [name for name, read in readers.items() if read is None]
     if unread:
@@ -77,23 +78,16 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
                 drawn |= _draw(unit, store, initializers, seed)
         _fill_buffers(module, sources, initializers, seed)
     for name in store.specs:
-        if name in kept:
-            _adopt_kept(store, comms, name, kept[name])
-        elif name in awaited:
-            # A value that is never recovered then makes the first loss NaN.
+        if name in store.frozen:
             dtype = layout.slots[name][0].current.dtype
-            store.adopt_rows(name, torch.full(store.shape_of(name), torch.nan, dtype=dtype))
-        elif name not in readers:
-            # The ranks' modules may have drawn different values: rank 0's are used.
-            whole = layout.slots[name][0].current.detach()
-            if comms.world_size > 1:
-                whole = whole.contiguous()
-                dist.broadcast(whole, 0, group=comms.control)
-            store.adopt(name, whole)
-        elif name in drawn:
-            store.adopt_rows(name, drawn.pop(name))
+            store.adopt_rows(name, torch.empty(store.shape_of(name), dtype=dtype))
+        elif name in kept:
+            _adopt_kept(store, comms, name, kept[name])
+        elif name in readers:
+            rows = drawn.pop(name) if name in drawn else _read_rows(store, name, readers[name])
+            store.adopt_rows(name, rows)
         else:
-            store.adopt_rows(name, _read_rows(store, name, readers[name]))
+            _adopt_built(store, comms, name, is_awaited=name in awaited)
 
 
 def _find_states(
@@ -153,6 +147,22 @@ def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandI
     else:
         (whole,) = gather_everywhere(before, comms, {old: (old, own)}).values()
         store.adopt(name, whole)
+
+
+def _adopt_built(store: SliceStore, comms: Communicators, name: str, *, is_awaited: bool) -> None:
+    """Adopt this rank's slice of a parameter with values, or one whose values are awaited."""
+    current = store.layout.slots[name][0].current
+    if is_awaited:
+        # A value that is never recovered then makes the first loss NaN.
+        rows = torch.full(store.shape_of(name), torch.nan, dtype=current.dtype)
+        store.adopt_rows(name, rows)
+        return
+    whole = current.detach()
+    if comms.world_size > 1:
+        # The ranks' modules may have drawn different values: rank 0's are used.
+        whole = whole.contiguous()
+        dist.broadcast(whole, 0, group=comms.control)
+    store.adopt(name, whole)
 
 
 def _read_rows(store: SliceStore, name: str, read: BoxReader | None) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.leaves import tree_leaves
 
 if TYPE_CHECKING:
+    from lightning_hetero.runtime.slices.frozen import Reader
     from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = [
@@ -125,6 +126,9 @@ class StandIn(KnownByShape):
 
 class Awaited(KnownByShape):
     """Stands in a module for a parameter whose values will be recovered, after a rank was lost."""
+
+    source: "Reader | None"
+    """Reads the values, if it is frozen and has no owners."""
 
     @classmethod
     def like(cls, master: Tensor, name: str, shape: tuple[int, ...]) -> Self:

@@ -71,6 +71,13 @@ _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
 """Names of functions that take rows by index."""
 
 
+_OF_FROZEN = (
+    "{} is called outside of a step on parameter {}, which is frozen, so that its values are only "
+    "where a step uses them. If hooks change it, as averages of weights do, let it require "
+    "gradients and use it under torch.no_grad(): then it travels in each step."
+)
+
+
 @dataclass(frozen=True)
 class _Call:
     """A call with the arguments that one device would have."""
@@ -281,6 +288,8 @@ class SliceUses(TorchFunctionMode):
         if not known or name.startswith(_OF_FORM):
             return
         first, told = known[0]
+        if _writes(call.func) and given[0] is first and told.parameter in self._store.frozen:
+            self._refuse(name, told.parameter)
         if name in _TELLING or type(result) in (float, complex) or _copies(name):
             self._refuse(name, told.parameter)
         cut = [item for item in known if item[1].is_cut]
@@ -359,6 +368,8 @@ class SliceUses(TorchFunctionMode):
         frame = calling_frame()
         if frame is None or is_own(frame):
             return
+        if parameter in self._store.frozen:
+            raise StepError(_OF_FROZEN.format(function, parameter)) from error
         raise StepError(
             f"{function} is called on parameter {parameter} or its gradient outside of a step "
             f"(in {frame.f_code.co_qualname}, line {frame.f_lineno}), where every rank has only "

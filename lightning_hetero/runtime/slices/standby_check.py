@@ -47,13 +47,16 @@ class StandbyCheck:
         self._comms = comms
         self._num_steps = num_steps if store.has_standbys else 0
         self._steps = 0
-        self._shared: dict[_Pair, list[tuple[str, int, int]]] = defaultdict(list)
-        """By pair that this rank is in: (parameter, first row, last row + 1) that both keep."""
-        for names, items in list_owners(store.slices):
+
+    def _shared(self) -> dict[_Pair, list[tuple[str, int, int]]]:
+        """Return, by pair that this rank is in: (parameter, first row, last row + 1) of both."""
+        shared: dict[_Pair, list[tuple[str, int, int]]] = defaultdict(list)
+        for names, items in list_owners(self._store.slices):
             for item in items:
-                if item.standby is not None and store.global_rank in item.keepers:
+                if item.standby is not None and self._store.global_rank in item.keepers:
                     rows = [(name, item.start, item.stop) for name in names]
-                    self._shared[item.owner, item.standby] += rows
+                    shared[item.owner, item.standby] += rows
+        return shared
 
     def after_step(self) -> None:
         """Count an optimizer's step, and compare if it is due; then it is collective.
@@ -85,7 +88,7 @@ class StandbyCheck:
 
     def _account(self) -> _Account:
         digests: dict[_Pair, dict[str, int]] = {}
-        for pair, shared in self._shared.items():
+        for pair, shared in self._shared().items():
             found = [
                 digest_of(self._store.rows(name, self._store.masters[name], start, stop))
                 for name, start, stop in shared

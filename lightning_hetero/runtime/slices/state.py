@@ -34,10 +34,14 @@ __all__ = [
     "leave_stand_ins",
     "load_module_state",
     "scatter_optimizer_state",
+    "spread_frozen",
     "spread_whole",
     "stand_for_awaited",
     "whole_module_state",
 ]
+
+
+_BESIDE_WEIGHT = ("SCB", "weight_format")
 
 
 @contextmanager
@@ -49,7 +53,9 @@ def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None
     before = []
     for name, tensor in tensors.items():
         master = store.masters[name]
-        whole = nn.Parameter(tensor, requires_grad=master.requires_grad)
+        whole = tensor
+        if not isinstance(whole, nn.Parameter):
+            whole = nn.Parameter(tensor, requires_grad=master.requires_grad)
         for slot in store.layout.slots[name]:
             current = slot.current
             if current is master or isinstance(current, StandIn):
@@ -67,15 +73,32 @@ def whole_module_state(
 ) -> dict[str, Any]:
     """Return the whole module's `state_dict` on rank 0, an empty one elsewhere.
 
-    Collective over all ranks. The module's own `state_dict` makes it, hooks included.
+    Collective over all ranks. The module's own `state_dict` makes it, hooks included. It has no
+    quantized weights, and none that are frozen if the module's `strict_loading` is False.
     """
-    masters = {name: (name, master) for name, master in store.masters.items()}
-    wholes = gather_on_rank_0(store, comms, masters)
+    is_strict = getattr(module, "strict_loading", True)
+    left_out = store.frozen.opaque_names() if is_strict else list(store.frozen.sources)
+    wholes = gather_on_rank_0(store, comms, _masters_but(store, left_out))
     if comms.global_rank != 0:
         return {}
-    with _in_slots(store, wholes):
+    opaque = store.frozen.opaque_names()
+    unread = {name: torch.empty(store.specs[name].shape, device="meta") for name in left_out}
+    quantized = {name: store.frozen.whole(store.specs[name]) for name in opaque}
+    with _in_slots(store, wholes | unread | quantized):
         state: dict[str, Any] = module.state_dict()
-    return state
+    absent = {slot.name for name in left_out for slot in store.layout.slots[name]}
+    # What bitsandbytes' modules save beside a weight.
+    absent |= {name.removesuffix("weight") + key for name in absent for key in _BESIDE_WEIGHT}
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in absent and name.rpartition(".weight.")[0] + ".weight" not in absent
+    }
+
+
+def _masters_but(store: SliceStore, left_out: Sequence[str]) -> dict[str, tuple[str, Tensor]]:
+    masters = store.masters.items()
+    return {name: (name, master) for name, master in masters if name not in left_out}
 
 
 def load_module_state(
@@ -87,8 +110,14 @@ def load_module_state(
     """
     current = {name: torch.empty(store.specs[name].shape, device="meta") for name in store.masters}
     buffers = {name: buffer.device for name, buffer in module.named_buffers()}
+    absent = {
+        slot.name: current[name]
+        for name in store.frozen.sources
+        for slot in store.layout.slots[name]
+        if slot.name not in state
+    }
     with _in_slots(store, current):
-        module.load_state_dict(state, strict=strict, assign=True)
+        module.load_state_dict({**absent, **state}, strict=strict, assign=True)
         loaded = {name: store.layout.slots[name][0].current.detach() for name in store.masters}
     for name, whole in loaded.items():
         if not whole.is_meta:
@@ -102,10 +131,20 @@ def load_module_state(
 
 def spread_whole(store: SliceStore, comms: Communicators) -> None:
     """Put whole parameters, on CPU, back into the module on every rank; collective."""
-    masters = {name: (name, master) for name, master in store.masters.items()}
+    masters = _masters_but(store, list(store.frozen.sources))
     for name, whole in gather_everywhere(store, comms, masters).items():
         requires_grad = store.masters[name].requires_grad
         store.layout.put(name, nn.Parameter(whole, requires_grad=requires_grad))
+    spread_frozen(store)
+
+
+def spread_frozen(store: SliceStore) -> None:
+    """Put the whole weights that have no owners back into the module."""
+    for name in store.frozen.sources:
+        whole = store.frozen.whole(store.specs[name])
+        if not isinstance(whole, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=False)
+        store.layout.put(name, whole)
 
 
 def leave_stand_ins(store: SliceStore) -> None:
@@ -122,6 +161,7 @@ def stand_for_awaited(store: SliceStore) -> list[tuple[Slot, Awaited]]:
     found = []
     for name, slots in store.layout.slots.items():
         awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
+        awaited.source = store.frozen.sources.get(name)
         found += [(slot, awaited) for slot in slots]
     return found
 

@@ -18,6 +18,7 @@ from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.slices import Interval, ParameterSpec, Slice, kept_rows
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.slices.frozen import FrozenWeights, is_opaque
 from lightning_hetero.runtime.slices.host_memory import PinnedBlocks
 from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
 from lightning_hetero.runtime.unknown import Origin, Unknown
@@ -59,9 +60,10 @@ class SliceStore:
         device: Where the rank computes.
         dtype: Dtype of floating-point masters; None keeps the parameters' own.
         on_host: Whether the slices live in the host's memory, not on the device.
+        frozen: The weights that have no owners; their slices are empty on all ranks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a rank keeps, and where
         self,
         layout: ModelLayout,
         slices: Mapping[str, tuple[Slice, ...]],
@@ -70,9 +72,11 @@ class SliceStore:
         device: torch.device,
         dtype: torch.dtype | None = None,
         on_host: bool = False,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self.layout = layout
-        self.slices = slices
+        self.slices = dict(slices)
+        self.frozen = FrozenWeights() if frozen is None else frozen
         self.global_rank = global_rank
         self.device = device
         self.owned_device = torch.device("cpu") if on_host else device
@@ -84,20 +88,27 @@ class SliceStore:
         """The rows that it owns: only their owner saves them, and counts them in norms."""
         self.has_standbys = False
         """Whether ranks keep more than they own."""
-        for names, items in list_owners(slices):
-            owned = tuple((i.start, i.stop) for i in items if i.owner == global_rank)
-            self.owned |= dict.fromkeys(names, owned)
-            self.kept |= dict.fromkeys(names, kept_rows(items, global_rank))
-            self.has_standbys |= any(item.standby is not None for item in items)
+        self._note_owners(slices)
         self.dtype = dtype
+        self._places = {name: 2**20 + index for index, name in enumerate(self.specs)}
         num_elements = sum(math.prod(self.shape_of(name)) for name in self.specs)
         is_pinned = on_host and device.type == "cuda"
         self._pinned = PinnedBlocks(_MASTER_BYTES * num_elements) if is_pinned else None
         self.masters: dict[str, nn.Parameter] = {}
         self._stubs: dict[str, nn.Parameter] = {}
 
+    def _note_owners(self, slices: Mapping[str, tuple[Slice, ...]]) -> None:
+        for names, items in list_owners(slices):
+            owned = tuple((i.start, i.stop) for i in items if i.owner == self.global_rank)
+            self.owned |= dict.fromkeys(names, owned)
+            self.kept |= dict.fromkeys(names, kept_rows(items, self.global_rank))
+            self.has_standbys |= any(item.standby is not None for item in items)
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a parameter."""
+        if name in self.frozen:
+            # A size of its own: Lightning's callbacks that unfreeze take equal slices for the same.
+            return 0, self._places[name]
         num_rows = sum(stop - start for start, stop in self.kept[name])
         return self.specs[name].shape_of_rows(num_rows)
 
@@ -128,6 +139,8 @@ class SliceStore:
 
         The slots drop their previous tensor, so its memory is freed parameter by parameter.
         """
+        if name in self.frozen:
+            self.frozen.replace(self.specs[name], whole.detach())
         rows = self.cut(name, whole.detach())
         if name in self.masters:
             # In place: the slice may be a view of the compute weights.
@@ -138,14 +151,26 @@ class SliceStore:
 
     def adopt_rows(self, name: str, rows: Tensor) -> None:
         """Keep a copy of this rank's slice of a parameter and register it in the module."""
+        own = self._copy(name, rows)
+        self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
+        self.register(name)
+
+    def _copy(self, name: str, rows: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
         if self._pinned is None:
             own = torch.empty(self.shape_of(name), dtype=dtype, device=self.owned_device)
         else:
             own = self._pinned.empty(self.shape_of(name), dtype)
-        own.copy_(rows.reshape(own.shape))
-        self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
-        self.register(name)
+        return own.copy_(rows.reshape(own.shape))
+
+    def thaw(self, names: Sequence[str]) -> None:
+        """Give owners to frozen weights that have none; optimizers may hold their parameters."""
+        slices = self.frozen.find_owners([self.specs[name] for name in names])
+        self.slices |= slices
+        self._note_owners(slices)
+        for name in names:
+            rows = self.frozen.thaw(self.specs[name], self.kept[name])
+            self.masters[name].data = self._copy(name, rows)
 
     def owns(self, name: str) -> bool:
         """Whether this rank keeps any rows of a parameter, as owner or standby."""
@@ -180,6 +205,7 @@ class SliceStore:
             flag = self.masters[name].requires_grad
             self._stubs.pop(name, None)
             self.specs[name] = replace(self.specs[name], requires_grad=flag)
+        self.thaw([name for name in changed if name in self.frozen])
         return bool(changed)
 
 
@@ -207,14 +233,20 @@ class ComputeWeights:
         self._stubs: dict[str, nn.Parameter] = {}
         for name, spec in store.specs.items():
             holding = table.holding(name, store.global_rank)
-            if holding is not None:
-                self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
-            else:
+            if holding is None:
                 self._stubs[name] = store.stub(name, dtype)
+                continue
+            self.intervals[name] = holding.intervals
+            if name in store.frozen:
+                weight = store.frozen.hold(spec, holding.intervals, dtype, store.device)
+                self.shards[name] = weight
+            else:
+                self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
+        store.frozen.keep_only(self.shards)
         self._cut = {
             name: shard
             for name, shard in self.shards.items()
-            if tuple(shard.shape) != store.specs[name].shape
+            if tuple(shard.shape) != store.specs[name].shape and not is_opaque(shard)
         }
         """Weights that tensor parallelism has cut; their modules compute with them."""
         self._homes = {name: master.data for name, master in store.masters.items()}
@@ -242,7 +274,6 @@ class ComputeWeights:
         shape = spec.shape_of_rows(sum(stop - start for start, stop in intervals))
         kind = dtype if master.is_floating_point() else master.dtype
         shard = torch.empty(shape, dtype=kind, device=self.store.device)
-        self.intervals[spec.name] = intervals
         kept = self.store.kept[spec.name]
         share_memory &= master.device == shard.device
         if share_memory and kind == master.dtype and master.numel() and len(kept) == 1:
@@ -255,6 +286,11 @@ class ComputeWeights:
         self.shards[spec.name] = nn.Parameter(
             shard, requires_grad=spec.requires_grad and kind.is_floating_point
         )
+
+    @property
+    def plain(self) -> dict[str, nn.Parameter]:
+        """The weights held here whose bits can be read: not quantized ones."""
+        return {name: item for name, item in self.shards.items() if not is_opaque(item)}
 
     @property
     def has_cut(self) -> bool:

@@ -101,6 +101,9 @@ def _gather(
     targets: dict[int, list[Tensor]] = defaultdict(list)
     for key, (name, tensor) in batch.items():
         spec = store.specs[name]
+        if name in store.frozen:
+            wholes[key] = store.frozen.whole(spec).to(tensor.dtype)
+            continue
         whole = wholes[key] = torch.empty(spec.shape, dtype=tensor.dtype)
         for item in store.slices[name]:
             target = narrow_rows(whole, spec, item.start, item.stop)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
+from lightning_hetero.runtime.stage.quantized_calls import without_quantized_values
 
 __all__ = ["describe_call", "rehearse"]
 
@@ -53,7 +54,7 @@ def rehearse(
         zeros[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device))
     for name, buffer in layer.named_buffers():
         zeros[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    with PreservedRandomState(), torch.enable_grad():
+    with PreservedRandomState(), torch.enable_grad(), without_quantized_values(layer):
         output = torch.func.functional_call(layer, zeros, args, kwargs)
         total = sum(
             item.sum() for item in tree_leaves(output) if isinstance(item, Tensor) and item.grad_fn

@@ -25,6 +25,7 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.activations import HiddenForm
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output, is_cache
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
+from lightning_hetero.runtime.stage.quantized_calls import without_quantized_values
 from lightning_hetero.runtime.stage.side_tensors import RECORDER, LayerLeavings
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
@@ -196,6 +197,7 @@ class SkippedLayer:
             with (
                 torch.compiler.set_stance("force_eager"),
                 _Tracking() as made,
+                without_quantized_values(self._layer),
                 _reparametrize_module(self._layer, state),
             ):
                 output = _described_output(call, hidden, on_zeros=on_zeros)

@@ -1,0 +1,170 @@
+"""Keep the weights that never train: no rank owns them, and each reads those that it computes with.
+
+A weight that is frozen when a run is set up has no slices, so nothing of it is pulled, pushed,
+saved or kept by standbys. Its *source* has the values: the folder of a pretrained model, or else
+the module as this process has built it. When a plan changes or a rank joins, whoever lacks a
+weight reads it again. If it is unfrozen, it gets owners, who read their slices.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
+from lightning_hetero.models.stored import Box
+
+__all__ = ["FrozenWeights", "InMemory", "Opaque", "Reader", "fingerprint_of", "is_opaque"]
+
+Reader = Callable[[Box], Tensor]
+"""Returns a box of one weight, on the CPU."""
+
+_FindOwners = Callable[[Sequence[ParameterSpec]], dict[str, tuple[Slice, ...]]]
+
+_LOOKED_AT = 256
+"""Values of a weight that its fingerprint depends on."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Reads a weight from the process's own memory."""
+
+    whole: Tensor
+    """The weight, on the CPU."""
+
+    def __call__(self, box: Box) -> Tensor:
+        """Return a box as a view."""
+        return self.whole[tuple(slice(*ends) for ends in box)]
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A weight that only its own module understands, such as a quantized one: never cut or cast."""
+
+    whole: nn.Parameter
+
+    def __call__(self, box: Box) -> Tensor:
+        """Return the whole weight, whatever the box: its shape may be that of packed values."""
+        return self.whole
+
+
+def is_opaque(parameter: Tensor) -> bool:
+    """Return whether a parameter is of a class of its own, as quantized weights are."""
+    return type(parameter) not in (nn.Parameter, Tensor)
+
+
+class FrozenWeights:
+    """The weights without owners, and those of them that this rank computes with.
+
+    Args:
+        sources: Reads each weight, by parameter; the same names on all ranks.
+        find_owners: Returns the owners of parameters that are unfrozen.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, Reader] | None = None,
+        find_owners: Callable[
+            [Sequence[ParameterSpec]], dict[str, tuple[Slice, ...]]
+        ] = lambda _: {},
+    ) -> None:
+        self.sources = {} if sources is None else sources
+        self.find_owners = find_owners
+        self._held: dict[str, tuple[tuple[Interval, ...], nn.Parameter]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.sources
+
+    def whole(self, spec: ParameterSpec) -> Tensor:
+        """Return a whole weight, on the CPU."""
+        return self.sources[spec.name](tuple((0, size) for size in spec.shape))
+
+    def rows(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
+        """Return rows of the cut dim, laid end to end, on the CPU."""
+        if not spec.shape or tuple(intervals) == ((0, spec.cut_length),):
+            return self.whole(spec)
+        if is_opaque(self.whole(spec)):
+            raise ModelError(
+                f"Parameter {spec.name} is quantized, and can't be trained or cut. Leave it "
+                "frozen, and train adapters beside it."
+            )
+        read, dim = self.sources[spec.name], spec.cut_dim
+        ends = [(0, size) for size in spec.shape]
+        boxes = ((*ends[:dim], rows, *ends[dim + 1 :]) for rows in intervals)
+        return torch.cat([read(box) for box in boxes], dim)
+
+    def hold(
+        self,
+        spec: ParameterSpec,
+        intervals: tuple[Interval, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> nn.Parameter:
+        """Return the rows that this rank computes with; they are read unless it has them already.
+
+        Args:
+            spec: The parameter.
+            intervals: The rows.
+            dtype: Dtype of floating-point weights in computations.
+            device: Where the rank computes.
+        """
+        known = self._held.get(spec.name)
+        if known is None or known[0] != intervals:
+            rows = self.rows(spec, intervals)
+            self._held[spec.name] = known = intervals, _computed_with(rows, dtype, device)
+        return known[1]
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget weights that this rank doesn't compute with any more."""
+        self._held = {name: item for name, item in self._held.items() if name in names}
+
+    def replace(self, spec: ParameterSpec, whole: Tensor) -> None:
+        """Take another value of a weight, such as one from a checkpoint's file."""
+        before = self.whole(spec)
+        if torch.equal(before, whole.to("cpu", before.dtype)):
+            return
+        self.sources[spec.name] = InMemory(whole.to("cpu", before.dtype, copy=True))
+        if spec.name in self._held:
+            intervals, weight = self._held[spec.name]
+            weight.data.copy_(self.rows(spec, intervals))
+
+    def opaque_names(self) -> list[str]:
+        """Return the names of the weights that only their modules understand."""
+        return [name for name, read in self.sources.items() if isinstance(read, Opaque)]
+
+    def thaw(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
+        """Return the rows that this rank keeps of a weight that has owners from now on."""
+        rows = self.rows(spec, intervals or [(0, 0)])
+        del self.sources[spec.name]
+        self._held.pop(spec.name, None)
+        return rows
+
+    def fingerprint(self, spec: ParameterSpec) -> int:
+        """Return a number that depends on the first values of a weight."""
+        return fingerprint_of(self.sources[spec.name], spec.shape)
+
+
+def fingerprint_of(read: Reader, shape: Sequence[int]) -> int:
+    """Return a number that depends on the first values of a weight, as a reader returns them."""
+    left, box = _LOOKED_AT, list[Interval]()
+    for size in reversed(shape):
+        box.insert(0, (0, min(size, max(left, 1))))
+        left //= max(size, 1)
+    first = read(tuple(box)).detach()
+    if is_opaque(first) and hasattr(first, "dequantize"):
+        first = first.dequantize()
+    first = torch.as_tensor(first).contiguous().reshape(-1)[:_LOOKED_AT]
+    return zlib.crc32(first.cpu().view(torch.uint8).numpy().tobytes())
+
+
+def _computed_with(rows: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    if is_opaque(rows):
+        moved = rows.to(device)
+        assert isinstance(moved, nn.Parameter)
+        return moved
+    kind = dtype if rows.is_floating_point() else rows.dtype
+    weight = rows.to(device, kind, memory_format=torch.contiguous_format)
+    return nn.Parameter(weight, requires_grad=False)

@@ -1,0 +1,183 @@
+"""Tiny Hugging Face models with adapters, some with quantized weights, that parity tests train."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule
+from tests.toy import quiet
+
+TARGETS = {
+    "gpt2": ["c_attn", "c_proj"],
+    "bert": ["query", "value"],
+    "default": ["q_proj", "v_proj", "o_proj"],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftCase:
+    """What is trained and how; without a plan, by plain Lightning in one process."""
+
+    model: str = "llama"
+    plan: dict[str, Any] | None = None
+    world_size: int = 1
+    quantized: str | None = None
+    """One of "nf4", "fp4", "int8", "torchao"."""
+    adapters: dict[str, Any] = field(default_factory=dict)
+    """Options of the `LoraConfig`."""
+    batch_size: int = 4
+    max_steps: int = 4
+    precision: Any = "32-true"
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+def quantize(module: nn.Module, kind: str) -> None:
+    """Quantize all linear layers in a module, in place."""
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(module, Int8WeightOnlyConfig())
+        return
+    import bitsandbytes as bnb
+
+    for name, item in list(module.named_modules()):
+        if type(item) is not nn.Linear:
+            continue
+        sizes: dict[str, Any] = {"bias": item.bias is not None}
+        if kind == "int8":
+            made = bnb.nn.Linear8bitLt(
+                item.in_features, item.out_features, has_fp16_weights=False, **sizes
+            )
+            made.weight = bnb.nn.Int8Params(
+                item.weight.data, requires_grad=False, has_fp16_weights=False
+            )
+        else:
+            made = bnb.nn.Linear4bit(
+                item.in_features, item.out_features, compute_dtype=torch.float32, **sizes
+            )
+            made.weight = bnb.nn.Params4bit(item.weight.data, quant_type=kind, module=made)
+        made.bias = item.bias
+        parent, _, child = name.rpartition(".")
+        setattr(module.get_submodule(parent), child, made.to("cpu"))
+
+
+class PeftModule(HuggingFaceModule):
+    """What a user writes around a model with adapters."""
+
+    def __init__(self, case: PeftCase) -> None:
+        super().__init__(HuggingFaceCase(model=case.model, batch_size=case.batch_size))
+        import peft
+
+        if case.quantized:
+            for part in self.model.modules():
+                if isinstance(part, nn.ModuleList) and len(part) == 4:
+                    quantize(part, case.quantized)
+                    break
+        options = {
+            "r": 3,
+            "lora_alpha": 8,
+            "target_modules": TARGETS.get(case.model, TARGETS["default"]),
+            "fan_in_fan_out": case.model == "gpt2",
+            **case.adapters,
+        }
+        self.model = peft.get_peft_model(self.model, peft.LoraConfig(**options))
+        for name, weight in self.model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@dataclass(frozen=True)
+class PeftOutcome:
+    """What a rank knows after a run."""
+
+    losses: list[float]
+    trained: dict[str, np.ndarray]
+
+
+def train(rank: int, case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftOutcome:
+    """Train a case on one of its ranks."""
+    L.seed_everything(SEED, verbose=False)
+    module = PeftModule(case)
+    options: dict[str, Any] = {"devices": 1}
+    if case.plan is not None:
+        plan = ParallelPlan.from_dict(case.plan)
+        given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
+        options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
+    trainer = L.Trainer(
+        **quiet(
+            max_epochs=1,
+            max_steps=case.max_steps,
+            precision=case.precision,
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+        ),
+        **options,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    trained = {
+        name: weight.detach().numpy().copy()
+        for name, weight in module.named_parameters()
+        if weight.requires_grad
+    }
+    return PeftOutcome(module.losses, trained)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a rank owns, sends and receives in an iteration, in elements."""
+
+    owned: int
+    pulled: int
+    pushed: int
+    adapters: int
+    """Elements of all adapters."""
+
+
+class Count(L.Callback):
+    """Counts what the running plan moves."""
+
+    moved: Moved
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        table, rank = engine.plans.running.table, trainer.global_rank
+        self.moved = Moved(
+            owned=sum(item.numel() for item in engine.store.masters.values()),
+            pulled=sum(table.numel(item) for item in table.pull(rank)),
+            pushed=sum(table.numel(item) for item in table.push(rank)),
+            adapters=sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
+        )
+
+
+def train_and_count(rank: int, case: PeftCase) -> Moved:
+    """Train a case on one of its ranks; return what moved."""
+    count = Count()
+    train(rank, case, count)
+    return count.moved
+
+
+def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcome:
+    """Train a case, going on from the newest layer-wise checkpoint in a folder."""
+    from lightning_hetero.callbacks import LayerwiseCheckpoint
+
+    saves = LayerwiseCheckpoint(folder, every_n_train_steps=2, shared_memory=False)
+    return train(rank, case, saves)
+
+
+def train_and_resume(rank: int, case: PeftCase, file: Any) -> list[float]:
+    """Train half of a case, save a whole checkpoint, and train the other half from it."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    half = replace(case, max_steps=case.max_steps // 2)
+    saves = ModelCheckpoint(file.parent, file.stem, every_n_train_steps=half.max_steps)
+    train(rank, half, saves)
+    return train(rank, case, ckpt_path=file).losses
