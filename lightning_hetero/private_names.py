@@ -85,7 +85,6 @@ PRIVATE_NAMES = tuple(
         (_COUNTS, f"{_LOOPS}progress", "_BaseProgress"),
         (_COUNTS, _EPOCH, "_batches_that_stepped"),
         ("the batches that are evaluated or predicted", f"{_TRAINER}trainer", "_active_loop"),
-        ("as above", _EPOCH, "_results"),
         (
             "logging inside a step follows Lightning's own rules",
             f"{_CONNECTOR}logger_connector.fx_validator",
@@ -134,7 +133,7 @@ PRIVATE_NAMES = tuple(
         (
             "metrics are summed over micro-batches and ranks, and go on in mid-epoch",
             _METRIC,
-            "_copy_state_dict _defaults _forward_cache _reductions _sync_dist _update_count",
+            "_copy_state_dict _forward_cache _reductions _sync_dist _update_count",
         ),
         # -- torch: process groups ----------------------------------------------------------------
         (
@@ -153,7 +152,7 @@ PRIVATE_NAMES = tuple(
             "torch",
             "_foreach_copy_ _foreach_add _foreach_add_",
         ),
-        ("as above", "torch", "_foreach_mul_ "),
+        ("as above", "torch", "_foreach_mul_"),
         ("as above", "torch._utils", "_flatten_dense_tensors _unflatten_dense_tensors"),
         (
             "whether a tensor was written to, and its storage",
