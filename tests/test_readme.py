@@ -151,7 +151,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "a rank that dies or freezes": (
         "callbacks/test_in_place.py::test_lost_ranks_leave_the_losses_and_the_samples_as_they_were",
         "callbacks/test_in_place.py::test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_again",
-        "runtime/generation/test_newcomers.py::",
+        "runtime/generation/test_joiners.py::",
         "runtime/test_redundancy.py::test_copies_are_equal_bit_for_bit_and_train_as_one_device",
         "runtime/test_redundancy.py::test_a_changed_copy_is_found_and_named_on_every_rank",
         "accelerator/test_accelerator.py::test_slices_on_the_host_are_stepped_there",

@@ -247,7 +247,7 @@ class RunFacts:
     """Batches of the loader in an iteration; None takes as many as there are ranks."""
     first_ranks: tuple[int, ...] | None = None
     """Each rank's rank in the run's first start, if ranks were lost; None if none was, or if there
-    are newcomers."""
+    are joiners."""
 
     def detect_seats(self) -> Sequence[Seat]:
         """Return every rank's device, by global rank; collective the first time."""

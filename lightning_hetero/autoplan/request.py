@@ -112,12 +112,12 @@ class PlanRequest:
 
         Args:
             world_size: Number of ranks that are left.
-            first_ranks: Their ranks in the first start; None if there are newcomers, whose devices
+            first_ranks: Their ranks in the first start; None if there are joiners, whose devices
                 no described cluster contains.
         """
         if isinstance(self.plan, AutoPlan) and self.plan.cluster is not None and not first_ranks:
             rank_zero_warn(
-                "The given cluster doesn't name the devices of newcomers, so devices are detected."
+                "The given cluster doesn't name the devices of joiners, so devices are detected."
             )
             return replace(self, plan=replace(self.plan, cluster=None))
         try:

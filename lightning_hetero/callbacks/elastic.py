@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.training_state import has_finished_epoch
-from lightning_hetero.callbacks.guests import Guests
+from lightning_hetero.callbacks.joiners import JoinersOfRun
 from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
@@ -66,13 +66,14 @@ class ElasticRestart(Callback):
     alone, and new processes may join. A process that was lost is followed by another one on its
     device, by itself. Others start the same script, by hand or by a torchrun of their own, with
     `LIGHTNING_HETERO_JOIN=host:port` in the environment, of the run's store: its
-    `MASTER_ADDR:MASTER_PORT`, which rank 0 prints. Newcomers import and build all they can and are
+    `MASTER_ADDR:MASTER_PORT`, which rank 0 prints. Joiners import and build all they can and are
     let in between two steps. The script must call `fit` before all else, and only once per Trainer.
 
     The script then begins twice: the process that was started runs it until its first `fit` (or
-    `validate`, …), and from then on only keeps a worker, which runs it from beginning to end. To
-    callbacks, loggers and data modules each generation of ranks is a fit of its own: they get
-    `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again. From
+    `validate`, …), and from then on only keeps a worker, which runs it from beginning to end.
+    Started as `torchrun ... -m lightning_hetero.keep script.py` it begins once. To callbacks,
+    loggers and data modules each generation of ranks is a fit of its own: they get `teardown`, then
+    `on_generation(trainer, old, new)` if they have it, and `setup` again. From
     there on `trainer.global_rank`, `world_size` and `is_global_zero` are new: rank 0 may be another
     process, which then logs. `on_exception` isn't called. A callback's `state_dict` is restored to
     the step from which training goes on; whatever else it holds stays. With redundancy,
@@ -90,7 +91,7 @@ class ElasticRestart(Callback):
             they go on from their own slices, and no step is lost; but from the newest checkpoint,
             and the log says why, if both keepers of a row are lost, a step was half made or made
             by some ranks only, or an epoch or training was about to end. A validation in mid-epoch
-            that was due is run (again). Ranks that leave on a notice, or newcomers, cost no step:
+            that was due is run (again). Ranks that leave on a notice, or joiners, cost no step:
             all save first. What can't be done so (no checkpoint yet, the store's node lost or told
             to go, a fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
@@ -141,7 +142,7 @@ class ElasticRestart(Callback):
         self._is_excluded = False
         self._change: GenerationChange | None = None
         """Raised before the next step, to end this generation."""
-        self._guests = Guests()
+        self._joiners = JoinersOfRun()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -187,13 +188,13 @@ class ElasticRestart(Callback):
             raise change
         strategy = run_of(trainer).strategy
         if strategy is not None:
-            strategy.engine.is_leaving = self.is_leaving
-            strategy.engine.sees_guests = self._guests.may_come_in(trainer, self._saved)
+            waits = self._joiners.may_come_in(trainer, self._saved)
+            strategy.engine.tell(is_leaving=self.is_leaving, sees_joiners=waits)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # In mid-epoch the next generation makes it up. At the end of an epoch, or of training, none
-        # does: so newcomers wait for it, but ranks that leave may have no time to.
+        # does: so joiners wait for it, but ranks that leave may have no time to.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
@@ -205,10 +206,10 @@ class ElasticRestart(Callback):
     ) -> None:
         strategy = run_of(trainer).strategy
         if strategy is None:
-            leaving, has_guests = frozenset({0} if self.is_leaving else ()), False
+            leaving, has_joiners = frozenset({0} if self.is_leaving else ()), False
         else:
-            leaving, has_guests = strategy.engine.leaving, strategy.engine.has_guests
-        if leaving or has_guests:
+            leaving, has_joiners = strategy.engine.leaving, strategy.engine.has_joiners
+        if leaving or has_joiners:
             assert self._checkpoint is not None
             node_of_rank = self._checkpoint.node_of_rank
             nodes = {node_of_rank[rank] for rank in leaving}
@@ -253,7 +254,7 @@ class ElasticRestart(Callback):
         leaving: Collection[int],
         save: Callable[[], SavedCheckpoint],
     ) -> None:
-        """Before the next step, let ranks leave that were told to, and let newcomers in.
+        """Before the next step, let ranks leave that were told to, and let joiners in.
 
         Saves only if the ranks that stay don't hold all rows; all leave if those couldn't go on.
         """
@@ -272,13 +273,13 @@ class ElasticRestart(Callback):
             saved = save()
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
-                self._guests.refuse_after(saved)
+                self._joiners.refuse_after(saved)
                 rank_zero_warn(
-                    f"Newcomers wait for the next checkpoint, since {saved.id} isn't safe: "
+                    f"Joiners wait for the next checkpoint, since {saved.id} isn't safe: "
                     f"{errors[0]}"
                 )
                 return
-        reason = f"{len(leaving)} ranks leave on a notice" if leaving else "newcomers are let in"
+        reason = f"{len(leaving)} ranks leave on a notice" if leaving else "joiners are let in"
         if leaving:
             note(trainer, "leaving", ranks=sorted(leaving), in_place=True)
         self._change = GenerationChange(f"After step {trainer.global_step}, {reason}.", leaving)
@@ -356,7 +357,7 @@ class ElasticRestart(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # After the loss of a rank another fit follows, which acts on a SIGTERM that came before it.
-        self._change, self._guests = None, Guests()
+        self._change, self._joiners = None, JoinersOfRun()
         self._stop_watching()
         # Lightning has just restored the SIGTERM handler from before this fit.
         if self._between is not None:

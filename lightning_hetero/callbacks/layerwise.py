@@ -170,13 +170,16 @@ class LayerwiseCheckpoint(Checkpoint):
         """
         self._leaving = _Leaving(nodes=nodes, then=then)
 
+    def begin_change(self) -> None:
+        """Hear that an optimizer is about to change the slices; called by the strategy."""
+        self._live.begin_change()
+
     # -- start ----------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         run = run_of(trainer)
         run.join(run.checkpoints, self)
-        run.begin_change = lambda: self._live.begin_change()
         self._set_up_at_s = time.time()
         if not self._resume:
             refuse_under_torchrun()

@@ -11,7 +11,7 @@ since the epoch. `read_log` reads all of it, `lightning-hetero stragglers` the e
 - `validated`: the metrics of a validation,
 - `generation`: ranks were lost, have left or joined, and the others go on in place
   (`ElasticRestart(in_place=True)`): which were `lost` or have left (numbers of the first start's
-  ranks, or of newcomers, which count on from there), which have `joined`, how many `ranks` go on,
+  ranks, or of joiners, which count on from there), which have `joined`, how many `ranks` go on,
   how many steps they train again (`steps_again`), and the seconds from the last step to the next
   one (`idle_s`),
 - `failed`: a rank ends with an error; written by that rank,
@@ -119,7 +119,7 @@ class RunLog(Callback):
         before = self._changed or {"lost": [], "joined": []}
         self._changed = {
             "lost": [*before["lost"], *(old.members[rank].number for rank in old.without(new))],
-            "joined": [*before["joined"], *new.newcomers_since(old)],
+            "joined": [*before["joined"], *new.joiners_since(old)],
             "generation": new.number,
             "ranks": new.world_size,
         }

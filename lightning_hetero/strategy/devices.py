@@ -28,7 +28,7 @@ def leave_failures_to_ranks(environment: MutableMapping[str, str]) -> None:
     """Have NCCL's groups neither abort by themselves nor end the process where a peer is lost.
 
     By default, and as torchrun sets it, torch does one or both. Ranks that go on in place abort
-    their groups themselves, once they know what their devices have trained (`step_end`).
+    their groups themselves, once they know what their devices have trained (`StepEnd`).
     """
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 

@@ -9,19 +9,19 @@ worker a fit that ends because a rank is lost, comes or leaves is followed by an
    step is kept (`checkpoint.recovering.live`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
 3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
-   waiting newcomers (`runtime.generation.newcomers`); where ranks have stopped between two steps
+   waiting joiners (`runtime.generation.joiners`); where ranks have stopped between two steps
    to let some in or go, this comes first, so that none closes connections that others still use,
 4. random state, loops and flags are put back to what they were before the first fit,
 5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
    processes meet, a plan is made for the ranks that are left, and the state comes from what they
    have kept, or else from the newest checkpoint.
 
-A newcomer comes here in its first fit, as every process does, and meets the generation that lets it
-in. An error before that generation has trained a step is blamed on the newcomers: the others go on
+A joiner comes here in its first fit, as every process does, and meets the generation that lets it
+in. An error before that generation has trained a step is blamed on the joiners: the others go on
 without them.
 
 Written for NCCL, but not tried with it: only ranks abort operations, before anything waits for
-them, and a step that a device hadn't finished by then doesn't count (`runtime.ranks.step_end`).
+them, and a step that a device hadn't finished by then doesn't count (`communicators.StepEnd`).
 Generations share no communicators, and an error that poisons a process (CUDA's) ends only that one.
 
 A retry inside the iteration was considered: it would save the set-up, but loaders, optimizers,
@@ -50,15 +50,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.runtime.generation.cores import take_cores
 from lightning_hetero.runtime.generation.entering import (
     find_layer_call_of_run,
-    is_newcomer,
+    is_joiner,
     split_address,
 )
+from lightning_hetero.runtime.generation.environment import take_cores
+from lightning_hetero.runtime.generation.judge import VainGenerations
 from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
-from lightning_hetero.runtime.generation.vain import VainGenerations
-from lightning_hetero.runtime.generation.worker import JOIN, KEPT, newcomer_variables
+from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.setup.layout import find_layers
@@ -92,12 +92,12 @@ def launcher_of(
         start_method: See `HeteroStrategy`.
         num_nodes: Number of nodes.
         check_world_size: Raises for a number of processes that can't run, before any is started;
-            not called for newcomers.
+            not called for joiners.
     """
     environment = strategy.cluster_environment
     assert environment is not None
     starts_others = not environment.creates_processes_externally
-    if starts_others and not is_newcomer():
+    if starts_others and not is_joiner():
         check_world_size(num_nodes * strategy.num_processes)
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)
@@ -132,7 +132,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
     ) -> Any:
         work = partial(function, *args, **kwargs)
         rule = _rule_of(trainer)
-        if is_newcomer() and (rule is None or trainer.state.fn != TrainerFn.FITTING):
+        if is_joiner() and (rule is None or trainer.state.fn != TrainerFn.FITTING):
             raise ConfigurationError(
                 f"{JOIN} is set, so this process joins a run that trains: its script must call fit "
                 "before all else, with ElasticRestart(in_place=True) among the callbacks. Unset it "
@@ -143,7 +143,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 self._be_kept(replaces=rule.replace_lost)
             take_cores(self.num_processes)
             if trainer.state.fn == TrainerFn.FITTING:
-                if is_newcomer():
+                if is_joiner():
                     _rehearse(self._strategy, args[0])
                 return _Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
             return work()
@@ -155,7 +155,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         """Become the keeper of the worker that this process was started to be, or of this node's.
 
         Args:
-            replaces: Whether newcomers take the devices of lost workers.
+            replaces: Whether joiners take the devices of lost workers.
 
         Raises:
             ConfigurationError: The system can't do it.
@@ -165,7 +165,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 f"ElasticRestart(in_place=True) needs Linux, where a worker ends with its keeper; "
                 f"this is {sys.platform}. Leave in_place out."
             )
-        environment, joins = self.cluster_environment, is_newcomer()
+        environment, joins = self.cluster_environment, is_joiner()
         started = environment.main_address, environment.main_port
         address, port = split_address(os.environ[JOIN]) if joins else started
         # What this process's first start of Lightning may have set itself isn't the user's.
@@ -181,7 +181,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
             }
             workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
         if joins:
-            workers = [worker | newcomer_variables(os.environ[JOIN]) for worker in workers]
+            workers = [worker | joiner_variables(os.environ[JOIN]) for worker in workers]
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_first = environment.global_rank() == 0 and environment.node_rank() == 0
         become_keeper(
@@ -200,22 +200,22 @@ def size_that_stays(told: Iterable[int]) -> int:
     """Return how many of a loader's batches make an iteration: as many as in earlier generations.
 
     Args:
-        told: Each rank's number; 0 from a newcomer.
+        told: Each rank's number; 0 from a joiner.
 
     Raises:
-        CheckpointError: Only newcomers are left.
+        CheckpointError: Only joiners are left.
     """
     most = max(told)
     if not most:
         raise CheckpointError(
-            "All ranks that had trained were lost before newcomers had been told what they train. "
+            "All ranks that had trained were lost before joiners had been told what they train. "
             "Start the run again; it goes on from its newest checkpoint."
         )
     return most
 
 
 def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
-    """Compile a layer and load its kernels, before anybody waits for this newcomer."""
+    """Compile a layer and load its kernels, before anybody waits for this joiner."""
     call = find_layer_call_of_run(strategy._processes._start_timeout)
     options = strategy._options
     _, layers = find_layers(module, options.layers)
@@ -230,7 +230,7 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
         rehearse(layer, call, device=strategy.root_device, dtype=dtype)
     except Exception as error:
         # Its first step will show whether it can train; it is only slower.
-        _log.warning("This newcomer's layers couldn't be called before it is let in: %r", error)
+        _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
     else:
         _log.info("Called a layer in %.2f s before joining.", time.monotonic() - start_s)
     finally:
@@ -261,7 +261,7 @@ class _Generations:
         self._processes = strategy.processes
         self._trainer: Any = trainer
         self._vain = VainGenerations()
-        self._newcomers: tuple[int, ...] = ()
+        self._joiners: tuple[int, ...] = ()
         """Members that weren't in the generation before this one."""
         self._processes.outlive_ranks(silence)
         leave_failures_to_ranks(os.environ)
@@ -300,15 +300,15 @@ class _Generations:
         """Return why another generation goes on after an error; None, and log why, if none does."""
         if self._strategy.memory is not None:
             self._strategy.memory.explain(error)  # Before the others are told of it.
-        trained, newcomers = self._strategy.has_trained, self._newcomers
+        trained, joiners = self._strategy.has_trained, self._joiners
         lost = self._processes.lost_peer(error)
-        if newcomers and not trained:
+        if joiners and not trained:
             reason = f"{type(error).__name__}: {error}"
             membership = self._processes.membership
             if lost is None and membership is not None:
-                for number in newcomers:
+                for number in joiners:
                     membership.tell_gone(number, f"The others can't train with it: {reason}")
-            return f"Newcomers {list(newcomers)} couldn't be taken in. {reason}"
+            return f"Joiners {list(joiners)} couldn't be taken in. {reason}"
         if lost is None:
             return None
         why = self._vain.note(has_trained=trained)
@@ -323,7 +323,7 @@ class _Generations:
         ended = processes.generation
         if end.leaving is None:
             goes_on_live = self._end_fit(ended)
-            old, new = processes.form_generation(calls_guests=not goes_on_live)
+            old, new = processes.form_generation(calls_joiners=not goes_on_live)
         else:
             processes.comms.step_end.wait()  # Or the generation's end would cut it short.
             if processes.comms.global_rank in end.leaving:
@@ -334,14 +334,14 @@ class _Generations:
         self._strategy.cluster_environment = processes.enter_generation(new)
         self._strategy.set_world_ranks()
         before.put_back(trainer)
-        self._newcomers = new.newcomers_since(old)
-        trainer.strategy.run.knows_all_ranks = not self._newcomers
+        self._joiners = new.joiners_since(old)
+        trainer.strategy.run.knows_all_ranks = not self._joiners
         rank_zero_info(
             "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,
             new.world_size,
             list(old.without(new)),
-            f", with members {list(self._newcomers)}" if self._newcomers else "",
+            f", with members {list(self._joiners)}" if self._joiners else "",
             end.reason,
         )
         for callback in trainer.callbacks:

@@ -396,8 +396,8 @@ class HeteroStrategy(HookedStrategy):
     def _begin_change(self) -> None:
         """Note that an optimizer is about to change the slices."""
         self._slices.leave_hooks()
-        if self.run.begin_change is not None:
-            self.run.begin_change()
+        for checkpoint in self.run.checkpoints:
+            checkpoint.begin_change()
 
     def _attach_logs(self) -> None:
         """Give callbacks the module's present `log`; Lightning gave them an earlier one."""

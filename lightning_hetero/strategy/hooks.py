@@ -1,7 +1,7 @@
 """Lightning's strategy hooks, each of which passes the work on to one of the strategy's parts.
 
 `HeteroStrategy` adds the user's options and the set-up of a run. Private names of Lightning that
-are needed here are listed in the docstring of `lightning_hetero.strategy`.
+are needed here are listed in `lightning_hetero.private_names`.
 """
 
 import os
@@ -279,7 +279,8 @@ class HookedStrategy(ParallelStrategy):
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum over all ranks, on the device of `own`; it is reduced on `root_device`."""
-        return self._processes.sum_before_step(own.to(self.root_device)).to(own.device)
+        total: Tensor = self._processes.reduce(own.to(self.root_device), None, "sum")
+        return total.to(own.device)
 
     def _deposit_gradients(self) -> None:
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)

@@ -21,9 +21,8 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.runtime.generation.board import MembersBoard
 from lightning_hetero.runtime.generation.entering import (
-    is_newcomer,
+    is_joiner,
     join_membership,
     open_membership,
 )
@@ -37,8 +36,7 @@ from lightning_hetero.runtime.ranks.communicators import (
 )
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
-from lightning_hetero.runtime.ranks.last_values import LastValues
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
@@ -54,8 +52,8 @@ __all__ = ["Processes", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
-_FORMING_S = 90.0
-"""Seconds after which a generation that hasn't formed is given up: its store doesn't answer."""
+_FORMING = 1.5
+"""Times the patience of members, after which their store counts as frozen if none has formed."""
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -89,12 +87,9 @@ class Processes:
         self._hook_logs: HookLogs | None = None
         self._silence: timedelta | None = None
         self._membership: Membership | None = None
-        self._last_values: LastValues | None = None
         self._connections = Connections()
-        self._beating: Heartbeat | None = None
-        """Sends this process's heartbeats until the next generation has formed."""
-        self._next_detector: FailureDetector | None = None
-        """Sends them from then on, and watches the others once they have met."""
+        self._heartbeat: Heartbeat | None = None
+        """This process's beats, until the run ends."""
 
     @property
     def comms(self) -> Communicators:
@@ -130,8 +125,7 @@ class Processes:
             check_queues(device, os.environ)
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
-                rank, world_size = environment.global_rank(), environment.world_size()
-                self._detector = self._make_detector(self._connect_store(), rank, world_size)
+                self._detector = self._make_detector()
                 self._detector.is_starting = self._silence is not None
             self._detector.start()
         if not dist.is_initialized():
@@ -140,7 +134,6 @@ class Processes:
             self._comms = Communicators.create(
                 device=device, timeout=self._timeout, connections=self._connections
             )
-            self._comms.last_values = self._last_values
         return self._environment
 
     def begin_training(self) -> None:
@@ -148,33 +141,28 @@ class Processes:
         if self._detector is not None:
             self._detector.is_starting = False
 
-    def _make_detector(self, store: Store, rank: int, world_size: int) -> FailureDetector:
-        detector = FailureDetector(
-            store,
-            global_rank=rank,
-            world_size=world_size,
-            timeout=self._timeout,
-            silence=self._silence,
-            bulletin=self._membership,
-        )
-        detector.abort = self._abort_and_show
+    def _make_detector(self) -> FailureDetector:
+        if self._membership is not None and self._silence is not None:
+            assert self._membership.generation is not None
+            ring = self._membership.ring_of(self._membership.generation)
+        else:
+            assert self._environment is not None
+            rank, world_size = self._environment.global_rank(), self._environment.world_size()
+            ring = Ring(numbers=tuple(range(world_size)), rank=rank, bulletin=self._membership)
+            beat_s = interval_s(self._timeout.total_seconds())
+            self._heartbeat = Heartbeat(self._connect_store(), number=rank, interval_s=beat_s)
+        assert self._heartbeat is not None
+        silence, timeout = self._silence, self._timeout
+        detector = FailureDetector(self._heartbeat, ring, timeout=timeout, silence=silence)
+        detector.abort = self._abort
         return detector
 
     def _abort(self) -> None:
         connections = self._connections  # The present ones, whenever communicators are aborted.
-        if self._last_values is not None:
-            self._last_values.close()
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
             connections.hang_up()
-
-    def _abort_and_show(self) -> None:
-        """On the thread that sees a loss: abort, and lay open what this rank took last."""
-        last_values = self._last_values  # Of this generation.
-        self._abort()
-        if last_values is not None:
-            last_values.lay_open()  # Not before: the store may not answer.
 
     def compare_hooks(self) -> None:
         """From now on compare the values that hooks log on the ranks; collective."""
@@ -281,7 +269,7 @@ class Processes:
     @property
     def joins(self) -> bool:
         """Whether this process is to join a run that trains already."""
-        return self._silence is not None and is_newcomer()
+        return self._silence is not None and is_joiner()
 
     @property
     def generation(self) -> int:
@@ -292,10 +280,15 @@ class Processes:
     def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
         """Form the first generation with all started processes, or join a later one; collective."""
         assert self._environment is not None
+        assert self._silence is not None
+        silence_s = self._silence.total_seconds()
         if self.joins:
-            membership = join_membership(facts, start_timeout=self._start_timeout)
+            start = self._start_timeout
+            found = join_membership(facts, start_timeout=start, silence_s=silence_s)
         else:
-            membership = open_membership(self._connect_store(), self._environment, facts)
+            store, environment = self._connect_store(), self._environment
+            found = open_membership(store, environment, facts, silence_s=silence_s)
+        membership, self._heartbeat = found
         self._membership = membership
         assert membership.generation is not None
         return self._enter(membership.generation)
@@ -309,17 +302,7 @@ class Processes:
         self._connections = Connections(may_end=True)
         self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)
-        assert self._silence is not None
-        silence_s = self._silence.total_seconds()
-        self._last_values = LastValues(MembersBoard(self._membership, self._suspect, silence_s))
         return environment
-
-    def _suspect(self) -> Heartbeat:
-        """Let all ask at once who is gone; return this process's heartbeats."""
-        assert self._detector is not None
-        beating = self._detector.beat()
-        beating.suspect()
-        return beating
 
     def lost_peer(self, error: Exception) -> PeerError | None:
         """Return the loss of another rank if it caused an error and the others go on, else None."""
@@ -343,10 +326,11 @@ class Processes:
 
     def _stop_judging(self) -> None:
         if self._detector is not None:
-            self._beating, self._detector = self._detector.pause(), None
+            self._detector.pause()
+            self._detector = None
 
     def form_generation(
-        self, leaving: Collection[int] = (), *, calls_guests: bool = True
+        self, leaving: Collection[int] = (), *, calls_joiners: bool = True
     ) -> tuple[Generation, Generation]:
         """Agree with the others on who goes on; `enter_generation` follows.
 
@@ -355,7 +339,7 @@ class Processes:
 
         Args:
             leaving: Ranks that don't go on; the same on all others.
-            calls_guests: Whether waiting newcomers may be in it.
+            calls_joiners: Whether waiting joiners may be in it.
 
         Returns:
             The old generation and the new one.
@@ -364,33 +348,27 @@ class Processes:
             PeerError: The others go on without this process, or the store is gone.
         """
         self._stop_judging()
-        membership, beating, silence = self._membership, self._beating, self._silence
+        membership, heartbeat, silence = self._membership, self._heartbeat, self._silence
         assert membership is not None
-        assert beating is not None
+        assert heartbeat is not None
         assert silence is not None
-        with ended_when_late(membership.number, "the membership's store", _FORMING_S):
-            if self._last_values is not None:
-                self._last_values.lay_open()
-            silence_s = silence.total_seconds()
-            old, new = membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
-            # At once, however long the last fit takes to end: who sends none counts as frozen.
-            rank, store = new.rank_of(membership.number), membership.store_of(new)
-            assert rank is not None
-            self._next_detector = self._make_detector(store, rank, new.world_size)
-            self._next_detector.beat()
-        beating.end(0.0)
-        return old, new
+        with ended_when_late(
+            membership.number, "the membership's store", _FORMING * membership.patience_s
+        ):
+            return membership.form_next(
+                heartbeat, silence.total_seconds(), leaving, calls_joiners=calls_joiners
+            )
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
         """Enter a generation that has formed; return the environment that knows its ranks."""
-        self._detector, self._next_detector = self._next_detector, None
+        self._detector = self._make_detector()
         return self._enter(new)
 
     def see_others_off(self) -> None:
         """As a rank that leaves, wait until the others have formed a generation without it."""
         assert self._membership is not None
         self._stop_judging()
-        self._membership.wait_for_next(_FORMING_S)
+        self._membership.wait_for_next(_FORMING * self._membership.patience_s)
 
     def leave_members(self, error: BaseException) -> None:
         """Tell the others at once that this process is about to end, and why."""
@@ -417,16 +395,6 @@ class Processes:
                 return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
         with self.watching():
             return reduce_over(tensor, group, reduce_op)
-
-    def sum_before_step(self, own: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor on which each rank acts alone; collective."""
-        if not self._is_several:
-            return own
-        receive = partial(reduce_over, own, None, "sum")
-        with self.watching():
-            if self._last_values is None or own.device.type != "cpu":
-                return receive()
-            return self._last_values.take(receive)
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""

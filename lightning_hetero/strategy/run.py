@@ -41,6 +41,9 @@ class SavesSlices(Protocol):
     ) -> None:
         """When this step ends, call `then` with a function that saves it; every rank calls this."""
 
+    def begin_change(self) -> None:
+        """Hear that an optimizer is about to change the slices, after all that ranks wait for."""
+
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
 
@@ -74,7 +77,7 @@ class OutlivesRanks(Protocol):
     heartbeat_timeout: timedelta
     """How late a rank's heartbeat may be then before the rank counts as lost."""
     replace_lost: bool
-    """Whether a newcomer takes the device of a process that was lost."""
+    """Whether a joiner takes the device of a process that was lost."""
 
 
 class Run:
@@ -96,8 +99,6 @@ class Run:
         """Callbacks that can restart the run without some of its machines."""
         self.knows_all_ranks = False
         """Whether all ranks were in the last generation: then stores needn't be probed again."""
-        self.begin_change: Callable[[], None] | None = None
-        """Called when an optimizer is about to change the slices, after all that ranks wait for."""
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart until its state was restored; of the
         newest change of ranks, if restarters work in place. None until there was one."""

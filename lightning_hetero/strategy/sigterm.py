@@ -24,7 +24,7 @@ def note_sigterm(trainer: Any, engine: Engine) -> None:
         if engine is not None:
             if launcher is not None and not engine.is_leaving:
                 launcher.kill(number)
-            engine.is_leaving = True
+            engine.tell(is_leaving=True)
 
     trainer._signal_connector._sigterm_notifier_fn = note
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.runtime.generation.entering import is_newcomer
+from lightning_hetero.runtime.generation.entering import is_joiner
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
 from lightning_hetero.runtime.slices.slice_uses import KnownUses, SliceUses
@@ -96,7 +96,7 @@ class SlicedState:
         """Whether the slices' values have yet to be recovered."""
         self.known_uses = KnownUses()
         """The uses of slices that earlier generations have seen; the others tell newcomers."""
-        self._knows_loss = is_newcomer()
+        self._knows_loss = is_joiner()
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
         self._step_verdicts: dict[bytes, Verdict] = {}
 

@@ -87,7 +87,7 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
 
 def facts_of_fit(module: pl.LightningModule | None) -> dict[str, str]:
     """Return facts that must be the same on all processes; each finds its own before they meet."""
-    # A newcomer can only join in its script's first fit.
+    # A joiner can only join in its script's first fit.
     facts = {"fits before this one": "some" if dist.is_initialized() else "none"}
     if module is None:
         return facts

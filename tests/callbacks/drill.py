@@ -39,7 +39,7 @@ HEARTBEAT_S = 4.0
 MOST_STEPS = 600
 MOST_WORKERS = 6
 LEASH = 30
-"""Steps that a run is let ahead of the last look, while nobody waits for a newcomer."""
+"""Steps that a run is let ahead of the last look, while nobody waits for a joiner."""
 TOLERANCE = 1e-5
 
 

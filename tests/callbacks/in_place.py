@@ -224,7 +224,7 @@ def play_second(folder: Path, name: str, port: int, work: Callable[[], None]) ->
     keep_workers(folder, [name], work, port, serves=False)
 
 
-def play_newcomer(folder: Path, name: str, work: Callable[[], None]) -> None:
+def play_joiner(folder: Path, name: str, work: Callable[[], None]) -> None:
     """Be a node of one worker that joins a run, and note that it has called a layer before."""
     log_to(folder)
 
@@ -290,23 +290,23 @@ class Node:
         self.folder = folder
         folder.mkdir()
         work = partial(train, folder, num_ranks=num_ranks, in_place=in_place, **options)
-        self._newcomer = partial(train, folder, num_ranks=1, **options)
-        self.newcomers: dict[str, Any] = {}
+        self._joiner = partial(train, folder, num_ranks=1, **options)
+        self.joiners: dict[str, Any] = {}
         be_node = partial(play, replaces=replaces) if in_place else play_restarts
         self.process = fork_server().Process(target=be_node, args=(folder, num_ranks, work))
         self.process.start()
 
     def join(self, name: str) -> None:
         """Start a process that joins; its name is used where others have a rank."""
-        arguments = (self.folder, name, self._newcomer)
-        self.newcomers[name] = fork_server().Process(target=play_newcomer, args=arguments)
-        self.newcomers[name].start()
+        arguments = (self.folder, name, self._joiner)
+        self.joiners[name] = fork_server().Process(target=play_joiner, args=arguments)
+        self.joiners[name].start()
 
     def add_second(self, name: str, port: int) -> None:
         """Start the second node of two of one worker each; it reaches the store at a port."""
-        arguments = (self.folder, name, port, self._newcomer)
-        self.newcomers[name] = fork_server().Process(target=play_second, args=arguments)
-        self.newcomers[name].start()
+        arguments = (self.folder, name, port, self._joiner)
+        self.joiners[name] = fork_server().Process(target=play_second, args=arguments)
+        self.joiners[name].start()
 
     def wait_for_store(self) -> int:
         """Return the port of the store once it is known."""
@@ -423,6 +423,6 @@ def playing(folder: Path, num_ranks: int, **options: Any) -> Iterator[Node]:
     try:
         yield node
     finally:
-        for process in (node.process, *node.newcomers.values()):
+        for process in (node.process, *node.joiners.values()):
             process.kill()
             process.join()

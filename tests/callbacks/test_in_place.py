@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from lightning.fabric.utilities.distributed import _suggested_max_num_threads
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_hetero.callbacks import ElasticRestart
@@ -123,7 +122,7 @@ def test_on_the_device_of_a_lost_process_another_one_starts_and_joins(tmp_path: 
 def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_again(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 is lost while the newcomer is there. No checkpoint is saved but the first and last."""
+    """Rank 0 is lost while the joiner is there. No checkpoint is saved but the first and last."""
     num_steps = 60
     expected = undisturbed(2, num_steps)
     options = {"num_steps": num_steps, "every": 100, "heartbeat_s": 30.0, "redundancy": 1}
@@ -144,13 +143,13 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
         node.strike(NEW, signal.SIGTERM)
         node.let_go_on_to(num_steps)
         assert node.wait_for_end() == 0, node.log()
-        node.newcomers[NEW].join()
-        assert node.newcomers[NEW].exitcode == 0, "it has left as it was told to"
+        node.joiners[NEW].join()
+        assert node.joiners[NEW].exitcode == 0, "it has left as it was told to"
         check_steps(trained(node), expected, 2)
         # It was started by itself, and shares the machine's cores with both others all the same.
         own = [item["threads"] for item in node.records(NEW) if "begin" in item]
-        assert set(own) == {_suggested_max_num_threads(3)}
-        # A newcomer knows of the generations after its first one.
+        assert set(own) == {max(1, len(os.sched_getaffinity(0)) // 3)}
+        # A joiner knows of the generations after its first one.
         for name, told in ((1, [0, 3, 2, 1]), (NEW, [0, 2])):
             begun = [item for item in node.records(name) if "begin" in item]
             assert [(i["zero"][2] or [0])[-1] for i in begun] == told
@@ -172,7 +171,7 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
 def test_ranks_that_stop_save_only_where_somebody_has_not_all_rows(
     error: str | None, monkeypatch: pytest.MonkeyPatch, *, others: bool
 ) -> None:
-    """And newcomers wait where that save isn't safe."""
+    """And joiners wait where that save isn't safe."""
     rows = [[(False, False)] * 2, [True, others], [None, error]]
     ranks = SimpleNamespace(gather=lambda _: rows.pop(0))
     monkeypatch.setattr("lightning_hetero.callbacks.elastic.Ranks", lambda _: ranks)
@@ -223,7 +222,7 @@ def test_a_sigterm_between_two_fits_is_heeded_by_the_next_and_the_last_leaves_no
 
 @pytest.mark.parametrize("leaving", [(), (1,)])
 @pytest.mark.parametrize(("ends_epoch", "is_done"), [(False, False), (True, True), (False, True)])
-def test_newcomers_let_a_validation_end_that_nobody_would_make_up_for(
+def test_joiners_let_a_validation_end_that_nobody_would_make_up_for(
     leaving: tuple[int, ...],
     ends_epoch: bool,  # noqa: FBT001
     is_done: bool,  # noqa: FBT001

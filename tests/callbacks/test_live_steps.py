@@ -14,14 +14,14 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonitor
-from lightning_hetero.callbacks import guests
+from lightning_hetero.callbacks import joiners
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
 from lightning_hetero.checkpoint.recovering.live import LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
-from lightning_hetero.runtime.ranks.step_end import StepEnd
+from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.generations import _Generations
 from lightning_hetero.strategy.processes import Processes
@@ -352,11 +352,11 @@ def strategy_with(membership: Any) -> Any:
 
 def test_newcomers_are_held_back_where_their_save_would_lack_something(monkeypatch: Any) -> None:
     waits, due = [True], [False]
-    membership = SimpleNamespace(look_for_guests=lambda _: waits[0])
+    membership = SimpleNamespace(look_for_joiners=lambda _: waits[0])
     strategy = strategy_with(membership)
-    monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
-    monkeypatch.setattr(guests, "is_epoch_ending", lambda _: due[0])
-    seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
+    monkeypatch.setattr(joiners, "run_of", lambda _: SimpleNamespace(strategy=strategy))
+    monkeypatch.setattr(joiners, "is_epoch_ending", lambda _: due[0])
+    seen, trainer = joiners.JoinersOfRun(), SimpleNamespace(is_global_zero=True)
     assert seen.may_come_in(trainer, None)
     due[0] = True
     # Also where each step ends an epoch they come in.
@@ -369,11 +369,11 @@ def test_a_save_for_newcomers_that_failed_is_not_repeated_at_each_step(monkeypat
     def fails(_: float) -> None:
         raise CheckpointError("full")
 
-    membership = SimpleNamespace(look_for_guests=lambda _: True)
+    membership = SimpleNamespace(look_for_joiners=lambda _: True)
     strategy = strategy_with(membership)
-    monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
-    monkeypatch.setattr(guests, "is_epoch_ending", lambda _: False)
-    seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
+    monkeypatch.setattr(joiners, "run_of", lambda _: SimpleNamespace(strategy=strategy))
+    monkeypatch.setattr(joiners, "is_epoch_ending", lambda _: False)
+    seen, trainer = joiners.JoinersOfRun(), SimpleNamespace(is_global_zero=True)
     first, failed, safe = (SimpleNamespace(wait_until_confirmed=f) for f in (fails, fails, id))
     seen.refuse_after(first)
     found = [seen.may_come_in(trainer, saved) for saved in (first, failed, safe, failed)]

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks import failure
-from lightning_hetero.runtime.ranks.broken import is_broken_connection
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.failure import FailureDetector
-from lightning_hetero.runtime.ranks.heartbeat import Silence
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, pipeline, plan_of, stage, train
 
@@ -32,14 +32,10 @@ class Watched:
     def __init__(
         self, store: dist.Store, rank: int, timeout_s: float = 1.0, bulletin: Any = None
     ) -> None:
-        self.detector = FailureDetector(
-            store,
-            global_rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=timeout_s),
-            silence=timedelta(seconds=1),
-            bulletin=bulletin,
-        )
+        ring = Ring(numbers=(0, 1), rank=rank, bulletin=bulletin)
+        self.heartbeat = Heartbeat(store, number=rank, interval_s=0.1)
+        seconds = {"timeout": timedelta(seconds=timeout_s), "silence": timedelta(seconds=1)}
+        self.detector = FailureDetector(self.heartbeat, ring, **seconds)
         self.has_aborted, self.was_ended = threading.Event(), threading.Event()
         self.detector.abort = self.has_aborted.set
         self.detector.start()
@@ -118,11 +114,11 @@ def test_rank_0_may_leave_first_and_take_the_store_with_it(
         raise RuntimeError("the server has gone")
 
     first.detector.stop()
-    heartbeat = left.detector._heartbeat
-    assert heartbeat is not None
-    assert heartbeat.has_server_left
-    monkeypatch.setattr(heartbeat, "_round", gone)
-    assert heartbeat._has_ended.wait(PATIENCE_S)
+    assert left.detector._watch.has_server_left
+    thread = left.heartbeat._thread
+    monkeypatch.setattr(left.heartbeat, "_round", gone)
+    thread.join(PATIENCE_S)
+    assert left.heartbeat.is_store_gone
     assert not left.was_ended.wait(3.0)
 
 
@@ -135,30 +131,19 @@ def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> Non
 
 
 @pytest.mark.parametrize(
-    ("beats", "gap_s", "is_starting", "num_told"),
-    [(0, 1, 0, 0), (0, 3, 0, 1), (1, 3, 0, 1), (1, 3, 1, 0), (1, 21, 1, 1)],
+    ("silence_s", "is_starting", "num_told"), [(1, 0, 0), (3, 0, 1), (3, 1, 0), (21, 1, 1)]
 )
-def test_a_rank_that_froze_before_its_generation_is_missed_as_soon_as_in_it(
-    beats: int, gap_s: float, is_starting: int, num_told: int
+def test_a_silent_rank_is_missed_sooner_once_training_has_begun(
+    silence_s: float, is_starting: int, num_told: int
 ) -> None:
-    """It beats as soon as the generation has formed, however long its last fit takes to end."""
     seconds = {"timeout": timedelta(minutes=2), "silence": timedelta(seconds=2)}
-    detector = FailureDetector(
-        dist.HashStore(), global_rank=1, world_size=2, bulletin=Board(60.0), **seconds
-    )
-    detector.is_starting = bool(is_starting)
     told: list[int] = []
-    heard = SimpleNamespace(
-        failure=None, has_server_left=False, is_store_gone=False, is_suspicious=False
-    )
-    heard.num_rounds, heard.peer, heard.peer_beat = 1, 0, beats
+    heard: Any = SimpleNamespace(interval_s=0.2, is_store_gone=False, num_rounds=1)
     heard.tell = lambda rank, _: told.append(rank)
-    store, peer = Silence(1000.0), Silence(1000.0)
-    heard.look_at_peer = lambda: peer.look(beats)
-    detector._judge(heard, store)
-    peer._looked_at_s -= gap_s
-    heard.num_rounds += 1
-    assert detector._judge(heard, store) is None
+    ring = Ring(numbers=(0, 1), rank=1, bulletin=Board(60.0))
+    detector, watch = FailureDetector(heard, ring, **seconds), Watch(ring)
+    detector.is_starting, watch.peer_silence_s = bool(is_starting), silence_s
+    assert detector._judge(watch, Silence(1000.0)) is None
     assert told == [0] * num_told
 
 
@@ -181,22 +166,15 @@ def test_no_abort_is_under_way_once_nobody_is_judged(ranks: tuple[Watched, Watch
     assert has_ended.is_set()
 
 
-def test_a_rank_that_only_beats_judges_nobody() -> None:
-    store, seconds = dist.HashStore(), {"timeout": timedelta(minutes=2)}
-    first, second = (
-        FailureDetector(store, global_rank=rank, world_size=2, **seconds) for rank in range(2)
-    )
-    beating = first.beat()
-    assert first.beat() is beating
-    second.start()
-    second.report(ValueError("a bug"))
-    first._wait(lambda: beating.failure is not None, PATIENCE_S)
-    assert first._reason is None
-    first.start()
-    first._wait(lambda: first._reason is not None, PATIENCE_S)
-    assert "a bug" in first.explain()
-    for detector in (first, second):
-        detector.stop()
+def test_a_process_that_only_beats_judges_nobody(ranks: tuple[Watched, Watched]) -> None:
+    """As between two generations; what it is told is there once it judges again."""
+    first, second = ranks
+    first.detector.pause()
+    second.detector.report(ValueError("a bug"))
+    assert not first.has_aborted.wait(1.0)
+    first.detector.start()
+    assert first.has_aborted.wait(PATIENCE_S)
+    assert "a bug" in first.detector.explain()
 
 
 def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 from lightning_hetero.simulator.operations import OperationGraph, propagate_operations
-from lightning_hetero.simulator.propagate import PipelineTimes, dependency_order, propagate
+from lightning_hetero.simulator.propagate import PipelineTimes, propagate
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -21,20 +22,25 @@ def test_a_pipeline_takes_as_long_as_by_its_schedule(seed):
         backward_message_s=back.tolist(),
     )
     expected = propagate(times, [0.0] * num_stages)
-    ops: dict[tuple[int, bool, int], int] = {}
-    last: dict[int, int] = {}
+    lists = [
+        schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=num_microbatches)
+        for s in range(num_stages)
+    ]
+    keys = [(a.stage_index, a.kind, a.microbatch_index) for actions in lists for a in actions]
+    index = {key: 2 * i for i, key in enumerate(keys)}  # Each action's message follows it.
+    last = {key[0]: index[key] for key in keys}
     own, waits = [], []
-    for stage, is_backward, number in dependency_order(num_stages, num_microbatches):
-        source = stage + 1 if is_backward else stage - 1
-        message = -1
-        if 0 <= source < num_stages:
-            row = back[stage] if is_backward else there[source]
-            own.append(row[number])
-            waits.append([ops[source, is_backward, number], -1])
-            message = len(own) - 1
-        own.append(times.backward_s[stage][number] if is_backward else forward[stage][number])
-        waits.append([message, last.get(stage, -1)])
-        ops[stage, is_backward, number] = last[stage] = len(own) - 1
+    for i, (stage, kind, number) in enumerate(keys):
+        is_forward = kind is ActionKind.FORWARD
+        source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+        sender = index.get((source, kind, number), -2) + 1
+        before = 2 * i - 2 if i and keys[i - 1][0] == stage else -1
+        own.append((forward if is_forward else backward + 0.01)[stage][number])
+        waits.append([sender, before])
+        sends = 0 <= target < num_stages
+        row = there[stage] if is_forward and sends else back[stage - 1] if sends else None
+        own.append(0.0 if row is None else row[number])
+        waits.append([2 * i, -1])
     graph = OperationGraph.build(np.array(waits), np.arange(len(own)))
     ends = propagate_operations(graph, np.array(own), np.zeros(len(own)))
     for stage in range(num_stages):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_hetero.cli.run_page.story import Happening, Story
 
-__all__ = ["Chart", "Lane", "charts", "lanes", "plan_rows"]
+__all__ = ["Chart", "Lane", "Line", "charts", "lanes", "plan_rows"]
 
 WIDTH, HEIGHT = 900.0, 220.0
 _MOST_POINTS = 500

@@ -1,4 +1,4 @@
-"""Make a process a member of a run: with all others at the first start, or as a newcomer later."""
+"""Make a process a member of a run: with all others at the first start, or as a joiner later."""
 
 import os
 import socket
@@ -14,21 +14,23 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import machine_namespace, name_membership
-from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.newcomers import (
-    Door,
-    Newcomer,
+from lightning_hetero.runtime.generation.joiners import (
+    Admission,
+    Joiner,
     begin_numbers,
+    draw_number,
     find_layer_call,
     num_first,
 )
+from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.worker import JOIN, tell_keeper
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, interval_s
 from lightning_hetero.runtime.ranks.meeting import choose_connecting
 
 __all__ = [
     "find_layer_call_of_run",
     "find_node",
-    "is_newcomer",
+    "is_joiner",
     "join_membership",
     "open_membership",
     "split_address",
@@ -37,10 +39,10 @@ __all__ = [
 _REFUSED_S = 3.0
 """Seconds for which a port may be unserved before it counts as no run's store."""
 OPEN = "lightning_hetero/open membership"
-"""Key in the store that holds the prefix of the membership which newcomers may join."""
+"""Key in the store that holds the prefix of the membership which joiners may join."""
 
 
-def is_newcomer() -> bool:
+def is_joiner() -> bool:
     """Whether this process was started to join a run that trains, and hasn't yet."""
     return JOIN in os.environ
 
@@ -57,8 +59,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def open_membership(
-    met: Store, environment: ClusterEnvironment, facts: Mapping[str, str]
-) -> Membership:
+    met: Store, environment: ClusterEnvironment, facts: Mapping[str, str], *, silence_s: float
+) -> tuple[Membership, Heartbeat]:
     """Return a member's part in a new membership, once its first generation has formed.
 
     Every rank of the first start calls it. Its keeper, if it has one, is told, and so are this
@@ -67,7 +69,8 @@ def open_membership(
     Args:
         met: What the ranks have met in, served by no rank, as `connect_store` returns it.
         environment: Says which rank this is, and of how many.
-        facts: What it runs; newcomers must run the same.
+        facts: What it runs; joiners must run the same.
+        silence_s: How late a beat may be.
 
     Raises:
         PeerError: See `Membership.form`.
@@ -84,20 +87,24 @@ def open_membership(
     prefix = _prefix(met.get("membership").decode())
     find_node(PrefixStore(prefix, server), otherwise=node)
     _be_known(prefix, number)
-    own = _own_client(prefix, server)
-    membership = Membership(own, number=number, node=node, door=Door(own, facts))
+    own, heartbeat = _begin_beats(prefix, server, number, silence_s)
+    admission = Admission(own, heartbeat, facts)
+    membership = Membership(own, number=number, node=node, admission=admission)
     membership.form(range(world_size))
     where = f"{JOIN}={address}:{environment.main_port}"
     rank_zero_info("The same script joins this run with %s.", where)
-    return membership
+    return membership, heartbeat
 
 
-def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Membership:
+def join_membership(
+    facts: Mapping[str, str], *, start_timeout: timedelta, silence_s: float
+) -> tuple[Membership, Heartbeat]:
     """Return a member's part in the membership of the run that `JOIN` names, once it is let in.
 
     Args:
         facts: What it runs.
         start_timeout: How long it may take until it is let in.
+        silence_s: How late a beat may be.
 
     Raises:
         ConfigurationError: `JOIN` is no address; or this process is refused.
@@ -106,15 +113,17 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
     server, prefix = _connect(os.environ[JOIN], start_timeout)
     of_run = PrefixStore(prefix, server)
     choose_connecting(num_first(of_run))
-    newcomer = Newcomer(of_run, facts)
-    _be_known(prefix, newcomer.number)
+    number = draw_number(of_run)
+    own, heartbeat = _begin_beats(prefix, server, number, silence_s)
+    joiner = Joiner(of_run, heartbeat, facts)
+    _be_known(prefix, number)
     node = find_node(of_run, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
-    own = _own_client(prefix, server)
-    membership = Membership(own, number=newcomer.number, node=node, door=Door(own, facts))
-    membership.enter_called(newcomer.wait_for_call(start_timeout.total_seconds()))
+    admission = Admission(own, heartbeat, facts)
+    membership = Membership(own, number=number, node=node, admission=admission)
+    membership.enter_called(joiner.wait_for_call(start_timeout.total_seconds()))
     # From now on it is a process like all others, whatever its script does after this fit.
     del os.environ[JOIN]
-    return membership
+    return membership, heartbeat
 
 
 def find_layer_call_of_run(start_timeout: timedelta) -> str:
@@ -175,9 +184,19 @@ def _be_known(prefix: str, number: int) -> None:
     tell_keeper(prefix, number)
 
 
-def _own_client(prefix: str, server: Store) -> PrefixStore:
-    """Return a client of its own, since another one's wait holds up all other calls."""
-    return PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
+def _begin_beats(
+    prefix: str, server: Store, number: int, silence_s: float
+) -> tuple[PrefixStore, Heartbeat]:
+    """Return a client for the membership, and this process's heartbeat, which has begun.
+
+    A client of its own, since another one's wait holds up all other calls.
+    """
+    own = PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
+    heartbeat = Heartbeat(own, number=number, interval_s=interval_s(silence_s))
+    heartbeat.begin()
+    # So that its connection exists, and isn't mistaken for one that groups open later.
+    heartbeat.has_begun.wait(10 * heartbeat.interval_s)
+    return own, heartbeat
 
 
 def find_node(store: Store, *, otherwise: str) -> str:

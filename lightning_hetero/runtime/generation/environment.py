@@ -1,14 +1,51 @@
-"""The ranks of a generation, as Lightning asks for them."""
+"""The ranks of a generation, as Lightning asks for them, and their parts of a machine's cores.
+
+Two threads for each of four processes on two cores make an iteration take three times as long: idle
+threads spin. A process that joins a run is started by itself, and so takes all cores for its own.
+With each generation ranks learn how many of them run on their machine. A number of threads that the
+user has set stays.
+"""
 
 import os
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_hetero.runtime.generation.cores import share_cores
 from lightning_hetero.runtime.generation.records import Generation
 
-__all__ = ["GenerationEnvironment"]
+__all__ = ["GenerationEnvironment", "share_cores", "take_cores"]
+
+_NUM_THREADS = "OMP_NUM_THREADS"
+_SHARED = "LIGHTNING_HETERO_SHARES_CORES"
+"""Set where the number of threads isn't the user's."""
+
+
+def take_cores(num_processes: int) -> None:
+    """Take a process's part of the cores, of as many processes as its node starts."""
+    if _NUM_THREADS not in os.environ:
+        os.environ[_SHARED] = "1"
+        _use_threads(_part_of_cores(num_processes))
+
+
+def share_cores(num_ranks: int) -> None:
+    """Give cores up to the other ranks of the machine, once it is known how many there are.
+
+    Args:
+        num_ranks: All ranks of the run that are on this machine, this process's among them.
+    """
+    num_threads = _part_of_cores(num_ranks)
+    if _SHARED in os.environ and num_threads < torch.get_num_threads():
+        _use_threads(num_threads)
+
+
+def _part_of_cores(num_processes: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def _use_threads(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    os.environ[_NUM_THREADS] = str(num_threads)
 
 
 class GenerationEnvironment(ClusterEnvironment):

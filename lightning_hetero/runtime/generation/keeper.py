@@ -1,14 +1,15 @@
 """The process that keeps a worker: starts it, outlives it, and tells the others when it dies.
 
-Launchers end or restart all processes when one of theirs ends. So the process that they start
-becomes a keeper, by `exec` and with the same process id, and the real worker is its child: the
-launcher doesn't notice if a worker dies. A keeper
+Launchers end or restart all processes when one of theirs ends. So the process that they start is a
+keeper, and the real worker is its child: the launcher doesn't notice if a worker dies. With
+`python -m lightning_hetero.keep` it is one from the start; else the process that begins the script
+becomes one, by `exec` and with the same process id. A keeper
 
 - starts its workers, which run the same script again; they die with it (`PR_SET_PDEATHSIG`),
 - passes signals on to them,
 - serves the store if it is rank 0's and torchrun's agent doesn't,
 - tells the membership when a worker has died, and why; ends a worker that others have given up,
-- starts a newcomer on a lost worker's device, if the others go on and nobody has told it to end,
+- starts a joiner on a lost worker's device, if the others go on and nobody has told it to end,
 - ends when its workers and training have ended: with 0 if training was finished, else with a
   worker's exit code, for the launcher to act on.
 
@@ -34,13 +35,11 @@ from lightning_hetero.runtime.generation.worker import ALL_LEAVE, Worker
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Keeper", "KeeperTask", "be_kept", "become_keeper", "block_signals", "main"]
+__all__ = ["Keeper", "KeeperTask", "be_kept", "become_keeper", "block_signals", "keep", "main"]
 
 _TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
-"""How often it looks into the store."""
-_LOOK_AT_RUN_S = 2.0
-"""How often while it has no worker, and the run goes on."""
+"""How often it looks into the store; a tenth as often without a worker, while the run goes on."""
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
@@ -63,7 +62,7 @@ class KeeperTask:
     serves: bool
     """Whether this keeper serves it."""
     replaces: bool
-    """Whether newcomers take the devices of lost workers."""
+    """Whether joiners take the devices of lost workers."""
     path: list[str] = field(default_factory=lambda: list(sys.path))
     """Where Python finds modules."""
 
@@ -96,7 +95,7 @@ class Keeper:
         address: Host of the store.
         port: Port of the store.
         serves: Whether this keeper serves it.
-        replaces: Whether newcomers take the devices of lost workers.
+        replaces: Whether joiners take the devices of lost workers.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Keeper:
 
     def run(self) -> int:
         """Keep the workers until they have ended; return the exit code."""
-        threading.Thread(target=self._watch_store, daemon=True).start()
+        threading.Thread(target=self._watch_store, name="keeper-store", daemon=True).start()
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
             # Not `sigtimedwait`, which tells of a signal that never was, in memory that nobody has
@@ -143,17 +142,17 @@ class Keeper:
             worker.signal(number)
 
     def _replace_lost(self) -> None:
-        """Start newcomers on the devices of lost workers, if their time has come."""
+        """Start joiners on the devices of lost workers, if their time has come."""
         _, outlook = self._seen
         is_over = outlook in (_Outlook.ENDED, _Outlook.OVER)
         if is_over or self._is_told_to_end or not self._replaces:
             return
         for worker in [worker for worker in self._workers if worker.is_due]:
-            newcomer = worker.replaced(f"{self._address}:{self._port}")
+            joiner = worker.replaced(f"{self._address}:{self._port}")
             # However often a device loses its worker, the first one and the latest are kept.
             stay = [item for item in self._workers if item.is_first or item is not worker]
-            self._workers = [*stay, newcomer]
-            text = f"process {newcomer.pid} joins the run on the device of process {worker.pid}"
+            self._workers = [*stay, joiner]
+            text = f"process {joiner.pid} joins the run on the device of process {worker.pid}"
             sys.stderr.write(f"lightning_hetero: {text}, which was lost.\n")
             sys.stderr.flush()
 
@@ -161,7 +160,7 @@ class Keeper:
         """Return this keeper's exit code; None while it has to stay."""
         dead = self._dead()
         for worker in dead:
-            if worker.member is None and not worker.is_guest:
+            if worker.member is None and not worker.is_joiner:
                 # It wasn't a member yet, and the run can't begin without it.
                 return worker.code
         if self._has_members():
@@ -175,7 +174,7 @@ class Keeper:
             return None
         if outlook is _Outlook.GOES_ON and (self._serves or not self._is_told_to_end):
             return None
-        # Guests that the run hasn't let in end with this process.
+        # Joiners that the run hasn't let in end with this process.
         return 0 if outlook is _Outlook.ENDED else dead[0].code
 
     def _dead(self) -> list[Worker]:
@@ -183,7 +182,7 @@ class Keeper:
 
     def _has_members(self) -> bool:
         """Whether a worker lives for which this process stays, whatever becomes of the run."""
-        return any(worker.code is None and not worker.is_guest for worker in self._workers)
+        return any(worker.code is None and not worker.is_joiner for worker in self._workers)
 
     # -- the thread that waits for the store ------------------------------------------------------
 
@@ -213,7 +212,7 @@ class Keeper:
                 self._woken.clear()
                 self._look(store)
                 if self._may_rest():
-                    time.sleep(_LOOK_AT_RUN_S)
+                    time.sleep(10 * _LOOK_S)
         except Exception:
             # The client's own errors have many types. The run ends with the store.
             self._seen = len(self._workers), _Outlook.OVER
@@ -226,7 +225,7 @@ class Keeper:
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import newcomers, records
+        from lightning_hetero.runtime.generation import joiners, records
 
         dead = self._dead()
         # The dead first: others wait for that word.
@@ -235,7 +234,7 @@ class Keeper:
                 continue
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
-            worker.is_guest = worker.is_guest and newcomers.has_only_knocked(of_run, number)
+            worker.is_joiner = worker.is_joiner and joiners.has_never_entered(of_run, number)
             if worker.code is None:
                 if records.is_gone(of_run, number):
                     # The others have given it up, and it hasn't noticed.
@@ -249,16 +248,16 @@ class Keeper:
         """Return what the membership says of the run of dead workers; None if they had none."""
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import newcomers, records
+        from lightning_hetero.runtime.generation import joiners, records
 
         outlooks = set()
         for worker in dead:
-            if worker.member is None or worker.is_guest:
+            if worker.member is None or worker.is_joiner:
                 continue
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
             outlook = _Outlook.OVER
-            if newcomers.has_only_knocked(of_run, number):
+            if joiners.has_never_entered(of_run, number):
                 # The run is none of its own: whoever started it hears at once that it failed.
                 pass
             elif records.has_ended(of_run):
@@ -294,7 +293,14 @@ def be_kept() -> None:
 def main() -> None:
     """Run as a keeper, with the task from the environment."""
     block_signals()
-    task = KeeperTask(**json.loads(os.environ.pop(_TASK)))
+    os._exit(keep(KeeperTask(**json.loads(os.environ.pop(_TASK)))))
+
+
+def keep(task: KeeperTask) -> int:
+    """Start the workers of a task, and keep them; return the exit code of this process.
+
+    Called by the main thread, before there are others, once signals are blocked.
+    """
 
     def start(own: dict[str, str], environment: dict[str, str], descriptor: int) -> int:
         pid = os.fork()
@@ -312,4 +318,4 @@ def main() -> None:
         serves=task.serves,
         replaces=task.replaces,
     )
-    os._exit(keeper.run())
+    return keeper.run()

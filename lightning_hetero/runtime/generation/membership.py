@@ -8,7 +8,7 @@ ends, and the remaining members agree on the next one:
 2. a member is *gone* if anybody says so: itself, its keeper, or a member that waits for it and gets
    no heartbeat,
 3. as soon as each member of the old generation is here or gone, any of them proposes those that are
-   here, together with the newcomers that were called for it (`newcomers`). The first proposal
+   here, together with the joiners that were called for it (`joiners`). The first proposal
    counts (`compare_set`), so there is one next generation or none,
 4. a member that isn't in it ends. It was frozen or cut off, and nobody uses its generation's groups
    and names any more: each generation has a prefix of its own.
@@ -31,12 +31,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Protocol
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.generation import newcomers
+from lightning_hetero.runtime.generation import joiners
+from lightning_hetero.runtime.generation.judge import LOOK_S, Judge, Turns, pause_s
 from lightning_hetero.runtime.generation.records import (
     ENDED,
     NEWEST,
@@ -47,6 +49,7 @@ from lightning_hetero.runtime.generation.records import (
     gone_key,
     has_formed,
     loses_store,
+    meeting_name,
     meeting_of,
     members_of,
     propose,
@@ -55,16 +58,16 @@ from lightning_hetero.runtime.generation.records import (
     who_is_gone,
     who_is_here,
 )
-from lightning_hetero.runtime.generation.vigil import (
-    LOOK_S,
-    SignsOfLife,
-    Turns,
-    Vigil,
-    pause_s,
-    silence_of,
-)
+from lightning_hetero.runtime.ranks.heartbeat import Ring
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "SignsOfLife"]
+
+
+class SignsOfLife(Protocol):
+    """What a process has seen of the others' beats; see `Heartbeat`."""
+
+    def silence_s(self, number: int) -> float:
+        """Return the seconds for which a process was seen to be silent."""
 
 
 class Membership:
@@ -84,7 +87,7 @@ class Membership:
         store: Served by no member, under a prefix of this run's own.
         number: This member's number.
         node: Name of this member's node.
-        door: Where this member sees newcomers; None if none are let in.
+        admission: Where this member sees joiners; None if none are let in.
         patience_s: How long a generation may take to form, while the members waited for are alive.
     """
 
@@ -94,13 +97,13 @@ class Membership:
         *,
         number: int,
         node: str,
-        door: newcomers.Door | None = None,
+        admission: joiners.Admission | None = None,
         patience_s: float = 60.0,
     ) -> None:
         store.set_timeout(timedelta(seconds=patience_s))
         self._store = store
         self._own = Member(number, node)
-        self._door = door
+        self._admission = admission
         self._news_heard = 0
         self._patience_s = patience_s
         self.generation: Generation | None = None
@@ -119,15 +122,11 @@ class Membership:
 
     @property
     def first_ranks(self) -> tuple[int, ...] | None:
-        """Each rank's rank in the first start; None if there are newcomers."""
+        """Each rank's rank in the first start; None if there are joiners."""
         members = () if self.generation is None else self.generation.members
-        count = newcomers.num_first(self._store)
+        count = joiners.num_first(self._store)
         numbers = tuple(member.number for member in members)
         return numbers if max(numbers, default=0) < count else None
-
-    def names_of(self, generation: Generation) -> Store:
-        """Return the names of a generation in the store; deleted when it is long over."""
-        return meeting_of(self._store, generation.number)
 
     def store_of(self, generation: Generation) -> Store:
         """Return the store in which a generation's ranks meet, over a client of its own.
@@ -136,6 +135,17 @@ class Membership:
         """
         return meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
 
+    def ring_of(self, generation: Generation) -> Ring:
+        """Return a generation as those see it that watch each other in it."""
+        rank = generation.rank_of(self.number)
+        assert rank is not None
+        return Ring(
+            numbers=tuple(member.number for member in generation.members),
+            rank=rank,
+            name=f"{meeting_name(generation.number)}/ring",
+            bulletin=self,
+        )
+
     # -- forming --------------------------------------------------------------------------------
 
     def form(
@@ -143,16 +153,16 @@ class Membership:
         expected: Sequence[int],
         is_silent: Callable[[int], bool] = lambda _: False,
         *,
-        calls_guests: bool = True,
+        calls_joiners: bool = True,
     ) -> Generation:
         """Agree with the others on the next generation; called when the last one has ended.
 
         Args:
-            expected: Numbers of the members that may be in it; newcomers that are called besides
+            expected: Numbers of the members that may be in it; joiners that are called besides
                 need not be named.
-            is_silent: Tells whether a member, or a called newcomer, has shown no sign of life for
+            is_silent: Tells whether a member, or a called joiner, has shown no sign of life for
                 too long; called repeatedly.
-            calls_guests: Whether waiting newcomers are called for it; the member that comes first
+            calls_joiners: Whether waiting joiners are called for it; the member that comes first
                 decides.
 
         Raises:
@@ -162,7 +172,7 @@ class Membership:
         number = 0 if self.generation is None else self.generation.number + 1
         with _needs_store():
             self._say_here(number)
-            called = newcomers.call(self._store, number, anybody=calls_guests) if number else []
+            called = joiners.call(self._store, number, anybody=calls_joiners) if number else []
             self._agree(number, list(dict.fromkeys([*expected, *called])), called, is_silent)
             formed = self._enter(number)
             if number == 0 and formed.world_size < len(expected):
@@ -180,14 +190,16 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for the expected members, until a proposal of the generation counts."""
-        vigil, turns, place = self._vigil(is_silent, len(expected)), Turns(LOOK_S, len(expected)), 0
+        patience_s, num_members = self._patience_s, len(expected)
+        judge = Judge(self._store, is_silent, patience_s=patience_s, num_members=num_members)
+        turns, place = Turns(LOOK_S, num_members), 0
         while not has_formed(self._store, number):
             if turns.is_next(place):
                 here, missing = self._look(number, expected)
                 numbers = [member.number for member in here]
                 place = numbers.index(self.number) if self.number in numbers else len(numbers)
                 # Who is here may freeze, too, while others are waited for.
-                vigil.look(missing, set(numbers).difference([self.number], called), place=place)
+                judge.look(missing, set(numbers).difference([self.number], called), place=place)
                 if not missing:
                     propose(self._store, number, here)
                     continue
@@ -199,7 +211,7 @@ class Membership:
         silence_s: float,
         leaving: Collection[int] = (),
         *,
-        calls_guests: bool = True,
+        calls_joiners: bool = True,
     ) -> tuple[Generation, Generation]:
         """Agree with this generation's remaining members on the next one; see `form`.
 
@@ -207,10 +219,10 @@ class Membership:
         waited for only for the rest of `silence_s`.
 
         Args:
-            signs: Signs of life of this generation's ranks.
+            signs: This process's heartbeat.
             silence_s: How late a sign of life may be.
             leaving: Ranks that don't go on, by agreement.
-            calls_guests: See `form`.
+            calls_joiners: See `form`.
 
         Returns:
             This generation, and the next one.
@@ -218,52 +230,19 @@ class Membership:
         old = self.generation
         assert old is not None
         expected = [item.number for rank, item in enumerate(old.members) if rank not in leaving]
-        is_silent = self._silence(signs, silence_s)
-        return old, self.form(expected, is_silent, calls_guests=calls_guests)
 
-    def await_members(
-        self, missing: Callable[[], Collection[int]], signs: SignsOfLife, silence_s: float
-    ) -> None:
-        """Wait until no members of this generation are missing, or those that are are gone.
+        def is_silent(number: int) -> bool:
+            return signs.silence_s(number) > silence_s
 
-        Args:
-            missing: Returns the numbers of members that are waited for.
-            signs: See `form_next`.
-            silence_s: See `form_next`.
-        """
-        assert self.generation is not None
-        size, place = self.generation.world_size, self.generation.rank_of(self.number) or 0
-        vigil = self._vigil(self._silence(signs, silence_s), size)
-        while left := set(missing()).difference(who_is_gone(self._store)):
-            vigil.look(left, place=place)
-            time.sleep(pause_s(size))
-
-    def _vigil(self, is_silent: Callable[[int], bool], num_members: int) -> Vigil:
-        patience_s = self._patience_s
-        return Vigil(self._store, is_silent, patience_s=patience_s, num_members=num_members)
-
-    def _silence(self, signs: SignsOfLife, silence_s: float) -> Callable[[int], bool]:
-        """Return what tells whether a member of this generation, or a newcomer, is silent."""
-        assert self.generation is not None
-        ranks = {member.number: rank for rank, member in enumerate(self.generation.members)}
-
-        def signs_of(number: int) -> int:
-            if number not in ranks:
-                return newcomers.knocks_of(self._store, number)
-            return signs.beats_of(ranks[number])
-
-        def known_s(number: int, beats: int) -> float:
-            return signs.silence_since(ranks[number], beats) if number in ranks else 0.0
-
-        return silence_of(signs_of, known_s, limit_s=silence_s, nap_s=silence_s / 5)
+        return old, self.form(expected, is_silent, calls_joiners=calls_joiners)
 
     def enter_called(self, number: int) -> Generation:
-        """Enter the generation that has called this newcomer.
+        """Enter the generation that has called this joiner.
 
         Raises:
             PeerError: The others go on without it, or don't come to agree.
         """
-        newcomers.note_entered(self._store, self.number)
+        joiners.note_entered(self._store, self.number)
         self._say_here(number)
         deadline_s = time.monotonic() + self._patience_s
         while not has_formed(self._store, number):
@@ -313,7 +292,9 @@ class Membership:
         if number > 1 and formed.rank_of(self.number) == 0:
             # Beside training: it is one short call for each key.
             work, old = self._delete_names, (number - 2,)
-            self._tidying = threading.Thread(target=work, args=old, daemon=True)
+            if self._tidying is not None:
+                self._tidying.join(1.0)  # Had ended long ago, unless the store is slow.
+            self._tidying = threading.Thread(target=work, args=old, name="tidying", daemon=True)
             self._tidying.start()
         return formed
 
@@ -328,14 +309,14 @@ class Membership:
             for name in met.list_keys():
                 met.delete_key(name)
         with suppress(RuntimeError, AttributeError):
-            self._store.delete_key(newcomers.call_key(number))
+            self._store.delete_key(joiners.call_key(number))
             forget_members(self._store, number)
 
     # -- who comes ------------------------------------------------------------------------------
 
-    def look_for_guests(self, layer_call: str | None = None) -> bool:
-        """Judge newcomers, and return whether some wait; by rank 0, at every step; see `Door`."""
-        return self._door is not None and self._door.look(self._news_heard, layer_call)
+    def look_for_joiners(self, layer_call: str | None = None) -> bool:
+        """Judge joiners, and return whether some wait; called by rank 0 at every step."""
+        return self._admission is not None and self._admission.look(self._news_heard, layer_call)
 
     # -- who is gone ----------------------------------------------------------------------------
 

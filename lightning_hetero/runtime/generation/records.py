@@ -20,6 +20,7 @@ __all__ = [
     "is_anybody_left",
     "is_gone",
     "loses_store",
+    "meeting_name",
     "meeting_of",
     "members_of",
     "newest_generation",
@@ -69,7 +70,7 @@ class Generation:
         kept = {item.number for item in other.members}
         return tuple(r for r, item in enumerate(self.members) if item.number not in kept)
 
-    def newcomers_since(self, old: "Generation") -> tuple[int, ...]:
+    def joiners_since(self, old: "Generation") -> tuple[int, ...]:
         """Return the numbers of the members that weren't in the old generation."""
         return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
 
@@ -103,7 +104,12 @@ def members_of(store: Store, number: int) -> tuple[Member, ...]:
 
 def meeting_of(store: Store, number: int) -> PrefixStore:
     """Return the store in which a generation's ranks meet; no other generation uses its prefix."""
-    return PrefixStore(f"generation/{number}", store)
+    return PrefixStore(meeting_name(number), store)
+
+
+def meeting_name(number: int) -> str:
+    """Return what all names of a generation begin with, in the membership's store."""
+    return f"generation/{number}"
 
 
 def forget_members(store: Store, number: int) -> None:

@@ -1,4 +1,4 @@
-"""A worker process as its keeper knows it, and the newcomer that takes its device when it is lost.
+"""A worker process as its keeper knows it, and the joiner that takes its device when it is lost.
 
 Nothing here imports torch: a keeper starts its workers before that.
 """
@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-__all__ = ["ALL_LEAVE", "JOIN", "KEPT", "Worker", "newcomer_variables", "tell_keeper"]
+__all__ = ["ALL_LEAVE", "JOIN", "KEPT", "Worker", "joiner_variables", "tell_keeper"]
 
 JOIN = "LIGHTNING_HETERO_JOIN"
-"""Environment variable of a newcomer: host:port of the store of the run that it is to join."""
+"""Environment variable of a joiner: host:port of the store of the run that it is to join."""
 KEPT = "LIGHTNING_HETERO_KEPT"
 """Variable of a worker's environment: where it tells its keeper which member of a run it is."""
 ALL_LEAVE = 14
@@ -22,8 +22,8 @@ _FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
 _FORGOTTEN_S = 3600.0
 
 
-def newcomer_variables(address: str) -> dict[str, str]:
-    """Return what the environment of a newcomer has besides that of a worker of the first start.
+def joiner_variables(address: str) -> dict[str, str]:
+    """Return what the environment of a joiner has besides that of a worker of the first start.
 
     It does none of rank 0's work before it has a rank.
 
@@ -79,7 +79,7 @@ class Worker:
         """Whether it died before training had ended; None until the membership has been told."""
         self.is_first = not ends_s
         """Whether it is of the first start."""
-        self.is_guest = not self.is_first
+        self.is_joiner = not self.is_first
         """Whether it took a lost one's device, and the run, as far as known, hasn't let it in."""
         self.is_replaced = False
         """Whether another one has its device."""
@@ -128,19 +128,19 @@ class Worker:
     @property
     def is_due(self) -> bool:
         """Whether its device has been empty for as long as its losses call for."""
-        may_be_replaced = self.died_in_training or self.is_guest
+        may_be_replaced = self.died_in_training or self.is_joiner
         if not self.is_lost or not may_be_replaced or self.is_replaced:
             return False
         return time.monotonic() >= self._ends_s[-1] + _wait_before_replacing_s(len(self._ends_s))
 
     def replaced(self, address: str) -> "Worker":
-        """Start and return a newcomer on its device.
+        """Start and return a joiner on its device.
 
         Args:
             address: host:port of the store of the run, which it joins.
         """
         self.is_replaced = True
-        return Worker(self._start, newcomer_variables(address), self._ends_s)
+        return Worker(self._start, joiner_variables(address), self._ends_s)
 
 
 def tell_keeper(prefix: str, number: int) -> None:

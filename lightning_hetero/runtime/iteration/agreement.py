@@ -9,15 +9,15 @@ the sums are gathered on the device, apart from the integers, so the host doesn'
 
 With standbys a lost rank needn't cost a step. Then a row is sent after the push, for which the host
 waits, so a rank that has all rows knows that all ranks have their gradients. If a rank is lost
-before it has sent its row, no rank steps. If it is lost later, all others step, even if it should
-have sent rows down: those that got none take another rank's (see `ranks.last_values`).
+before it has sent its row, no rank steps. If it is lost while rows travel down, some of the others
+may step and others not: then no step is left of which each slice is known, and the run goes on from
+its newest checkpoint.
 """
 
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from lightning_hetero.core.errors import BatchError
 from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
-from lightning_hetero.runtime.ranks.last_values import LastValues
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.numbers.kinds import Kind
@@ -47,7 +46,7 @@ _KINDS = [
     frozenset(kind for kind, bit in _BITS.items() if bits & bit) for bits in range(2 ** len(_BITS))
 ]
 """Kinds by the sum of their bits."""
-_LEAVES, _SEES_GUESTS, _RETURNS = (len(_KINDS) << place for place in range(3))
+_LEAVES, _SEES_JOINERS, _RETURNS = (len(_KINDS) << place for place in range(3))
 """Bits of flags, above those of kinds."""
 _MAX_KNOWN = 64
 
@@ -104,7 +103,7 @@ class Header:
     """Of this rank's batch, 0 if idle; must agree inside a pipeline."""
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
-    sees_guests: bool
+    sees_joiners: bool
     """Whether this rank knows of processes that wait to be let in."""
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of this rank's micro-batches."""
@@ -115,7 +114,7 @@ class Header:
     def bits(self) -> int:
         """The loss kinds and the flags as bits of one number."""
         kinds = sum(_BITS[kind] for kind in self.loss_kinds)
-        flags = self.is_leaving * _LEAVES | self.sees_guests * _SEES_GUESTS
+        flags = self.is_leaving * _LEAVES | self.sees_joiners * _SEES_JOINERS
         return kinds | flags | self.returns * _RETURNS
 
 
@@ -128,7 +127,7 @@ class Agreed:
     """Weight of the iteration in an epoch's mean, summed over pipelines."""
     leaving: frozenset[int]
     """Ranks whose machines are about to be taken away."""
-    has_guests: bool
+    has_joiners: bool
     """Whether processes wait to be let in."""
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of all ranks."""
@@ -186,17 +185,13 @@ class Agreement:
             self._on_device = _DeviceGather(sums, self._comms)
         self._going_up = self._tree.begin_up(integers)
 
-    def finish(self, last_values: LastValues | None = None) -> Agreed:
+    def finish(self) -> Agreed:
         """Wait for the rows of all ranks, and return the outcome; collective.
-
-        Args:
-            last_values: Where rows come from, too, if a rank is lost that should have sent them.
 
         Raises:
             BatchError: Ranks of one pipeline have different batches; on every rank.
         """
-        receive = partial(self._tree.share, self._going_up)
-        rows = receive() if last_values is None else last_values.take(receive)
+        rows = self._tree.share(self._going_up)
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
         digests, num_samples, pipelines, fingerprints, bits = integers.T
@@ -214,7 +209,7 @@ class Agreement:
             reports=reports,
             num_samples=int(num_samples.sum()),
             leaving=frozenset(leaving),
-            has_guests=bool(any_bits & _SEES_GUESTS),
+            has_joiners=bool(any_bits & _SEES_JOINERS),
             loss_kinds=_KINDS[any_bits % len(_KINDS)],
             returns=bool(any_bits & _RETURNS),
             sums=sums,

@@ -145,13 +145,25 @@ class Engine:
         """Power of two near the last iteration's targets; 0 before there was any."""
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
-        self.is_leaving = False
-        """Whether this rank's machine is about to be taken away; told to all in each iteration."""
+        self._is_leaving = self._sees_joiners = False
         self.leaving: frozenset[int] = frozenset()
         """The ranks that were leaving in the last iteration; the same on every rank."""
-        self.sees_guests = False
-        """Whether this rank knows of processes that wait to be let in; shared like `is_leaving`."""
-        self.has_guests = False
+        self.has_joiners = False
+        """Whether processes waited in it to be let in; the same on every rank."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank's machine is about to be taken away, as `tell` was last told."""
+        return self._is_leaving
+
+    def tell(self, *, is_leaving: bool, sees_joiners: bool = False) -> None:
+        """Tell all ranks, with each iteration from now on, what this rank knows.
+
+        Args:
+            is_leaving: Whether this rank's machine is about to be taken away.
+            sees_joiners: Whether processes wait to be let in.
+        """
+        self._is_leaving, self._sees_joiners = is_leaving, sees_joiners
 
     # -- an iteration ---------------------------------------------------------------------------
 
@@ -231,10 +243,10 @@ class Engine:
                     sums = running.finish_exchange(is_training=is_training)
                 agreement = agreement or begin()
             with self.clock.waiting():
-                agreed = agreement.finish(self.comms.last_values if is_training else None)
+                agreed = agreement.finish()
         # Not before: a rank that raises here has sent all that others need to raise the same.
         self.settle()
-        self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
+        self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
@@ -282,8 +294,8 @@ class Engine:
             num_samples=results.epoch_weight if is_first else 0,
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
-            is_leaving=self.is_leaving,
-            sees_guests=self.sees_guests,
+            is_leaving=self._is_leaving,
+            sees_joiners=self._sees_joiners,
             loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )

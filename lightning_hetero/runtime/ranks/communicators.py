@@ -24,12 +24,11 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.last_values import LastValues
-from lightning_hetero.runtime.ranks.step_end import StepEnd
 
 __all__ = [
     "MAX_EXCHANGE_GROUPS",
     "Communicators",
+    "StepEnd",
     "all_gather_single",
     "init_process_group",
     "reduce_over",
@@ -90,6 +89,44 @@ def reduce_scatter_single(
     return scatter(into, given, group=group, async_op=async_op)
 
 
+class StepEnd:
+    """Tells whether a device had reached a step's end before communicators were aborted.
+
+    A host runs ahead of its device, and agrees with the others on a step whose sums may still be on
+    their way. Under NCCL only an abort ends the wait for a dead peer, and then the device goes on
+    with whatever is in the buffers. So a step counts as trained only if its end was reached before.
+    Without streams it is immediate.
+    """
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._is_cut = False
+        self.is_reached = True
+        """Whether the last noted end was reached before any abort."""
+
+    def note(self, device: torch.device) -> None:
+        """Note that the device has been given all work of a step; called by the main thread."""
+        if device.type == "cuda":
+            self._event = torch.cuda.current_stream(device).record_event()
+            if self._is_cut:  # `cut` may have come before the event.
+                self.is_reached = False
+
+    def wait(self) -> None:
+        """Wait until the device has reached the end."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def cut(self) -> None:
+        """Note that communicators are about to be aborted; called by any thread, never raises."""
+        if self._is_cut:
+            return
+        self._is_cut = True
+        with suppress(RuntimeError):  # Where the device is broken.
+            if self._event is None or self._event.query():  # type: ignore[no-untyped-call]
+                return
+        self.is_reached = False
+
+
 @dataclass(kw_only=True, eq=False)
 class Communicators:
     """The communicators of a run; all are None if there is only one rank."""
@@ -112,8 +149,6 @@ class Communicators:
     """The connections that the groups have opened."""
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
     """Tells whether the device had ended the last step before an abort."""
-    last_values: LastValues | None = field(default=None, repr=False, compare=False)
-    """What ranks act on before a step, if they outlive others."""
     _is_aborted: bool = field(default=False, repr=False, compare=False)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False

@@ -20,18 +20,23 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
+from torch import OutOfMemoryError
+from torch.distributed import DistError
+
+from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.runtime.ranks.open_files import more_files
 
-__all__ = ["LAZY", "Connections"]
+__all__ = ["LAZY", "Connections", "is_broken_connection"]
 
 _T = TypeVar("_T")
 LAZY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch: lets gloo connect pairs of ranks when they first talk."""
-_LOOK_S = 0.02
-_LAST_S = 0.5
-"""How long a group that is nearly there may take once connections are hung up."""
 _NOTICE_S = 0.05
-"""How long groups may take to notice that nothing more is to be read."""
+"""How long groups may take to notice that nothing more is to be read; a group that is nearly there
+may take ten times as long once connections are hung up."""
+
+_OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
+"""Texts of NCCL's errors about memory on this rank's own device: no peer has failed."""
 
 _Opened = set[tuple[int, str]]
 """File descriptors, and what the system says they are: a descriptor is soon used again."""
@@ -85,8 +90,8 @@ class Connections:
                 answer.set_exception(error)
 
         threading.Thread(target=work, name="new connections", daemon=True).start()
-        while not wait([answer], _LOOK_S).done:
-            if self._is_hung_up and not wait([answer], _LAST_S).done:
+        while not wait([answer], _NOTICE_S).done:
+            if self._is_hung_up and not wait([answer], 10 * _NOTICE_S).done:
                 self.check()
         return answer.result()
 
@@ -146,6 +151,18 @@ class Connections:
         if end.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return not self._others.isdisjoint({_address(end.getsockname()), _address(peer)})
+
+
+def is_broken_connection(error: Exception) -> bool:
+    """Whether an error comes from a communicator, not from this rank's own code or memory."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError) or any(word in text for word in _OWN_MEMORY):
+        return False
+    if isinstance(error, DistError):
+        return True
+    if isinstance(error, HeteroError) or not isinstance(error, RuntimeError):
+        return False
+    return "gloo" in text or "NCCL" in text or "Connection closed by peer" in text
 
 
 def _connects_lazily() -> bool:

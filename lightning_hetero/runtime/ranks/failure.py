@@ -1,11 +1,12 @@
 """Find out that another rank failed, say which and why, and never hang because of it.
 
-Every rank sends heartbeats through the store and watches the next rank's. A rank that raises first
-writes the reason into the store. What others then see differs: gloo closes the connection of a peer
-that is gone, NCCL just never returns, and a frozen rank keeps its connections. All cases end the
-same way: the waiting rank raises `PeerError` with the failed rank's reason. A rank that can't
-raise, because its main thread waits inside a collective or its teardown doesn't end, is ended with
-that message and a non-zero exit code. Rank 0 serves the store; it may be the frozen one.
+Every process beats in the store, and each rank watches the next one (`heartbeat`). A rank that
+raises first writes the reason into the store. What others then see differs: gloo closes the
+connection of a peer that is gone, NCCL just never returns, and a frozen rank keeps its connections.
+All cases end the same way: the waiting rank raises `PeerError` with the failed rank's reason. A
+rank that can't raise, because its main thread waits inside a collective or its teardown doesn't
+end, is ended with that message and a non-zero exit code. Rank 0 serves the store; it may be the
+frozen one.
 """
 
 import atexit
@@ -18,11 +19,9 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 
-from torch.distributed.distributed_c10d import Store
-
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.ranks.broken import is_broken_connection
-from lightning_hetero.runtime.ranks.heartbeat import Bulletin, Heartbeat, Silence
+from lightning_hetero.runtime.ranks.connections import is_broken_connection
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from lightning_hetero.runtime.ranks.meeting import end_process
 
 __all__ = [
@@ -68,7 +67,7 @@ class GenerationChange(Exception):
 
     Args:
         reason: Why.
-        leaving: Ranks that end now; the others go on, with any newcomers that wait.
+        leaving: Ranks that end now; the others go on, with any joiners that wait.
     """
 
     def __init__(self, reason: str, leaving: frozenset[int] = frozenset()) -> None:
@@ -105,36 +104,30 @@ class FailureDetector:
     """One rank's watch over the others.
 
     Args:
-        store: The run's store.
-        global_rank: This rank.
-        world_size: Number of ranks.
+        heartbeat: This process's.
+        ring: The ranks; where it has a bulletin, no rank serves the store.
         timeout: How long this process may take to end, or to go on, after another rank's failure.
         silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
-        bulletin: Tells of lost ranks independently of heartbeats; then no rank serves the store.
     """
 
     def __init__(
         self,
-        store: Store,
+        heartbeat: Heartbeat,
+        ring: Ring,
         *,
-        global_rank: int,
-        world_size: int,
         timeout: timedelta,
         silence: timedelta | None = None,
-        bulletin: Bulletin | None = None,
     ) -> None:
-        self._store = store
-        self._bulletin = bulletin
-        self._rank = global_rank
-        self._world_size = world_size
+        self._heartbeat = heartbeat
+        self._interval_s = heartbeat.interval_s
+        self._ring = ring
+        self._rank = ring.rank
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
-        self._interval_s = min(0.5, self._silence_s / 10)
         # In place its own work (a compilation, a file) may take as long as the others wait for it.
-        patience_s = _GRACE_S if bulletin is None else bulletin.patience_s
+        patience_s = _GRACE_S if ring.bulletin is None else ring.bulletin.patience_s
         self._grace_s = min(patience_s, self._timeout_s)
-        self._heartbeat: Heartbeat | None = None
-        self._is_watching = False
+        self._watch: Watch | None = None
         self._aborting: threading.Thread | None = None
         self.abort: Callable[[], None] = lambda: None
         """Ends waits in communicators; called on a thread of its own once a rank has failed."""
@@ -164,51 +157,34 @@ class FailureDetector:
             self._wait_until_read()
             raise PeerError(reason) from error
 
-    def beat(self) -> "Heartbeat":
-        """Begin to send heartbeats, before this rank watches the others; return what sends them."""
-        if self._heartbeat is None:
-            self._heartbeat = Heartbeat(
-                self._store,
-                global_rank=self._rank,
-                world_size=self._world_size,
-                interval_s=self._interval_s,
-                bulletin=self._bulletin,
-            )
-            if self._bulletin is not None:
-                # So that its connection exists, and isn't mistaken for one that groups open later.
-                self._heartbeat.has_begun.wait(10 * self._interval_s)
-        return self._heartbeat
-
     def start(self) -> None:
-        """Begin to send heartbeats and to watch: from now on a silent peer counts as dead."""
-        if self._is_watching:
+        """Begin to beat and to watch: from now on a silent peer counts as dead."""
+        if self._watch is not None:
             return
-        self._is_watching = True
+        self._heartbeat.begin()
+        self._watch = watch = self._heartbeat.watch(self._ring)
         self._reason = None
         self._is_judged.clear()
         self._raised.clear()
         self._stopped = threading.Event()
-        beating = self.beat()
         self._judging = threading.Thread(
-            target=self._watch, args=(beating, self._stopped), name="failure-detector", daemon=True
+            target=self._run, args=(watch, self._stopped), name="failure-detector", daemon=True
         )
         self._judging.start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """Say goodbye: this rank ends, or goes on alone, without having failed."""
-        heartbeat = self.pause()
-        if heartbeat is not None:
-            heartbeat.end(10 * self._interval_s)
+        self.pause()
+        self._heartbeat.end(10 * self._interval_s)
 
-    def pause(self) -> "Heartbeat | None":
-        """Stop watching, but keep sending heartbeats; return what sends them, to be ended later."""
+    def pause(self) -> None:
+        """Stop judging; this process beats on."""
         atexit.unregister(self.stop)
-        self._is_watching = False
         self._stopped.set()
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.wakes_judge.set()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.wakes_judge.set()
         if self._judging is not None:
             # Communicators that are destroyed by another thread never end their own threads.
             self._judging.join(10 * self._interval_s)
@@ -217,12 +193,11 @@ class FailureDetector:
             # meanwhile, a thread that comes back from C++ is unwound by force, through code that
             # bears no exception: "terminate called without an active exception".
             self._aborting.join(10 * self._interval_s)
-        return heartbeat
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the run's first report counts."""
         self._raised.set()
-        if self._heartbeat is not None and not isinstance(error, PeerError):
+        if self._watch is not None and not isinstance(error, PeerError):
             notes = getattr(error, "__notes__", ())
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
@@ -232,12 +207,12 @@ class FailureDetector:
     @property
     def failed_rank(self) -> int | None:
         """The rank that failed first; None while there is no report."""
-        heartbeat = self._heartbeat
-        return None if heartbeat is None or heartbeat.failed_rank < 0 else heartbeat.failed_rank
+        watch = self._watch
+        return None if watch is None or watch.failed_rank < 0 else watch.failed_rank
 
     def explain(self) -> str:
         """Wait until a failure is reported or a rank is silent; return why a connection broke."""
-        if self._heartbeat is not None:
+        if self._watch is not None:
             self._heartbeat.suspect()
             self._is_judged.wait(min(self._timeout_s, 15.0))
         return self._reason or (
@@ -246,44 +221,45 @@ class FailureDetector:
 
     def _wait_until_read(self) -> None:
         """On a rank 0 that serves the store, wait until the others have read why the run ends."""
-        heartbeat = self._heartbeat
-        if self._rank == 0 and heartbeat is not None and self._bulletin is None:
-            num_others = self._world_size - len({0, heartbeat.failed_rank} - {-1})
-            self._wait(lambda: heartbeat.num_readers >= num_others, 8 * self._interval_s)
+        watch = self._watch
+        if self._rank == 0 and watch is not None and self._ring.bulletin is None:
+            num_others = len(self._ring.numbers) - len({0, watch.failed_rank} - {-1})
+            self._wait(lambda: watch.num_readers >= num_others, 8 * self._interval_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline_s:
             time.sleep(self._interval_s / 10)
 
-    # -- the watching thread --------------------------------------------------------------------
+    # -- the judging thread ---------------------------------------------------------------------
 
-    def _watch(self, heard: Heartbeat, stopped: threading.Event) -> None:
+    def _run(self, watch: Watch, stopped: threading.Event) -> None:
         store = Silence(2 * self._interval_s)
         while not stopped.is_set():
-            heard.wakes_judge.wait(self._interval_s / 2)
+            watch.wakes_judge.wait(self._interval_s / 2)
             if stopped.is_set():
                 return
-            self._reason = self._judge(heard, store)
+            self._reason = self._judge(watch, store)
             if self._reason is not None:
                 self._is_judged.set()
                 self._end_run(self._reason, stopped)
                 return
 
-    def _judge(self, heard: Heartbeat, store: Silence) -> str | None:
+    def _judge(self, watch: Watch, store: Silence) -> str | None:
         """Return why the run can't go on; None as long as it can."""
         patience_s = max(self._silence_s, _STARTING_S) if self.is_starting else self._silence_s
-        if heard.is_suspicious:
+        if watch.is_suspicious:
             patience_s = 6 * self._interval_s
-        if heard.failure is not None:
-            return heard.failure
-        if heard.has_server_left:
+        if watch.failure is not None:
+            return watch.failure
+        if watch.has_server_left:
             return None
+        heard = self._heartbeat
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
-            return _STORE_IS_GONE if self._bulletin is None else _STORE_OF_OTHERS_IS_GONE
-        # While the store is silent nothing is known of the peer.
-        if store.seconds == 0.0 and heard.look_at_peer() > patience_s:
-            heard.tell(heard.peer, _describe_silent(heard.peer))
+            return _STORE_IS_GONE if self._ring.bulletin is None else _STORE_OF_OTHERS_IS_GONE
+        # A round of the heartbeat measures it: while the store is silent nothing is known of peers.
+        if watch.peer_silence_s > patience_s:
+            heard.tell(watch.peer, _describe_silent(watch.peer))
         return None
 
     def _end_run(self, reason: str, stopped: threading.Event) -> None:

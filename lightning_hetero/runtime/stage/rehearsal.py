@@ -1,7 +1,7 @@
 """Call a layer once before other ranks wait for it: that compiles it and loads its kernels.
 
-A newcomer hasn't seen a batch. So the ranks that train describe a layer's call, by shapes and
-types, and the newcomer makes such a call with zeros, forward and backward, before it is let in.
+A joiner hasn't seen a batch. So the ranks that train describe a layer's call, by shapes and
+types, and the joiner makes such a call with zeros, forward and backward, before it is let in.
 Short lists of integers travel with their values, since packed samples have to begin and end
 somewhere. Layers share their code, so one stands for all.
 

@@ -19,8 +19,11 @@ from lightning_hetero.straggler.operations.trace import OperationTrace, grouped
 __all__ = ["BACKWARD", "FORWARD", "TRANSFERS", "Replay"]
 
 FORWARD = ("forward-compute",)
+"""Kinds of operations that compute forwards."""
 BACKWARD = ("backward-compute", "backward-input", "backward-weight")
+"""Kinds of operations that compute backwards, whole or in parts."""
 TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
+"""Kinds of operations that move activations and their gradients between stages."""
 _LOCAL = ("gc", "optimizer", *FORWARD, *BACKWARD, *TRANSFERS)
 _ROUNDING_S, _MOST_OVERLAP_S, _OVERLAP = 2e-5, 1e-3, 0.1
 """Clocks of streams differ a little: an operation counts as ended before another begins if it

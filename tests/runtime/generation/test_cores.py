@@ -5,9 +5,12 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_hetero.runtime.generation import cores
-from lightning_hetero.runtime.generation.cores import share_cores, take_cores
-from lightning_hetero.runtime.generation.environment import GenerationEnvironment
+from lightning_hetero.runtime.generation import environment as cores
+from lightning_hetero.runtime.generation.environment import (
+    GenerationEnvironment,
+    share_cores,
+    take_cores,
+)
 from lightning_hetero.runtime.generation.records import Generation, Member
 
 
@@ -15,7 +18,7 @@ from lightning_hetero.runtime.generation.records import Generation, Member
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     kept = {name: os.environ.pop(name, None) for name in (cores._NUM_THREADS, cores._SHARED)}
-    monkeypatch.setattr("lightning.fabric.utilities.distributed._num_cpus_available", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     yield
     for name, value in kept.items():
         os.environ.pop(name, None)

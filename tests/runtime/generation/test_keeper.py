@@ -13,9 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.runtime.generation import worker
+from lightning_hetero.runtime.generation.joiners import (
+    Joiner,
+    begin_numbers,
+    draw_number,
+    note_entered,
+)
 from lightning_hetero.runtime.generation.keeper import Keeper, be_kept, block_signals
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.newcomers import Newcomer, begin_numbers, note_entered
 from lightning_hetero.runtime.generation.records import (
     ENDED,
     NEWEST,
@@ -28,10 +33,11 @@ from lightning_hetero.runtime.generation.worker import (
     JOIN,
     KEPT,
     Worker,
-    newcomer_variables,
+    joiner_variables,
     tell_keeper,
 )
 from lightning_hetero.runtime.ranks.failure import LEAVE_EXIT_CODE
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from tests.processes import fork_server, free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -134,7 +140,7 @@ def keeper_of(
         Membership(run, number=number, node="a", patience_s=60.0)
     workers = []
     for number, code in enumerate(codes):
-        more = {"died_in_training": None, "is_guest": False, "is_due": False}
+        more = {"died_in_training": None, "is_joiner": False, "is_due": False}
         more |= {"describe_end": lambda: "It ended.", "is_lost": code is not None}
         workers.append(SimpleNamespace(member=("members", number), code=code, **more))
     seen = Seen(run, on_call)
@@ -223,9 +229,10 @@ class Place:
         self.keeper._look(dist.HashStore())
         self.keeper._replace_lost()
 
-    def knock(self) -> None:
-        """Let the latest worker knock at the run's door."""
-        self.worker.member = ("members", Newcomer(self.run, {}).number)
+    def ask(self) -> None:
+        """Let the latest worker ask the run to let it in."""
+        heartbeat = Heartbeat(self.run, number=draw_number(self.run), interval_s=1.0)
+        self.worker.member = ("members", Joiner(self.run, heartbeat, {}).number)
 
     def wait_for_next(self) -> float:
         """Return for how long the device stays empty."""
@@ -247,7 +254,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place.end()
 
 
-def test_a_lost_worker_s_device_gets_a_newcomer_later_each_time_that_it_loses_one(
+def test_a_lost_worker_s_device_gets_a_joiner_later_each_time_that_it_loses_one(
     place: Place,
 ) -> None:
     waits = []
@@ -267,10 +274,10 @@ def test_a_lost_worker_s_device_gets_a_newcomer_later_each_time_that_it_loses_on
     assert {environment[JOIN] for environment in others} == {"host:7"}
 
 
-def test_a_guest_holds_its_keeper_only_while_the_run_goes_on(place: Place) -> None:
+def test_a_joiner_holds_its_keeper_only_while_the_run_goes_on(place: Place) -> None:
     place.lose()
     place.wait_for_next()
-    place.knock()
+    place.ask()
     place.look()
     assert place.keeper._judge() is None
     place.run.set(ENDED, "1")
@@ -278,10 +285,10 @@ def test_a_guest_holds_its_keeper_only_while_the_run_goes_on(place: Place) -> No
     assert place.keeper._judge() == 0
 
 
-def test_a_newcomer_that_was_let_in_is_a_worker_like_others(place: Place) -> None:
+def test_a_joiner_that_was_let_in_is_a_worker_like_others(place: Place) -> None:
     place.lose()
     place.wait_for_next()
-    place.knock()
+    place.ask()
     note_entered(place.run, place.worker.member[1])
     place.look()
     place.run.set(ENDED, "1")
@@ -291,7 +298,7 @@ def test_a_newcomer_that_was_let_in_is_a_worker_like_others(place: Place) -> Non
     assert place.keeper._judge() == 137, "it failed after training"
 
 
-def test_no_newcomer_comes_where_the_run_is_over_or_the_worker_left(place: Place) -> None:
+def test_no_joiner_comes_where_the_run_is_over_or_the_worker_left(place: Place) -> None:
     place.lose()
     tell_gone(place.run, 1, "lost, too")
     place.now_s += 6.0
@@ -312,18 +319,18 @@ def test_a_keeper_without_workers_ends_when_it_is_told_to_unless_it_serves_the_r
     place.keeper._is_told_to_end = True
     place.now_s += 1000.0
     place.look()
-    assert len(place.environments) == 1, "no newcomer starts any more"
+    assert len(place.environments) == 1, "no joiner starts any more"
     assert place.keeper._judge() == (None if serves else 137)
 
 
-def test_a_newcomer_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joiner_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    told = newcomer_variables("host:7")
+    told = joiner_variables("host:7")
     assert told == {JOIN: "host:7", "NODE_RANK": "1", "RANK": "1", "SLURM_PROCID": "1"}
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("SLURM_PROCID")
-    assert newcomer_variables("host:7") == {JOIN: "host:7", "NODE_RANK": "1"}
+    assert joiner_variables("host:7") == {JOIN: "host:7", "NODE_RANK": "1"}
 
 
 def test_where_all_agree_to_leave_a_worker_that_was_lost_before_holds_up_nobody(

@@ -1,12 +1,8 @@
 """Members of one process, each in a thread, agree on generations in one store."""
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,8 +18,7 @@ from lightning_hetero.runtime.generation.records import (
     is_gone,
     say_here,
 )
-from lightning_hetero.runtime.generation.vigil import silence_of
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
 
 def members(store: dist.Store, count: int = 4) -> list[Membership]:
@@ -130,7 +125,7 @@ def test_who_leaves_is_not_waited_for_by_those_who_were_not_told() -> None:
     store = dist.HashStore()
     everyone = members(store)
     form(everyone)
-    signs = SimpleNamespace(beats_of=lambda _: time.monotonic(), silence_since=lambda *_: 0.0)
+    signs = SimpleNamespace(silence_s=lambda _: 0.0)
     with ThreadPoolExecutor(3) as threads:
         leaver = threads.submit(everyone[3].wait_for_next, 20.0)
         others = [threads.submit(item.form_next, signs, 20.0) for item in everyone[:2]]
@@ -179,27 +174,22 @@ def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
     assert has_ended(store)
 
 
-def test_silence_counts_only_without_beats() -> None:
-    beats = {0: 1, 1: 1}
-    is_silent = silence_of(beats.__getitem__, lambda *_: 0.0, limit_s=-1.0, nap_s=0.0)
-    assert is_silent(1), "no time passed, but the limit is below it"
-    hour_s = timedelta(hours=1).total_seconds()
-    patient = silence_of(beats.__getitem__, lambda *_: 0.0, limit_s=hour_s, nap_s=1.0)
-    assert not patient(0)
-
-
-def test_a_rank_that_was_silent_before_is_not_waited_for_as_long_again() -> None:
+def test_a_process_that_was_silent_before_is_not_waited_for_as_long_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """But one that has beaten since, and one that nobody watched, is."""
-    hour_s, store = timedelta(hours=1).total_seconds(), dist.HashStore()
-    heartbeat = Heartbeat(store, global_rank=0, world_size=2, interval_s=hour_s)
-    heartbeat.peer, heartbeat.peer_beat = 1, 7
-    heartbeat.peer_silence.sign, heartbeat.peer_silence.seconds = (1, 7), hour_s
-    for beats, is_gone_at_once in (({1: 7}, True), ({1: 8}, False), ({2: 7}, False)):
-        (rank,) = beats
-        is_silent = silence_of(
-            beats.__getitem__, heartbeat.silence_since, limit_s=hour_s - 1.0, nap_s=1.0
-        )
-        assert is_silent(rank) == is_gone_at_once
+    store, now_s = dist.HashStore(), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    own, other = (Heartbeat(store, number=number, interval_s=1.0) for number in range(2))
+    own.watch(Ring(numbers=(0, 1), rank=0))
+    other._round()
+    for _ in range(10):
+        now_s[0] += 1.0
+        own._round()
+    assert own.silence_s(1) == 9.0
+    assert own.silence_s(2) == 0.0
+    other._round()
+    assert own.silence_s(1) == 0.0
 
 
 def test_who_beats_is_waited_for_and_who_freezes_isnt_even_if_it_is_here() -> None:
@@ -208,21 +198,17 @@ def test_who_beats_is_waited_for_and_who_freezes_isnt_even_if_it_is_here() -> No
     form(everyone, range(3))
     early, late, frozen = everyone
     say_here(store, 1, Member(frozen.number, "b"))
-    beats, seen = {0: 1, 1: 1, 2: 0}, []
+    seen: list[int] = []
 
-    def beats_of(rank: int) -> int:
-        seen.append(rank)
-        beats[1] += 1
+    def silence_s(number: int) -> float:
+        seen.append(number)
         if len(seen) == 51:
-            thread.submit(late.form_next, signs_of(lambda rank: len(seen) * (rank < 2)), 1.0)
-        return beats[rank]
+            thread.submit(late.form_next, signs, 1.0)
+        return 10.0 if number == frozen.number else 0.0
 
-    def signs_of(beats_of: Callable[[int], int]) -> Any:
-        return SimpleNamespace(beats_of=beats_of, silence_since=lambda *_: 0.0)
-
+    signs = SimpleNamespace(silence_s=silence_s)
     with ThreadPoolExecutor(1) as thread:
-        # Hardly any silence is allowed.
-        formed = early.form_next(signs_of(beats_of), 1e-6)[1]
+        formed = early.form_next(signs, 1.0)[1]
     assert [member.number for member in formed.members] == [0, 1]
     assert early.find_gone() is None
     assert "no sign of life" in str(early.reason_of(2))

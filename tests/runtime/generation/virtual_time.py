@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.runtime.generation import membership, newcomers, vigil
+from lightning_hetero.runtime.generation import joiners, judge, membership
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.ranks import heartbeat
 
 __all__ = ["Formed", "Timeline", "form_next"]
 
-_MODULES = membership, newcomers, vigil, heartbeat
+_MODULES = membership, joiners, judge, heartbeat
 _STACK_BYTES = 512 * 1024
 
 
@@ -123,17 +123,17 @@ class _Store:
 
 
 class _Signs:
-    """Heartbeats of ranks, of which the first have stopped."""
+    """What one member sees of the others' beats, of which the first members have stopped."""
 
-    def __init__(self, timeline: Timeline, num_frozen: int) -> None:
+    def __init__(self, timeline: Timeline, num_frozen: int, silence_s: float) -> None:
         self._timeline, self._num_frozen = timeline, num_frozen
+        self._nap_s, self._seen = silence_s / 5, dict[int, heartbeat.Silence]()
 
-    def beats_of(self, global_rank: int) -> int:
+    def silence_s(self, number: int) -> float:
         self._timeline.store.add("beats", 0)
-        return 0 if global_rank < self._num_frozen else int(self._timeline.now_s * 100)
-
-    def silence_since(self, global_rank: int, beats: int) -> float:
-        return 0.0
+        beats = 0 if number < self._num_frozen else int(self._timeline.now_s * 100)
+        seen = self._seen.setdefault(number, heartbeat.Silence(self._nap_s, sign=beats))
+        return seen.look(beats)
 
 
 class Formed(NamedTuple):
@@ -165,7 +165,11 @@ def form_next(
         for frozen in everyone[:num_here]:
             frozen._say_here(1)
         begin_s, before, left = timeline.now_s, timeline.num_calls, everyone[num_frozen:]
-        signs = _Signs(timeline, num_frozen)
-        pairs = timeline.run([partial(member.form_next, signs, silence_s) for member in left])
+        pairs = timeline.run(
+            [
+                partial(member.form_next, _Signs(timeline, num_frozen, silence_s), silence_s)
+                for member in left
+            ]
+        )
     lost = {old.without(new) for old, new in pairs}
     return Formed(lost, timeline.now_s - begin_s, timeline.num_calls - before)

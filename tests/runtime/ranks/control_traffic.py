@@ -19,10 +19,9 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.ranks import meeting
-from lightning_hetero.runtime.ranks.broken import is_broken_connection
 from lightning_hetero.runtime.ranks.communicators import init_process_group
-from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
+from lightning_hetero.runtime.ranks.connections import Connections, is_broken_connection
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Watch
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.processes import Processes
 
@@ -44,13 +43,13 @@ class CountingStore:
         return counted
 
 
-def heartbeats(store: CountingStore, world_size: int, interval_s: float = 0.0) -> list[Heartbeat]:
-    """Return the heartbeats of all ranks, whose rounds the test calls itself."""
-    with mock.patch.object(threading.Thread, "start"):
-        return [
-            Heartbeat(store, global_rank=rank, world_size=world_size, interval_s=interval_s)  # type: ignore[arg-type]
-            for rank in range(world_size)
-        ]
+def heartbeats(
+    store: CountingStore, world_size: int, interval_s: float = 0.0
+) -> tuple[list[Heartbeat], list[Watch]]:
+    """Return the heartbeats of all ranks, whose rounds the test calls itself, and their watches."""
+    numbers = tuple(range(world_size))
+    beats = [Heartbeat(store, number=rank, interval_s=interval_s) for rank in numbers]  # type: ignore[arg-type]
+    return beats, [beats[rank].watch(Ring(numbers=numbers, rank=rank)) for rank in numbers]
 
 
 def count_sockets(rank: int, *, is_lazy: bool) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.generation import entering, newcomers
+from lightning_hetero.runtime.generation import entering, joiners
 from lightning_hetero.runtime.ranks.connections import LAZY, Connections
 from tests.processes import ProcessPool
 from tests.runtime.ranks.control_traffic import (
@@ -95,13 +95,13 @@ def test_who_joins_a_run_of_many_connects_as_they_do(
 ) -> None:
     monkeypatch.delenv(LAZY, raising=False)
     store = dist.HashStore()
-    newcomers.begin_numbers(store, num_first)
+    joiners.begin_numbers(store, num_first)
     monkeypatch.setenv(entering.JOIN, "127.0.0.1:1")
     monkeypatch.setattr(entering, "_connect", lambda *_: (store, "run"))
     monkeypatch.setattr(entering, "PrefixStore", lambda _, store: store)
-    monkeypatch.setattr(entering, "Newcomer", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(entering, "Joiner", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
-        entering.join_membership({}, start_timeout=timedelta(seconds=1))
+        entering.join_membership({}, start_timeout=timedelta(seconds=1), silence_s=2.0)
     assert os.environ.get(LAZY) == lazy
     monkeypatch.delenv(LAZY, raising=False)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.ranks.step_end import StepEnd
+from lightning_hetero.runtime.ranks.communicators import Communicators, StepEnd
 
 CUDA = torch.device("cuda", 0)
 

@@ -1,25 +1,24 @@
-"""Wait for members of a run, and tell that those are gone that are silent or don't come."""
+"""Judge who is gone, being silent or late, and when it is in vain to go on without who is lost."""
 
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.runtime.generation.records import tell_gone
-from lightning_hetero.runtime.ranks.heartbeat import Silence
 
-__all__ = ["LOOK_S", "SignsOfLife", "Turns", "Vigil", "pause_s", "silence_of"]
+__all__ = ["LOOK_S", "Judge", "Turns", "VainGenerations", "pause_s"]
 
 LOOK_S = 0.01
-"""Between two looks at who has come, of few members."""
-_ASK_S = 0.05
-"""Between two times in which one of few members asks who is silent."""
+"""Between two looks at who has come, of few members; they ask who is silent a fifth as often."""
 _FEW, _MANY = 16, 100
 """Members that each take all turns; and members that together make the most short calls."""
 _SELDOM = 200.0
 """Times as long as the first one that any member waits: 2 s for a look, 10 s until it asks."""
+_FEWEST_IN_VAIN = 3
+_LONGEST_IN_VAIN_S = 60.0
+"""About the time of a restart: after trying for as long, a restart costs at most as much again."""
 
 
 def pause_s(num_members: int) -> float:
@@ -31,14 +30,10 @@ class Turns:
     """One member's turns at what costs the more, the more members there are.
 
     To look at who has come is to read a line for each member, and to ask who is silent is a call of
-    the store for each of them. The store answers one call after another: if all of many members
-    took turns alike, none would be answered in time. So the first of those that are here takes most
-    turns, the second half as many, and so on, and each goes on if those before it are lost. Of n
-    members all together take about ln n times as many turns as the first one, instead of n times.
-
-    Counted in virtual time, with a store that answers 50,000 calls a second: 1,024 members agree in
-    0.3 s and 11,000 calls, instead of 21 s and a million; if four of them are frozen, 1.1 s after
-    the limit of 2 s. See `tests/runtime/generation/test_many_members.py`.
+    the store for each of them; the store answers one call after another. So the first of those that
+    are here takes most turns, the second half as many, and so on, and each goes on if those before
+    it are lost: n members take about ln n times as many turns as the first one, instead of n times.
+    In virtual time 1,024 members agree in 0.3 s, instead of 21 s.
 
     Args:
         every_s: Seconds between two turns of each of few members.
@@ -62,18 +57,8 @@ class Turns:
         return is_due
 
 
-class SignsOfLife(Protocol):
-    """News of a generation's ranks from its heartbeat; see `Heartbeat`."""
-
-    def beats_of(self, global_rank: int) -> int:
-        """Return the number of a rank's heartbeats so far."""
-
-    def silence_since(self, global_rank: int, beats: int) -> float:
-        """Return the seconds for which a rank was seen to be silent after `beats` heartbeats."""
-
-
-class Vigil:
-    """One wait for members, from its making on.
+class Judge:
+    """Judges members during one wait for them, from its making on.
 
     Args:
         store: The membership's store.
@@ -92,7 +77,7 @@ class Vigil:
     ) -> None:
         self._store, self._is_silent, self._patience_s = store, is_silent, patience_s
         self._deadline_s = time.monotonic() + patience_s
-        self._asks = Turns(_ASK_S, num_members)
+        self._asks = Turns(5 * LOOK_S, num_members)
         self._asks.is_next(0)  # Most waits are over before anybody needs to ask.
 
     def look(self, missing: Collection[int], here: Collection[int] = (), *, place: int = 0) -> None:
@@ -111,27 +96,34 @@ class Vigil:
                 tell_gone(self._store, member, why)
 
 
-def silence_of(
-    beats_of: Callable[[int], int],
-    known_s: Callable[[int, int], float],
-    *,
-    limit_s: float,
-    nap_s: float,
-) -> Callable[[int], bool]:
-    """Return a function that tells whether a rank has sent no heartbeat for `limit_s` of watching.
+class VainGenerations:
+    """Counts generations in a row that ended before any step was trained, as one rank saw them.
+
+    A count alone would end a run that loses spot machines one after another, each while the others
+    still recover from the loss before. Time alone would end a run whose recovery is slow. So a run
+    ends after several in a row *and* a minute without a step (ski rental).
+
+    ::
+
+        vain = VainGenerations()
+        why = vain.note(has_trained=False)  # after a generation; says why the run should end
 
     Args:
-        beats_of: Returns the number of a rank's heartbeats.
-        known_s: Returns the seconds for which a rank was seen to be silent since that many.
-        limit_s: Seconds of silence that are too many.
-        nap_s: The most that a gap between two looks counts; see `Silence`.
+        now_s: The time, in seconds.
     """
-    watched: dict[int, Silence] = {}
 
-    def is_silent(rank: int) -> bool:
-        beats = beats_of(rank)
-        if rank not in watched:
-            watched[rank] = Silence(nap_s, sign=beats, seconds=known_s(rank, beats))
-        return watched[rank].look(beats) > limit_s
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._since_s = now_s()
+        self._count = 0
 
-    return is_silent
+    def note(self, *, has_trained: bool) -> str:
+        """Note that a generation has ended; return why no other should follow, "" if one should."""
+        if has_trained:
+            self._since_s, self._count = self._now_s(), 0
+            return ""
+        self._count += 1
+        vain_s = self._now_s() - self._since_s
+        if self._count < _FEWEST_IN_VAIN or vain_s < _LONGEST_IN_VAIN_S:
+            return ""
+        return f"{self._count} generations in a row have trained no step, in {vain_s:.0f} s"

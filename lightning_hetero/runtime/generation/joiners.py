@@ -1,18 +1,19 @@
 """Let a process join a run that trains: what it does, and how the run checks it first.
 
-1. The *newcomer* does alone what it can: it imports everything, makes its module, and calls a layer
+1. The *joiner* does alone what it can: it imports everything, makes its module, and calls a layer
    as the run does, so that it is compiled (`stage.rehearsal`). It draws a member's number, writes
-   down what it runs, and *knocks* again and again.
+   down what it runs, and beats under that number (`ranks.heartbeat`) as all processes do.
 2. Rank 0 looks at it between two steps. If it runs something else, it is *refused*, with advice,
-   and nobody else notices. If it has knocked between two looks, so is alive, it is a *guest*.
-3. Ranks agree in an iteration's row that guests wait, and all stop after the same step. The first
-   member to come *calls* the guests for the next generation; the first call counts (`compare_set`).
-4. A called guest says that it is here, as all members do, and is in the proposed generation. If it
+   and nobody else notices. If it has beaten between two looks, so is alive, it is *admitted*.
+3. Ranks agree in an iteration's row that joiners wait, and all stop after the same step. The first
+   member to come *calls* those admitted for the next generation; the first call counts
+   (`compare_set`).
+4. A called joiner says that it is here, as all members do, and is in the proposed generation. If it
    shows no sign of life, it is gone, as a member would be.
 
-A generation that forms because a rank was lost calls guests as well, unless the ranks that are left
-go on from their own slices, so that they are back without waiting for anybody: then the next one
-does. A newcomer that dies holds up nobody before it is called; after that, the others wait for it
+A generation that forms because a rank was lost calls joiners as well, unless the ranks that are
+left go on from their own slices, so that they are back without waiting for anybody: then the next
+one does. A joiner that dies holds up nobody before it is called; after that, the others wait for it
 as long as for a lost rank's heartbeat.
 """
 
@@ -25,56 +26,75 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation.judge import LOOK_S
 from lightning_hetero.runtime.generation.records import (
     ENDED,
     NEWS,
     gone_key,
     is_anybody_left,
     is_gone,
-    meeting_of,
+    members_of,
     newest_generation,
     tell_gone,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Silence, sign_of_life
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Silence
 
 __all__ = [
-    "Door",
-    "Newcomer",
+    "Admission",
+    "Joiner",
     "begin_numbers",
     "call",
     "call_key",
+    "draw_number",
     "find_layer_call",
-    "has_only_knocked",
-    "knocks_of",
+    "has_never_entered",
     "note_entered",
     "num_first",
 ]
 
 _log = logging.getLogger(__name__)
 
-_NUMBERS, _FIRST, _GUESTS, _CALL = "numbers", "first newcomer", "guests", "layer call"
-_KNOCK_S, _LISTEN_S = 0.05, 0.01
+_NUMBERS, _FIRST, _ADMITTED, _CALL = "numbers", "first joiner", "admitted", "layer call"
 _MOST_SILENT_S = 30.0
-"""Seconds after which a newcomer that stops knocking is forgotten, and a silent run is over."""
+"""Seconds after which a joiner that stops beating is forgotten, and a silent run is over."""
 
 
-class Newcomer:
+def begin_numbers(store: Store, num_first: int) -> None:
+    """Count the members of the first start, whose numbers are their ranks."""
+    store.set(_FIRST, str(num_first))
+    store.add(_NUMBERS, num_first)
+
+
+def num_first(store: Store) -> int:
+    """Return the number of members of the first start."""
+    return int(store.get(_FIRST))
+
+
+def draw_number(store: Store) -> int:
+    """Return the number of a new member, which nobody else gets."""
+    return int(store.add(_NUMBERS, 1)) - 1
+
+
+class Joiner:
     """A process that wants to join a run.
 
     Args:
         store: The membership's store.
+        heartbeat: This process's, under a number that it has drawn.
         facts: What it runs, by name: must be the same in all members.
     """
 
-    def __init__(self, store: Store, facts: Mapping[str, str]) -> None:
+    def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
         self._store = store
+        self._heartbeat = heartbeat
         self._run_silence = Silence(1.0)
-        self.number = int(store.add(_NUMBERS, 1)) - 1
+        self.number = heartbeat.number
         """Its number as a member."""
         store.set(_facts(self.number), json.dumps(dict(facts)))
+        store.add(NEWS, 1)
 
     def wait_for_call(self, timeout_s: float) -> int:
-        """Knock until a generation calls; return the generation's number.
+        """Wait until a generation calls this process, which beats; return the generation's number.
 
         Raises:
             ConfigurationError: It is refused: what it runs differs from what the members run.
@@ -83,15 +103,13 @@ class Newcomer:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            self.knock()
-            self._store.add(NEWS, 1)
             while time.monotonic() < deadline_s:
                 newest = newest_generation(self._store)
                 self._raise_if_turned_away(newest)
                 coming = 0 if newest is None else newest + 1
-                if self._is_called(coming):
+                if self.number in _numbers(self._store, call_key(coming)):
                     return coming
-                self.knock()
+                time.sleep(2 * LOOK_S)
         except DistError as error:
             raise PeerError(
                 f"The run's store is gone, so the run has ended, or lost its first node: {error}"
@@ -101,19 +119,6 @@ class Newcomer:
             "once they have begun to train; if that takes longer, allow more: "
             "HeteroStrategy(start_timeout=...)."
         )
-
-    def knock(self) -> None:
-        """Show that this process lives."""
-        self._store.add(_knocks(self.number), 1)
-
-    def _is_called(self, generation: int) -> bool:
-        """Wait for a generation's call until it is time to knock again; return whether it came."""
-        until_s = time.monotonic() + _KNOCK_S
-        while self.number not in _numbers(self._store, call_key(generation)):
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(_LISTEN_S)
-        return True
 
     def _raise_if_turned_away(self, newest: int | None) -> None:
         store, refused = self._store, f"refused/{self.number}"
@@ -131,7 +136,8 @@ class Newcomer:
                 "Nobody is left of the run: it has failed, or was started anew. Start this again."
             )
         # Where all nodes are lost at once but the store's, nobody says so.
-        sign = newest, sign_of_life(meeting_of(store, newest), 0)
+        first = members_of(store, newest)[:1]
+        sign = newest, [self._heartbeat.beats_of(member.number) for member in first]
         if self._run_silence.look(sign) > _MOST_SILENT_S:
             raise PeerError(
                 f"The run has shown no sign of life for {_MOST_SILENT_S:.0f} s: it has failed. "
@@ -139,31 +145,33 @@ class Newcomer:
             )
 
 
-class Door:
-    """Newcomers as members see them: rank 0 judges them, any member may call them.
+class Admission:
+    """Joiners as members see them: rank 0 judges them, any member may call them.
 
     Args:
         store: The membership's store.
-        facts: What the members run; see `Newcomer`.
+        heartbeat: This process's, which reads the beats of others.
+        facts: What the members run; see `Joiner`.
     """
 
-    def __init__(self, store: Store, facts: Mapping[str, str]) -> None:
+    def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
         self._store = store
+        self._heartbeat = heartbeat
         self._facts = dict(facts)
         self._next = 0
-        self._waiting: dict[int, Silence] = {}
-        self._heard: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
+        """By number: the beats of each joiner that waits, when it was first seen."""
         self._news = -1
         self._has_told_call = False
 
     def look(self, num_news: int, layer_call: str | None = None) -> bool:
-        """Judge newcomers that knock, and return whether guests wait to be called.
+        """Judge joiners that beat, and return whether admitted ones wait to be called.
 
         Makes no call of the store while there are no news and nobody waits.
 
         Args:
             num_news: Grows with each news in the membership.
-            layer_call: Description of a layer's call, once it is known, for newcomers to rehearse.
+            layer_call: Description of a layer's call, once it is known, for joiners to rehearse.
         """
         if layer_call and not self._has_told_call:
             self._has_told_call = True
@@ -175,28 +183,21 @@ class Door:
         # Those before it were there from the start.
         self._next = self._next or num_first(self._store)
         for number in range(self._next, total):
-            self._waiting[number] = Silence(1.0)
+            self._waiting[number] = self._heartbeat.beats_of(number)
         self._next = total
-        for number, silence in list(self._waiting.items()):
-            if not self._waits_on(number, silence):
-                del self._waiting[number]
-        return any(self._may_come_in(number) for number in self._waiting)
+        self._waiting = {n: beats for n, beats in self._waiting.items() if self._waits_on(n)}
+        return not self._waiting.keys().isdisjoint(_numbers(self._store, _ADMITTED))
 
-    def _may_come_in(self, number: int) -> bool:
-        return number in _numbers(self._store, _GUESTS)
-
-    def _waits_on(self, number: int, silence: Silence) -> bool:
-        """Judge a newcomer; return whether it still waits."""
+    def _waits_on(self, number: int) -> bool:
+        """Judge a joiner; return whether it still waits."""
         store, facts = self._store, _facts(number)
         refused = f"refused/{number}"
         if is_gone(store, number) or any(store.check([k]) for k in (_entered(number), refused)):
             return False
-        knocks = knocks_of(store, number)
-        lives = knocks > self._heard.setdefault(number, knocks)
-        if silence.look(knocks) > _MOST_SILENT_S:
-            tell_gone(store, number, f"It didn't knock for {_MOST_SILENT_S:.0f} s.")
+        if self._heartbeat.silence_s(number) > _MOST_SILENT_S:
+            tell_gone(store, number, f"It gave no sign of life for {_MOST_SILENT_S:.0f} s.")
             return False
-        if knocks == 0 or not store.check([facts]):
+        if not store.check([facts]):
             return True
         differences = _differences(self._facts, json.loads(store.get(facts)))
         if differences:
@@ -205,66 +206,51 @@ class Door:
                 "code, packages, plan file and options as the run has."
             )
             store.set(refused, text)
-            _log.warning("Refused a newcomer. %s", text)
+            _log.warning("Refused a joiner. %s", text)
             return False
-        guests = _numbers(store, _GUESTS)
-        if lives and number not in guests:
+        admitted = _numbers(store, _ADMITTED)
+        lives = self._heartbeat.beats_of(number) > self._waiting[number]
+        if lives and number not in admitted:
             # Whoever isn't waiting any more is in, refused or gone.
-            waiting = [guest for guest in guests if guest in self._waiting]
-            store.set(_GUESTS, json.dumps([*waiting, number]))
+            waiting = [other for other in admitted if other in self._waiting]
+            store.set(_ADMITTED, json.dumps([*waiting, number]))
         return True
 
 
 def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
-    """Call the guests for a generation; return the called numbers, the same for every caller.
+    """Call admitted joiners for a generation; return their numbers, the same for every caller.
 
     Args:
         store: The membership's store.
         generation: The generation's number.
-        anybody: Whether to call the guests; only the first caller's choice counts.
+        anybody: Whether to call any; only the first caller's choice counts.
     """
     waiting = [
         number
-        for number in sorted(_numbers(store, _GUESTS))
+        for number in sorted(_numbers(store, _ADMITTED))
         if anybody and not is_gone(store, number) and not store.check([_entered(number)])
     ]
     return list(json.loads(store.compare_set(call_key(generation), "", json.dumps(waiting))))
 
 
 def call_key(generation: int) -> str:
-    """Return the key under which a generation's called guests are stored."""
+    """Return the key under which the joiners are stored that are called for a generation."""
     return f"call/{generation}"
 
 
-def knocks_of(store: Store, number: int) -> int:
-    """Return how many times a newcomer has knocked."""
-    return int(store.add(_knocks(number), 0))
-
-
 def note_entered(store: Store, number: int) -> None:
-    """Record that a newcomer is a member from now on; called before it is in a generation."""
+    """Record that a joiner is a member from now on; called before it is in a generation."""
     store.set(_entered(number), "")
 
 
-def has_only_knocked(store: Store, number: int) -> bool:
-    """Whether a process has knocked, but was never in a generation."""
+def has_never_entered(store: Store, number: int) -> bool:
+    """Whether a process asked to join, but was never in a generation."""
     return bool(store.check([_facts(number)])) and not store.check([_entered(number)])
-
-
-def begin_numbers(store: Store, num_first: int) -> None:
-    """Count the members of the first start, whose numbers are their ranks."""
-    store.set(_FIRST, str(num_first))
-    store.add(_NUMBERS, num_first)
 
 
 def find_layer_call(store: Store) -> str:
     """Return the description of a layer's call; "" until members have written it."""
     return store.get(_CALL).decode() if store.check([_CALL]) else ""
-
-
-def num_first(store: Store) -> int:
-    """Return the number of members of the first start."""
-    return int(store.get(_FIRST))
 
 
 def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -281,10 +267,6 @@ def _numbers(store: Store, key: str) -> list[int]:
 
 def _facts(number: int) -> str:
     return f"facts/{number}"
-
-
-def _knocks(number: int) -> str:
-    return f"knocks/{number}"
 
 
 def _entered(number: int) -> str:

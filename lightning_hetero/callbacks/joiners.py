@@ -1,4 +1,4 @@
-"""Decide, on rank 0, after which step waiting newcomers may join."""
+"""Decide, on rank 0, after which step waiting joiners may join."""
 
 import lightning.pytorch as pl
 
@@ -7,16 +7,16 @@ from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import SavedCheckpoint
 from lightning_hetero.core.errors import CheckpointError, PeerError
 
-__all__ = ["Guests"]
+__all__ = ["JoinersOfRun"]
 
 
-class Guests:
-    """The newcomers that rank 0 sees waiting; other ranks see none.
+class JoinersOfRun:
+    """The joiners that rank 0 sees waiting; other ranks see none.
 
     ::
 
-        guests = Guests()
-        if guests.may_come_in(trainer, newest=saved):  # before each iteration
+        joiners = JoinersOfRun()
+        if joiners.may_come_in(trainer, newest=saved):  # before each iteration
             ...  # save after this step, and let them in
     """
 
@@ -25,11 +25,11 @@ class Guests:
         self._are_held_back = False
 
     def refuse_after(self, saved: SavedCheckpoint) -> None:
-        """Let nobody in until a later save is confirmed: `saved`, for newcomers, has failed."""
+        """Let nobody in until a later save is confirmed: `saved`, for joiners, has failed."""
         self._unsafe = saved
 
     def may_come_in(self, trainer: pl.Trainer, newest: SavedCheckpoint | None) -> bool:
-        """Whether newcomers are waiting that may join after this step.
+        """Whether joiners are waiting that may join after this step.
 
         They may not after the last step of an epoch, since a checkpoint from before the epoch's end
         would lack what that end changes; a step later they may, even if that ends an epoch, too.
@@ -42,7 +42,7 @@ class Guests:
         waits = False
         if strategy is not None and trainer.is_global_zero and strategy.processes.membership:
             call = strategy.engine.boundary.first_call
-            waits = strategy.processes.membership.look_for_guests(call)
+            waits = strategy.processes.membership.look_for_joiners(call)
         self._are_held_back = waits and not self._are_held_back and is_epoch_ending(trainer)
         return waits and not self._are_held_back and self._can_be_saved_for(newest)
 

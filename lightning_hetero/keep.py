@@ -1,0 +1,85 @@
+"""Keep a script's process: `torchrun ... -m lightning_hetero.keep script.py`.
+
+With `ElasticRestart(in_place=True)` a process that outlives its worker keeps each worker (see
+`runtime.generation.keeper`). By itself the script begins in the process that is kept, and again in
+the worker, when it first calls `fit`. Started by this command it begins once: the launcher starts
+the keeper, and the keeper starts the script.
+
+Launched as a process of each rank, with `MASTER_ADDR`, `MASTER_PORT` and `RANK` in the environment
+as torchrun sets them; or with `LIGHTNING_HETERO_JOIN=host:port`, to join a run. Linux only.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning_hetero.runtime.generation.keeper import KeeperTask, block_signals, keep
+from lightning_hetero.runtime.generation.worker import JOIN, joiner_variables
+
+__all__ = ["keep_script", "task_of"]
+
+_NEEDED = "MASTER_ADDR", "MASTER_PORT", "RANK"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_hetero.keep",
+        description="Keep a process that runs a script with ElasticRestart(in_place=True).",
+    )
+    parser.add_argument(
+        "--no-replace",
+        action="store_true",
+        help="start no process on the device of one that was lost",
+    )
+    parser.add_argument("-m", action="store_true", dest="is_module", help="run a module")
+    parser.add_argument("script", help="the script, or the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def task_of(arguments: Sequence[str]) -> KeeperTask:
+    """Return the keeper's task for a command line, in the environment of a launched process.
+
+    Raises:
+        SystemExit: The command line or the environment can't be used; says what to give.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    joined = os.environ.get(JOIN)
+    if joined is not None:
+        address, _, port = joined.rpartition(":")
+    else:
+        lacking = [name for name in _NEEDED if name not in os.environ]
+        if lacking:
+            parser.error(
+                f"{', '.join(lacking)} must be in the environment, as torchrun sets it: start it "
+                f"with torchrun, or set {JOIN}=host:port to join a run."
+            )
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not address or not port.isdecimal():
+        parser.error(f"the run's store is at {address!r}, port {port!r}; give a host and a number.")
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    script = ["-m", given.script] if given.is_module else [given.script]
+    return KeeperTask(
+        command=[sys.executable, "-u", *script, *given.arguments],
+        workers=[own if joined is None else own | joiner_variables(joined)],
+        address=address,
+        port=int(port),
+        serves=joined is None and not agent_serves and os.environ["RANK"] == "0",
+        replaces=not given.no_replace,
+    )
+
+
+def keep_script() -> None:
+    """Run as a keeper."""
+    if not sys.platform.startswith("linux"):
+        sys.exit(f"lightning_hetero.keep needs Linux; this is {sys.platform}.")
+    task = task_of(sys.argv[1:])
+    block_signals()
+    os._exit(keep(task))
+
+
+if __name__ == "__main__":
+    keep_script()
