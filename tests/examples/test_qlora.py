@@ -19,7 +19,6 @@ SMALL = {
     "--data.vocab_size": 300,
     "--data.shuffle": "false",
     "--model.config.hidden_size": 64,
-    "--model.eps": 1e-3,
 }
 PLAIN = {"--trainer.strategy": "auto", "--trainer.devices": 1}
 
