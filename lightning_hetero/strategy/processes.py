@@ -203,6 +203,19 @@ class Processes:
             self._store.set_timeout(self._timeout)
         return self._store
 
+    def open_store(self, name: str) -> tuple[Store, str]:
+        """Return names of their own in the ranks' store, by a client of their own, and its host.
+
+        All ranks call it equally often; each time the names are new ones.
+        """
+        store, rank = self._connect_store(), self.comms.global_rank
+        number = store.add(f"{name}/{rank}", 1)
+        own = self._connections.open(store.clone)  # type: ignore[attr-defined]
+        server = own
+        while isinstance(server, PrefixStore):
+            server = server.underlying_store
+        return PrefixStore(f"{name} {number}", own), server.host
+
     def _init_process_group(self, device: torch.device) -> None:
         assert self._environment is not None
         self._backend = self._backend or dist.get_default_backend_for_device(device)

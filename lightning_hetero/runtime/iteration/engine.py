@@ -37,6 +37,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
+from lightning_hetero.runtime.iteration.schedule_choice import ScheduleChoice
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
@@ -129,6 +130,7 @@ class Engine:
         )
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
+        self.schedules = ScheduleChoice(config.schedule, communicators, clock)
         self._late = LateNumbers(device)
         self.loss_trials = LossTrials()
         self.gradients: dict[str, Tensor] = {}
@@ -182,7 +184,7 @@ class Engine:
             make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
             looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
         )
-        schedule = running.schedule(len(microbatches), is_training=is_training)
+        schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
         passes = StagePasses(
             running,
             self.boundary,
@@ -194,6 +196,7 @@ class Engine:
             layer_trial=partial(LayerTrial, tries_shared=is_looked_at(key.batch_idx + 1))
             if is_tried and is_shared_out and not self.config.local_buffers
             else None,
+            splitter=running.splitter if is_training and self.schedules.is_split else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
@@ -230,6 +233,8 @@ class Engine:
         self._late.judge(logged, partial(self.logs.check, entries))
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
+        if is_training:
+            self.schedules.learn(running)
         del running, passes, begin  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         self._recomputation.learn(agreed.reports.measured)
