@@ -1,4 +1,4 @@
-"""The gate of the planner: its plans beside those of a recorded search, on 209 clusters.
+"""The gate of the planner: its plans beside those of a recorded search, on 208 clusters.
 
 ::
 
