@@ -9,7 +9,8 @@
 Cases are the planner's benchmarks and 200 random clusters of 2 to 128 devices of 1 to 3 types,
 links of 1 to 400 Gbit/s, all known models; each follows from its number. `gate_record.jsonl` holds
 a line for each case on which the thorough search of commit 818ce66 was run: the seconds of its best
-plan's iteration, infinite if nothing fits, and its processor time.
+plan's iteration, infinite if nothing fits, and its processor time. They are by the cost model of
+that commit: where a device's rates have changed since, record its cases again.
 """
 
 import argparse
