@@ -1,4 +1,4 @@
-"""The gate of the planner: its plans beside those of a recorded search, on 214 clusters.
+"""The gate of the planner: its plans beside those of a recorded search, on 208 clusters.
 
 ::
 
@@ -8,8 +8,9 @@
 
 Cases are the planner's benchmarks and 200 random clusters of 2 to 128 devices of 1 to 3 types,
 links of 1 to 400 Gbit/s, all known models; each follows from its number. `gate_record.jsonl` holds
-a line for each case that the search of release 0.9 was run on, thorough: the seconds of its best
-plan's iteration and its processor time.
+a line for each case on which the thorough search of commit 818ce66 was run: the seconds of its best
+plan's iteration, infinite if nothing fits, and its processor time. They are by the cost model of
+that commit: where a device's rates have changed since, record its cases again.
 """
 
 import argparse
