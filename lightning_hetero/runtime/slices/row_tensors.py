@@ -97,6 +97,8 @@ class Part:
     """Where standbys have rows, too: which elements are counted here. Shaped like the tensor."""
     is_gradient: bool = False
     """Whether it's the gradient itself."""
+    is_frozen: bool = False
+    """Whether no rank owns the parameter, because it never trains."""
 
 
 class Rows(Tensor):
@@ -171,6 +173,8 @@ def _special(
         return [_whole_norm(item, *args[1:], **kwargs) for item in args[0]]
     if not args or args[0] is not rows[0]:
         return _NOTHING
+    if rows[0]._part.is_frozen and _writes(func):
+        _refuse_frozen(name, rows[0]._part)
     reduction = Reduction.of(name, args, kwargs)
     if reduction is not None:
         return _reduce(reduction, func, args, kwargs)
@@ -299,6 +303,8 @@ def _reduce(reduction: Reduction, func: Any, args: Sequence[Any], kwargs: Mappin
     """Return a reduction of a whole tensor; of rows if it reduces each row by itself."""
     rows = args[0]
     part: Part = rows._part
+    if part.is_frozen:
+        _refuse_frozen(reduction.name, part)
     if reduction.dims is None or part.dim in reduction.dims:
         if reduction.order is not None and reduction.dims is None and part.is_gradient:
             return part.ranks.norm_of_gradient(part.name, reduction.order).to(rows.dtype)
@@ -346,6 +352,13 @@ def _num_dims(item: Any) -> int:
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+
+
+def _refuse_frozen(name: str, part: Part) -> NoReturn:
+    raise StepError(
+        f"{name} is called in a hook on parameter {part.name}, which is frozen: only steps have its "
+        "values. Let it require gradients if hooks change or measure it."
+    )
 
 
 def _refuse(name: str, part: Part) -> NoReturn:

@@ -70,7 +70,12 @@ class HookedSlices:
         """Names of the parameters for which some rank has rows of a gradient."""
         self._given: dict[str, Tensor] = {}
         """Gradients that hooks have asked for."""
-        for name, master in store.masters.items() if is_needed else ():
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Note which rows this rank has; called again when parameters get owners."""
+        store = self._store
+        for name, master in store.masters.items() if self._is_needed else ():
             part = _part_of(store, name, self._ranks)
             vars(master).update(_part=part, _ask_gradient=self._ask_gradient)
 
@@ -186,4 +191,5 @@ def _part_of(store: SliceStore, name: str, ranks: Ranks) -> Part:
         num_whole=prod(spec.shape),
         dim=spec.cut_dim,
         counted=counted,
+        is_frozen=name in store.frozen,
     )
