@@ -28,6 +28,7 @@ __all__ = [
     "SplittableBatch",
     "count_samples",
     "cut_batch",
+    "doubled",
     "epoch_weight",
     "fingerprint_of",
     "sample_lengths",
@@ -161,6 +162,33 @@ def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
     if count == 1:
         return [batch]
     return _parts(batch, [num_samples * index // count for index in range(count + 1)])
+
+
+def doubled(batch: Any) -> Any:
+    """Return a batch that holds its only sample twice; None if it can't be made.
+
+    A batch that cuts itself must have `repeat(times)`, as `PackedBatch` has it.
+    """
+    if type(batch) not in (list, tuple) and _is_splittable(batch):
+        repeat = getattr(batch, "repeat", None)
+        return None if repeat is None else repeat(2)
+
+    def is_column(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 1 and not isinstance(value[0], Tensor)
+
+    def twice(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.cat([value, value]) if value.ndim else value
+        if is_column(value):
+            return value * 2
+        if not _has_fields(value):
+            return value
+        made = copy(value)
+        vars(made).update(doubled(vars(value)))
+        return made
+
+    leaves, form = tree_flatten(batch, is_leaf=is_column)
+    return form.unflatten([twice(leaf) for leaf in leaves])
 
 
 def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:

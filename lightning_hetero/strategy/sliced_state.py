@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.runtime.generation.entering import is_newcomer
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
 from lightning_hetero.runtime.slices.slice_uses import KnownUses, SliceUses
@@ -95,8 +94,6 @@ class SlicedState:
         """Whether the slices' values have yet to be recovered."""
         self.known_uses = KnownUses()
         """The uses of slices that earlier generations have seen; the others tell newcomers."""
-        self._knows_loss = is_newcomer()
-        """Whether an earlier generation has tried the loss; see `LossTrials`."""
         self._step_verdicts: dict[bytes, Verdict] = {}
 
     @property
@@ -113,7 +110,6 @@ class SlicedState:
     def begin(self, engine: Engine, *, trains: bool) -> None:
         """Take over a run's engine, which has cut the parameters; `trains` if the run is a fit."""
         self.engine, self._comms, self._kept = engine, engine.comms, None
-        engine.loss_trials.is_known = self._knows_loss
         if trains:
             self._trained = engine.store
             self._standbys = StandbyCheck(
@@ -144,7 +140,6 @@ class SlicedState:
         self._forget_uses()
         if self.engine is not None:
             engine, self.engine = self.engine, None
-            self._knows_loss = engine.loss_trials.is_known
             self._awaited = stand_for_awaited(engine.store)
             engine.remove()
         for slot, awaited in self._awaited:
@@ -162,7 +157,7 @@ class SlicedState:
             self._cut_when_loading = None
         if self.engine is None:
             return
-        self.known_uses, self._knows_loss = KnownUses(), False
+        self.known_uses = KnownUses()
         engine, self.engine = self.engine, None
         if not failed:
             engine.buffers.share()

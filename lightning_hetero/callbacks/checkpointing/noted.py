@@ -24,7 +24,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
 )
 from lightning_hetero.checkpoint import CheckpointContent, SliceContent
-from lightning_hetero.runtime.results.appended_lists import AppendedLists
+from lightning_hetero.runtime.results.outputs import AppendedLists
 
 __all__ = [
     "LOADERS",
@@ -149,7 +149,7 @@ class Gathered:
             del self.results[key]
         for metric, state in self._states:
             _put_back(metric, state)
-        self._lists.take(after_layers=True)
+        self._lists.take()
 
 
 def metrics_of(module: pl.LightningModule) -> Iterator[Metric]:

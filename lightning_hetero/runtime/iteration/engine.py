@@ -15,7 +15,6 @@ Outside of training there is no backward and no push.
 Design: optimization separate from propagation (Hydraulis §5), asymmetric pipelines (AutoHet §III).
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,35 +35,31 @@ from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
-from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
-from lightning_hetero.runtime.iteration.step_results import StepResults
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch, RunningPlan
+from lightning_hetero.runtime.iteration.split_run import SplitRun
+from lightning_hetero.runtime.iteration.step_results import LossScale, StepResults
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.runtime.results.iteration_loss import (
-    GUESSED_LOSS,
     NUM_TOTALS,
     IterationLoss,
+    LateNumbers,
     NonfiniteGradients,
     answer_nonfinite,
     describe_ranks,
     nonfinite_ranks,
     without_sums,
 )
-from lightning_hetero.runtime.results.late_numbers import LateNumbers
-from lightning_hetero.runtime.results.log_entries import LogEntry
-from lightning_hetero.runtime.results.loss_trial import LossTrial, LossTrials
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
-from lightning_hetero.runtime.results.padded_means import NUM_LOOKED_AT
-from lightning_hetero.runtime.results.step_logs import StepLogs
+from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
-from lightning_hetero.runtime.slices.digests import is_looked_at
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
+from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -112,7 +107,7 @@ class Engine:
         self.logs = StepLogs(module, device, StepMetrics(module, communicators, self._speaks))
         self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
-        self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
+        self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
         self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
         self.rows = EmbeddingRows(module)
         """Must be told of each batch before it runs."""
@@ -130,7 +125,7 @@ class Engine:
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
         self._late = LateNumbers(device)
-        self.loss_trials = LossTrials()
+        self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
@@ -166,21 +161,16 @@ class Engine:
         """
         is_training = key.phase is Phase.TRAIN
         running = self.plans.begin(key.phase, key.epoch)
-        self.buffers.begin(key.phase)
         # Cut.
         microbatches, first_index = self._cut(batch)
-        is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
-        is_shared_out = len(microbatches) > 1 or len(self.plan.pipelines) > 1
-        is_tried = is_training and is_cut and self.loss_trials.begin(key.batch_idx)
+        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
+        seed = self.config.seed, key.phase, key.epoch, key.batch_idx
+        if is_training and is_cut and self._split.is_due():
+            self._check_split(step, microbatches, running, seed)
+        scale = self._split.scale if is_cut or not is_training else LossScale(is_sum=True)
+        self.buffers.begin(key.phase)
         results = StepResults(
-            self.module,
-            self.logs,
-            self.device,
-            loss_reduction=self.config.loss_reduction,
-            is_training=is_training,
-            ends_early=running.link.following is not None,
-            make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
-            looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
+            self.module, self.logs, self.device, scale=scale, is_training=is_training
         )
         schedule = running.schedule(len(microbatches), is_training=is_training)
         passes = StagePasses(
@@ -190,10 +180,7 @@ class Engine:
             microbatches,
             self._recomputation.of(running.stage, microbatches, schedule),
             first_index=first_index,
-            seed=(self.config.seed, key.phase, key.epoch, key.batch_idx),
-            layer_trial=partial(LayerTrial, tries_shared=is_looked_at(key.batch_idx + 1))
-            if is_tried and is_shared_out and not self.config.local_buffers
-            else None,
+            seed=seed,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
@@ -210,7 +197,7 @@ class Engine:
                 if is_training:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
-                results.finish(running.push.gradients, is_cut=is_cut, is_shared_out=is_shared_out)
+                results.finish(running.push.gradients)
                 # Agree: rows are sent now, and read after the push. With standbys they are sent
                 # after it: then all ranks have their gradients, and either all step or none.
                 begin = partial(self._begin_agreement, key.phase, results, passes)
@@ -225,9 +212,8 @@ class Engine:
         self.settle()
         self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         self.buffers.settle(agreed.reports.buffers, self.plan)
-        loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
+        loss = None if sums is None else self._settle_training(sums, agreed, scale, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
-        self._late.judge(logged, partial(self.logs.check, entries))
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         del running, passes, begin  # They hold the plan's weights, and another plan may come next.
@@ -246,6 +232,25 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
+    def _check_split(
+        self,
+        step: Callable[[Any], Any],
+        microbatches: Sequence[Any],
+        running: RunningPlan,
+        seed: tuple[int, ...],
+    ) -> None:
+        """Check how losses of this batch's parts combine; see `results.split_check`."""
+
+        def recompute(parts: Sequence[Any]) -> list[Recomputation]:
+            schedule = running.schedule(len(parts), is_training=True)
+            return self._recomputation.of(running.stage, parts, schedule)
+
+        is_last = running.link.following is None
+        with self.logs.recording(is_last=is_last), running.weights, self._calls:
+            running.start_pull(self._calls)
+            self._split.run(step, microbatches, running, seed=seed, recompute=recompute)
+            running.finish_exchange(is_training=False)
+
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
@@ -258,7 +263,6 @@ class Engine:
             fingerprint=0 if place is None else self.fingerprint,
             is_leaving=self.is_leaving,
             sees_guests=self.sees_guests,
-            loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )
         report = Report(
@@ -267,7 +271,6 @@ class Engine:
             buffers=(place and self.buffers.report(running.layers, place.pipeline_index)) or (),
             reads=tuple(sorted(running.reads or ())),
             measured=self._recomputation.measured,
-            means=results.means.found() if results.means is not None else (),
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
@@ -283,16 +286,15 @@ class Engine:
         """Whether this rank reports for its tensor-parallel group, whose ranks have the same."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _settle_training(self, sums: Sums, agreed: Agreed, batch: Any, key: IterationKey) -> Tensor:
+    def _settle_training(
+        self, sums: Sums, agreed: Agreed, losses: LossScale, key: IterationKey
+    ) -> Tensor:
         """Scale the summed gradients and keep them for the optimizer; return the iteration's loss.
 
         Raises:
-            StepError: Losses don't go together, or gradients aren't finite.
+            StepError: Gradients aren't finite.
         """
-        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
-        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
-        if loss.is_guessed and is_cut and self.comms.global_rank == 0:
-            warnings.warn(GUESSED_LOSS, stacklevel=2)
+        loss = IterationLoss.of(agreed.sums, is_sum=losses.is_sum, unit=losses.unit)
         kept = self.plans.running.used_somewhere(sums.by_name, agreed.reports.num_missing)
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
