@@ -15,7 +15,6 @@ import torch
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.generation.worker import JOIN
-from lightning_hetero.runtime.results.loss_trial import LossTrials
 from lightning_hetero.runtime.slices.slice_uses import SliceUses
 from lightning_hetero.strategy.sliced_state import SlicedState
 from tests.processes import ProcessPool
@@ -160,24 +159,21 @@ def test_what_first_steps_are_watched_for_is_known_to_later_generations(
     slices = SlicedState(whole_after_run=False)
 
     def begin() -> Any:
-        engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
+        engine = mock.MagicMock(comms=SimpleNamespace(world_size=1))
         slices.begin(engine, trains=False)
         return engine
 
-    engine = begin()
-    for index in range(2):
-        assert engine.loss_trials.begin(index) == (index == 0)
+    begin()
     # What two ranks with standbys may do, because each has all, isn't known of more.
     for others_lack in (False, True):
         slices._uses = mock.Mock(stop=lambda: True, others_lack=others_lack)
         slices.begin_iteration(trains=True)
         assert slices.known_uses.were_watched is others_lack
     slices.await_recovery()
-    engine = begin()
-    assert not engine.loss_trials.begin(5)
+    begin()
     assert slices.known_uses.were_watched
     slices.end(None, failed=True)
-    assert begin().loss_trials.begin(5)
+    begin()
     assert not slices.known_uses.were_watched
 
 
@@ -189,7 +185,7 @@ def test_a_newcomer_does_not_try_what_its_run_has_tried(
         monkeypatch.setenv(JOIN, "127.0.0.1:1")
     slices = SlicedState(whole_after_run=False)
     monkeypatch.delenv(JOIN, raising=False)  # It has joined when its engine is made.
-    engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
+    engine = mock.MagicMock(comms=SimpleNamespace(world_size=1))
     slices.begin(engine, trains=False)
     assert engine.loss_trials.begin(7) is not joins
 

@@ -8,7 +8,7 @@ log, no buffer, no random state, no gradient.
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import BatchError, HeteroError
-from lightning_hetero.models.batches import count_samples, cut_batch, doubled, sizes_of
+from lightning_hetero.models.batches import concatenated, count_samples, cut_batch, sizes_of
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
@@ -202,9 +202,7 @@ class SplitRun:
                     layers=running.layers,
                     num_layers=running.plan.num_layers,
                     seed=seed,
-                    receive=None
-                    if running.link.previous is None
-                    else running.link.receive_activation,
+                    receive=None if link.previous is None else link.receive_activation,
                     wait_unit=pull.wait_unit if pull.is_under_way else None,
                     recomputation=recomputation,
                     limits=limits,
@@ -325,9 +323,10 @@ class SplitRun:
 
 
 def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
-    """Return the micro-batch with the most samples, and its halves; none if it can't be cut.
+    """Return a batch and its halves; none if there is nothing to cut or to put together.
 
-    One sample is taken twice, and is both halves, of which one is returned.
+    It is the micro-batch with the most samples; two of one sample each, if no other has more; or
+    one sample twice, which is both halves, of which one is returned.
     """
     if not microbatches:
         return []
@@ -337,11 +336,20 @@ def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
         if count_samples(chosen) > 1:
             parts = [chosen, *cut_batch(chosen, 2)]
         else:
-            parts = [doubled(chosen), chosen]
+            parts = _of_single(chosen, [item for item in microbatches if item is not chosen])
     except BatchError:
         return []
     # A step may change its batch in place.
     return [copy.deepcopy(part) for part in parts] if parts[0] is not None else []
+
+
+def _of_single(chosen: Any, others: Sequence[Any]) -> list[Any]:
+    for other in others[:1]:
+        with suppress(BatchError):
+            together = concatenated([chosen, other])
+            if together is not None:
+                return [together, chosen, other]
+    return [concatenated([chosen, chosen]), chosen]
 
 
 def _looser(one: Limits, other: Limits) -> Limits:

@@ -62,7 +62,6 @@ class StepResults:
         self.epoch_weight = 0
         """Of all micro-batches that have begun."""
         self._lists = AppendedLists(module)
-        self._num_samples = 0
         self._logs = logs
         self._device = device
         self._scale = scale
@@ -72,7 +71,6 @@ class StepResults:
     def begin(self, microbatch: Any, num_samples: int) -> None:
         """Note the module's state before a step of a micro-batch."""
         self._lists.begin()
-        self._num_samples = num_samples
         self.epoch_weight += epoch_weight(microbatch, num_samples)
 
     def drop(self) -> None:
@@ -115,10 +113,8 @@ class StepResults:
         return [] if has_none else [loss], (weight / self._scale.unit).float()
 
     def _count(self, microbatch: Any) -> Any:
-        """Return the number of targets of a micro-batch; samples where losses are sums."""
+        """Return the number of targets of a micro-batch, by which means are weighted."""
         rule = self._scale.rule
-        if rule is not None and rule.is_sum:
-            return self._num_samples
         counting = Counting.usual(microbatch, self._by_module) if rule is None else rule.counting
         return counting.of(microbatch, self._by_module)
 

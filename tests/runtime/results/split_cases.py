@@ -91,7 +91,6 @@ MEANS: dict[str, Case] = {
     "with an eps": lambda x: (each(x) * ROWS.mask).sum() / (ROWS.mask.sum() + 1e-8),
     "of two means": lambda x: (each(x) * ROWS.mask).mean() / ROWS.mask.mean(),
     "cross entropy": lambda x: F.cross_entropy(x, ROWS.labels),
-    "of a sum of layers": lambda x: F.cross_entropy(torch.stack([x, -x]).sum(0), ROWS.labels),
     "products of a sample": lambda x: torch.einsum("bd,bd->b", x, x).mean(),
     "by a weight": lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(),
     "scaled": lambda x: 0.5 * F.cross_entropy(x, ROWS.labels) / 3,
@@ -217,9 +216,6 @@ SEPARATE: dict[str, Case] = {
     "a table's products": lambda x: (x @ TABLE.T).mean(),
     "distances to a table": lambda x: torch.cdist(x, TABLE).mean(),
     "a distance to what is kept": lambda x: x.mean() + 0.1 * torch.norm(WEIGHT - TABLE[:4]),
-    "a table made here": lambda x: (
-        x * (torch.linspace(0, 1, len(x))[:, None] - torch.linspace(0, 1, len(x))[None]).sum()
-    ).mean(),
     "rows with columns": lambda x: (x[:, :1] * x[:1].detach()[0]).mean(),
 }
 
@@ -271,10 +267,6 @@ WEIGHED: dict[str, Case] = {
 ALONE: dict[str, Case] = {
     "a mean": lambda x: F.cross_entropy(x, ROWS.labels),
     "a sum": lambda x: F.cross_entropy(x, ROWS.labels, reduction="sum"),
-    "a mean of what is sure": lambda x: (each(x) * is_sure(x)).sum() / is_sure(x).sum(),
-    "targets made of what is sure": lambda x: F.cross_entropy(
-        x, torch.where(is_sure(x), x.argmax(-1), -100)
-    ),
     "one by one": lambda x: sum(F.cross_entropy(x[i], ROWS.labels[i]) for i in (0, 2, 3, 5)) / 4,
     "those with targets": lambda x: sum(
         F.cross_entropy(x[i], ROWS.labels[i]) for i in range(6) if ROWS.labels[i] >= 0
