@@ -194,9 +194,7 @@ class SplitRun:
         """Run the parts through this rank's stage."""
         seen, limits, has_drawn = list[_Seen](), self._limits(), False
         link, pull = running.link, running.pull
-        eager = torch.compiler.set_stance("force_eager")
-        spared = Spared(self._module, evaluates=self._evaluates)
-        with PreservedRandomState(), eager, spared:
+        with PreservedRandomState(), torch.compiler.set_stance("force_eager"):
             for part, recomputation in zip(parts, recomputations, strict=True):
                 forward = _WatchedPass(
                     layers=running.layers,
@@ -207,11 +205,13 @@ class SplitRun:
                     recomputation=recomputation,
                     limits=limits,
                 )
-                found = self._run_part(step, part, forward, running)
-                limits, has_drawn = forward.limits, has_drawn or forward.has_drawn
+                # Each part begins with the same buffers.
+                with Spared(self._module, evaluates=self._evaluates) as spared:
+                    found = self._run_part(step, part, forward, running)
+                    has_drawn |= forward.has_drawn or spared.has_drawn
+                limits = forward.limits
                 if found is not None:
                     seen.append(found)
-            has_drawn |= spared.has_drawn
         return self._report(parts, seen, running, _Found(None, limits, has_drawn))
 
     def _run_part(
