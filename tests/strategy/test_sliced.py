@@ -14,7 +14,6 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.slices.slice_uses import SliceUses
 from lightning_hetero.strategy.sliced_state import SlicedState
 from tests.processes import ProcessPool
@@ -175,19 +174,6 @@ def test_what_first_steps_are_watched_for_is_known_to_later_generations(
     slices.end(None, failed=True)
     begin()
     assert not slices.known_uses.were_watched
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_a_newcomer_does_not_try_what_its_run_has_tried(
-    monkeypatch: pytest.MonkeyPatch, *, joins: bool
-) -> None:
-    if joins:
-        monkeypatch.setenv(JOIN, "127.0.0.1:1")
-    slices = SlicedState(whole_after_run=False)
-    monkeypatch.delenv(JOIN, raising=False)  # It has joined when its engine is made.
-    engine = mock.MagicMock(comms=SimpleNamespace(world_size=1))
-    slices.begin(engine, trains=False)
-    assert engine.loss_trials.begin(7) is not joins
 
 
 @pytest.mark.parametrize("was_asked", ["never", "first", "later"])
