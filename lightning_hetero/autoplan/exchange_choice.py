@@ -14,8 +14,7 @@ from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.runtime.setup.detect import cluster_of
-from lightning_hetero.simulator.by_node import push_by_node_s, push_straight_s
-from lightning_hetero.simulator.cluster_links import ClusterLinks
+from lightning_hetero.simulator.links import ClusterLinks, push_by_node_s, push_straight_s
 
 __all__ = ["with_exchange"]
 

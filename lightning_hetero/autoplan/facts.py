@@ -21,6 +21,7 @@ from torch import nn
 from lightning_hetero.assign.pipeline_cost import typical_length
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
@@ -224,6 +225,8 @@ class RunFacts:
     """Finds out the loader's sizes; called on rank 0 only."""
     emulation: Emulation = field(default_factory=Emulation)
     """The device that this rank emulates."""
+    arithmetic: Arithmetic | None = None
+    """The format that matrix products are computed in; None is bf16 or fp32, by `compute_bytes`."""
     compute_bytes: int = 4
     """Bytes of a value in the compute dtype, in which weights and gradients are sent."""
     summed_bytes: int = 4
@@ -277,6 +280,7 @@ class RunFacts:
         share = trainable / count if count else 1.0
         frozen = self.master_bytes * (1 - share)
         return StateLayout(
+            arithmetic=self.arithmetic,
             weight_bytes=self.compute_bytes,
             gradient_bytes=math.ceil(self.compute_bytes * share),
             summed_bytes=math.ceil(self.summed_bytes * share),

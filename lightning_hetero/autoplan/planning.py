@@ -27,7 +27,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidateOptions, PlanningResult
-from lightning_hetero.planner.contingency import PlanningTask, ProposalTask
+from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, ProposalTask
 from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
@@ -38,6 +38,7 @@ from lightning_hetero.simulator import (
     fitting_lines,
     host_bytes,
     host_lines,
+    precision_notes,
     prediction_lines,
 )
 
@@ -200,7 +201,7 @@ def _search(
     return AutoPlanned(
         plan=best.best.plan,
         basis=basis,
-        summary=_summary(job, best, best.lower_bound_s, measured=profile is not None),
+        summary=_summary(job, best, basis),
         simulation=best.best.simulation,
         lower_bound_s=best.lower_bound_s,
     )
@@ -221,20 +222,28 @@ def _propose(task: ProposalTask, contingencies: Contingencies, data: DataFacts) 
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
         *host_lines(host_bytes(found.plans[0], basis.cost())),
+        *_precision_lines(basis),
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
     return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
 
 
-def _summary(job: Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:
-    workload, simulation = result.workload, result.best.simulation
+def _precision_lines(basis: PlanBasis) -> list[str]:
+    """Return lines on devices that lack units for the run's precision; [] if times are measured."""
+    notes = () if basis.profile is not None else precision_notes(basis.cost())
+    return [f"precision       {note}" for note in notes]
+
+
+def _summary(job: Job, result: PlanningResult, basis: PlanBasis) -> str:
+    workload, simulation, bound_s = result.workload, result.best.simulation, result.lower_bound_s
     gap = simulation.iteration_time_s / bound_s - 1.0
     lines = [
         f"planned for     {workload.global_batch_size} samples of {workload.sequence_length:,} "
         f"tokens an iteration, {sizes_of(result)} a micro-batch, by "
-        f"{_source(measured=measured)}",
+        f"{_source(measured=basis.profile is not None)}",
         *prediction_lines(simulation, workload.num_tokens),
         *fitting_lines(result.best.plan, simulation),
+        *_precision_lines(basis),
         bound_line(f"faster than {bound_s:.4g} s", gap),
         f"limited by      {result.limit}",
     ]

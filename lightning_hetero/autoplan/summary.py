@@ -13,7 +13,7 @@ from typing import Self
 
 from lightning_hetero.autoplan.facts import NUM_STATES, AutoPlanned, RunFacts
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.core.devices import KNOWN_DEVICES
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan
@@ -31,6 +31,7 @@ from lightning_hetero.simulator import (
     devices_line,
     fitting_lines,
     plan_table,
+    precision_notes,
     prediction_lines,
     simulate,
     simulated_facts,
@@ -134,7 +135,7 @@ class StartUp:
         idle = sorted(set(range(num_ranks)) - set(self.plan.ranks))
         if not idle:
             return None
-        speeds = [self.cluster.device_of(rank).peak_flops_per_s for rank in range(num_ranks)]
+        speeds = [self._flops_per_s(self.cluster.device_of(rank)) for rank in range(num_ranks)]
         share = sum(speeds[rank] for rank in idle) / sum(speeds)
         return (
             f"The plan gives ranks {idle} no layers: {len(idle)} of {num_ranks} devices stand "
@@ -181,7 +182,7 @@ class StartUp:
             row = []
             for stage in pipeline.stages:
                 devices = [self.cluster.device_of(rank) for rank in stage.ranks]
-                slowest = min(devices, key=lambda device: device.peak_flops_per_s)
+                slowest = min(devices, key=self._flops_per_s)
                 row.append(
                     StageFacts(
                         device=slowest.name,
@@ -191,6 +192,9 @@ class StartUp:
                 )
             found.append(row)
         return found
+
+    def _flops_per_s(self, device: DeviceSpec) -> float:
+        return device.flops_per_s(self.facts.state_layout().computes_in)
 
     def _expect(self) -> tuple[list[list[StageFacts]], list[str]]:
         """Return the expected facts of each stage, and lines on the expected iteration."""
@@ -255,6 +259,7 @@ class StartUp:
         lines = [
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
             *fitting_lines(plan, simulation),
+            *[f"precision       {note}" for note in precision_notes(cost)],
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines

@@ -89,8 +89,8 @@ class ElasticRestart(Callback):
             left and as many samples per iteration as before. With `HeteroStrategy(redundancy=1)`
             they go on from their own slices, and no step is lost; but from the newest checkpoint,
             and the log says why, if both keepers of a row are lost, a step was half made or made
-            by some ranks only, or hooks of an epoch's end ran. A validation that was due is run
-            (again), and what follows it. Ranks that leave on a notice, or newcomers, cost no step:
+            by some ranks only, or an epoch or training was about to end. A validation in mid-epoch
+            that was due is run (again). Ranks that leave on a notice, or newcomers, cost no step:
             all save first. What can't be done so (no checkpoint yet, the store's node lost or told
             to go, a fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as

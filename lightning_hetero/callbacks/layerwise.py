@@ -18,9 +18,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Access
+from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
 from lightning_hetero.callbacks.checkpointing.live import Found, LiveSteps, find_saved
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
@@ -38,21 +39,18 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     is_complete,
     restore,
 )
-from lightning_hetero.callbacks.checkpointing.trial import Trial
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
+    Peers,
     Recovered,
     RetryPolicy,
     SavedCheckpoint,
-    SoloTransport,
     Tier,
-    Transport,
     WriterOptions,
 )
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.ranks.communicators import GroupTransport
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -149,11 +147,10 @@ class LayerwiseCheckpoint(Checkpoint):
         self._skip_unreadable = skip_unreadable
         self._resume = resume
         self._access: Access | None = None
-        self._transport: Transport = SoloTransport()
+        self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
         self._recovered: Recovered | None = None
-        self._trial = Trial()
         self._live = LiveSteps()
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
@@ -184,23 +181,19 @@ class LayerwiseCheckpoint(Checkpoint):
         if not self._resume:
             refuse_under_torchrun()
         if stage == "fit":
-            # After a loss this rank may be the only one that is left.
-            self._transport = SoloTransport()
-            if trainer.world_size > 1:
-                opened = None if run.strategy is None else run.strategy.processes.comms.connections
-                self._transport = GroupTransport(self._timeout, opened)
+            self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and not run.knows_all_ranks:
                 # Before anything is planned or measured.
-                probe(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
+                probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        is_first, transport = trainer.local_rank == 0, self._transport
-        self._access = access = self._open(transport, is_first_of_node=is_first)
+        is_first, peers = trainer.local_rank == 0, self._peers
+        self._access = access = self._open(peers, is_first_of_node=is_first)
         owned = OwnedState(trainer)
         needs, goes_on = owned.needs(), _goes_on(trainer)
-        found = self._live.recover(trainer, needs, transport) if goes_on else Found(None)
+        found = self._live.recover(needs, peers) if goes_on else Found(None)
 
         def look(tiers: Sequence[Tier], **seen: Any) -> Recovered | None:
             nonlocal found
@@ -214,14 +207,14 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is not None:
             if not found.is_live:
                 self._last_step = recovered.id.step
-                self._trial.begin(recovered, access.tiers, transport, is_first_of_node=is_first)
             made_s, set_up_s = self._made_at_s, self._set_up_at_s
             times = StartTimes(
                 made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
             )
             restore(trainer, owned, recovered)
-            self._live.go_on(trainer, found)
-            report = report_recovery(trainer, found, times, self.places, self._transport)
+            if goes_on:
+                _reset_metrics(pl_module)
+            report = report_recovery(trainer, found, times, self.places, peers)
             run_of(trainer).note_restart(report, in_place=goes_on)
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
@@ -256,32 +249,20 @@ class LayerwiseCheckpoint(Checkpoint):
             self._save(trainer)
         if recovered is not None:
             go_on(trainer, recovered)
-            self._live.begin_training(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._trial.see_batch(trainer, batch)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._trial.see_gradients(optimizer)
         self._wait_for_snapshot()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging swaps weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live.end_evaluation()
+        self._live.begin_evaluation()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -300,7 +281,6 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.fit_loop._should_accumulate():
             return
         self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
-        self._trial.see_step(trainer, outputs)
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         leaving, self._leaving = self._leaving, None
@@ -316,7 +296,6 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live.begin_epoch_end()
         is_last = trainer.should_stop or trainer.global_step == trainer.max_steps
         is_last |= trainer.current_epoch + 1 == trainer.max_epochs
         if is_last and self._last_step != trainer.global_step:
@@ -329,8 +308,6 @@ class LayerwiseCheckpoint(Checkpoint):
         writer = self._access.writer
         owned = OwnedState(trainer)
         metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
-        if again is None:
-            metadata["lightning_hetero"]["steps"] = self._trial.history(trainer)
         id_ = replace(self._start, step=trainer.global_step)
         content = content_of(trainer, owned, id_, metadata)
         if again is not None and again.rank_metadata:
@@ -365,7 +342,6 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._trial.see_exception(trainer, exception)
         # Unfinished writes are abandoned: peers may be gone, and a restart is waiting.
         self._let_go()
         self._live = LiveSteps()
@@ -387,12 +363,19 @@ class LayerwiseCheckpoint(Checkpoint):
         # Does nothing after a run's end; but after the loss of a rank another fit may follow.
         self._let_go()
         self.saved = self._leaving = self._recovered = None
-        self._trial = Trial()
 
     def _let_go(self) -> None:
         access, self._access = self._access, None
         if access is not None:
             access.leave()
+        self._peers.close()
+
+
+def _reset_metrics(module: pl.LightningModule) -> None:
+    """Begin metrics anew, as in a new process: all ranks must have gathered the same steps."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.reset()
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

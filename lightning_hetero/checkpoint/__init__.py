@@ -1,14 +1,10 @@
 """Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV).
 
-`saving` brings a rank's state into all tiers, `recovering` brings it back onto any set of ranks;
-`survivors` recovers what ranks still hold in memory, without a save. All of it builds on the files
-of a part (`manifest`, `parts`), on the places where they are kept (`store`, `tiers`, `claims`), and
-on waits that are sure to end (`deadlines`, `transport`, `lockstep`).
+`saving` brings a rank's state into all tiers, `recovering` brings it back onto any set of ranks:
+from files, or from what ranks still hold in memory. All of it builds on the files of a part
+(`manifest`, `parts`), on the places where they are kept (`store`, `tiers`, `claims`), on what ranks
+tell and send each other (`peers`, `serving`), and on waits that are sure to end (`deadlines`).
 """
-
-import importlib
-import warnings
-from typing import Any
 
 from lightning_hetero.checkpoint.content import (
     CheckpointContent,
@@ -29,13 +25,13 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
+from lightning_hetero.checkpoint.peers import Peers
 from lightning_hetero.checkpoint.recovering.recovery import begin_run, recover
 from lightning_hetero.checkpoint.retry import RetryingStore, RetryPolicy, open_store
 from lightning_hetero.checkpoint.saving.meeting import WriterOptions
 from lightning_hetero.checkpoint.saving.writer import CheckpointWriter, SavedCheckpoint
 from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
 from lightning_hetero.checkpoint.tiers import Holder, Source, Tier, TierKind
-from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 
 __all__ = [
     "AwsSpotNotice",
@@ -49,6 +45,7 @@ __all__ = [
     "LocalStore",
     "Notice",
     "NoticeWatcher",
+    "Peers",
     "PreemptionNotice",
     "Recovered",
     "RecoveryReport",
@@ -59,12 +56,10 @@ __all__ = [
     "SigtermNotice",
     "SliceContent",
     "SliceNeed",
-    "SoloTransport",
     "Source",
     "Store",
     "Tier",
     "TierKind",
-    "Transport",
     "WriterOptions",
     "begin_run",
     "export_checkpoint",
@@ -72,14 +67,3 @@ __all__ = [
     "open_store",
     "recover",
 ]
-
-_MOVED_TO_TESTING = ("FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED_TO_TESTING:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"{name} is imported from lightning_hetero.testing now.", DeprecationWarning, stacklevel=2
-    )
-    return getattr(importlib.import_module("lightning_hetero.testing"), name)

@@ -4,13 +4,14 @@ A rank saves the slices that it owns (`core.slices`), each with its optimizer st
 the slices that it owns after the restart, whatever the plan and the world size are then.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.manifest import CheckpointId, Scalar
+from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, Scalar
 from lightning_hetero.checkpoint.tiers import Source
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
@@ -23,8 +24,10 @@ __all__ = [
     "RestoredSlice",
     "SliceContent",
     "SliceNeed",
+    "is_sound",
     "num_rows",
     "optimizer_state_dict",
+    "tensors_of",
 ]
 
 OF_CALLBACKS = "callback:"
@@ -174,6 +177,27 @@ def num_rows(shape: Sequence[int], dim: int) -> int:
     return shape[dim] if shape else 1
 
 
+def is_sound(tensor: torch.Tensor, *, is_trained: bool) -> bool:
+    """Whether a tensor holds no NaN and, if it is trained, nothing infinite.
+
+    A mask that never trains may be infinite, and so may what an optimizer keeps.
+    """
+    # float8 has no bounds; those of other dtypes are NaN if anything is.
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True
+    low, high = (float(bound) for bound in torch.aminmax(tensor))
+    return not math.isnan(low) and not (is_trained and math.isinf(high - low))
+
+
+def tensors_of(content: CheckpointContent) -> dict[tuple[int, str], torch.Tensor]:
+    """Return all tensors of a rank's slices, by the slice's index and the tensor's key."""
+    return {
+        (index, key): tensor
+        for index, item in enumerate(content.slices)
+        for key, tensor in {WEIGHT: item.weight, **item.state, **item.whole_state}.items()
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
     """Account of a recovery, for the log line after a restart."""
@@ -192,8 +216,6 @@ class RecoveryReport:
     """Attempt number for the checkpoints that this run saves."""
     place: str = ""
     """The fastest kind of tier that has any of the checkpoint, on any node."""
-    is_last: bool = False
-    """Whether the run has no complete checkpoint without the copy in that kind of tier."""
 
     def __str__(self) -> str:
         sources = ", ".join(

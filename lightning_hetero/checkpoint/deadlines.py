@@ -14,11 +14,12 @@ from concurrent.futures import Future, wait
 from typing import Any, Generic, ParamSpec, TypeVar
 
 __all__ = [
+    "MARGIN",
     "BackgroundThread",
     "Deadline",
     "Followed",
     "HangingError",
-    "Patience",
+    "Operations",
     "Progress",
     "map_on_threads",
 ]
@@ -27,6 +28,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
+MARGIN = 1.5
+"""How much longer whoever waits for work waits than the work may hang: so that it tells itself."""
 _LONGEST_LOOK_S = 1.0
 _MAX_HANGING = 8
 
@@ -67,14 +70,23 @@ class Followed(Generic[_T]):
             yield item
 
 
-class Patience:
-    """Is over once there has been no progress for `stall_s` seconds."""
+class Deadline:
+    """Is over once there has been no progress for `timeout_s` seconds.
 
-    def __init__(self, progress: Progress, stall_s: float) -> None:
-        self._progress = progress
-        self._stall_s = stall_s
-        self._seen = progress.count
+    Args:
+        timeout_s: The seconds.
+        progress: The progress; without it `renew` tells of it.
+    """
+
+    def __init__(self, timeout_s: float, progress: Progress | None = None) -> None:
+        self._progress = progress or Progress()
+        self._timeout_s = timeout_s
+        self._seen = self._progress.count
         self._since_s = time.monotonic()
+
+    def renew(self) -> None:
+        """Note some progress."""
+        self._progress.tick()
 
     @property
     def is_over(self) -> bool:
@@ -82,7 +94,7 @@ class Patience:
         now_s = time.monotonic()
         if self._progress.count != self._seen:
             self._seen, self._since_s = self._progress.count, now_s
-        return now_s - self._since_s > self._stall_s
+        return now_s - self._since_s > self._timeout_s
 
     def wait_for(self, future: "Future[Any]") -> None:
         """Wait until a job has ended, successfully or not.
@@ -90,9 +102,9 @@ class Patience:
         Raises:
             TimeoutError: There has been no progress for too long.
         """
-        while not wait([future], timeout=min(_LONGEST_LOOK_S, self._stall_s)).done:
+        while not wait([future], timeout=min(_LONGEST_LOOK_S, self._timeout_s)).done:
             if self.is_over:
-                raise TimeoutError(f"Nothing has moved for {self._stall_s:g} s.")
+                raise TimeoutError(f"Nothing has moved for {self._timeout_s:g} s.")
 
 
 class BackgroundThread:
@@ -141,7 +153,7 @@ class HangingError(TimeoutError):
     """Too many operations hang already; another one would only add one more hanging thread."""
 
 
-class Deadline:
+class Operations:
     """Runs operations that may hang; one without progress is given up and left to its thread.
 
     A thread that hangs in the kernel can't be ended. So that a place that hangs for days doesn't
@@ -171,7 +183,7 @@ class Deadline:
         result = thread.submit(operation, thread.progress)
         thread.finish()
         try:
-            Patience(thread.progress, self._stall_s).wait_for(result)
+            Deadline(self._stall_s, thread.progress).wait_for(result)
         except TimeoutError:
             # Its late writes must not replace those of a later try.
             thread.progress.is_given_up = True

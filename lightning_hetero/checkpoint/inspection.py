@@ -24,7 +24,7 @@ from lightning_hetero.checkpoint.content import (
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
 from lightning_hetero.checkpoint.parts import fault_in
-from lightning_hetero.checkpoint.recovering.fetching import FileRange, assign_sources
+from lightning_hetero.checkpoint.recovering.fetching import Fetcher, FileRange
 from lightning_hetero.checkpoint.recovering.inventory import (
     Inventory,
     choose_run,
@@ -34,7 +34,7 @@ from lightning_hetero.checkpoint.recovering.inventory import (
 )
 from lightning_hetero.checkpoint.recovering.recovery import recover
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import Holder, Tier, read_manifest
+from lightning_hetero.checkpoint.tiers import REJECTED, Holder, Tier, checkpoints_in, read_manifest
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 
@@ -45,6 +45,7 @@ __all__ = [
     "format_bitmap",
     "list_checkpoints",
     "look",
+    "reject",
     "verify",
 ]
 
@@ -145,10 +146,11 @@ def describe_sources(view: View) -> str:
         if holders[part, entry.name]
     ]
     size: dict[int, dict[Holder, int]] = defaultdict(lambda: defaultdict(int))
-    for fetch in assign_sources({0: needs}, view.manifests, holders, [_NODE]):
-        unit = view.manifests[fetch.range.part].file(fetch.range.file).unit
+    fetcher = Fetcher(view.manifests, holders, node=_NODE, reach=lambda *_: None, turn=0)
+    for need in needs:
+        unit = view.manifests[need.part].file(need.file).unit
         if unit is not None:
-            size[unit][fetch.holder] += fetch.range.stop - fetch.range.start
+            size[unit][fetcher.choose(need, 0)[1]] += need.stop
     lost: dict[int, int] = defaultdict(int)
     for (part, name), items in holders.items():
         entry = view.manifests[part].file(name)
@@ -162,6 +164,26 @@ def describe_sources(view: View) -> str:
             sources.append(f"{lost[unit] / 1e6:.2f} MB nowhere")
         rows.append((name_of_unit(unit, num_layers), ", ".join(sources)))
     return format_table(("layer", "recovered from"), rows)
+
+
+def reject(tiers: Sequence[Tier], step: int) -> list[str]:
+    """Mark all checkpoints of a step, so that nobody recovers from them; return what was marked.
+
+    Raises:
+        CheckpointError: There is no checkpoint of that step.
+    """
+    found = [
+        (tier, item)
+        for tier in tiers
+        for item in checkpoints_in(tier.store.list())
+        if item.step == step
+    ]
+    if not found:
+        places = ", ".join(str(tier.store) for tier in tiers)
+        raise CheckpointError(f"There is no checkpoint of step {step} in {places}.")
+    for tier, item in found:
+        tier.store.write(f"{item.folder}/{REJECTED}", [b"rejected by a user\n"])
+    return [f"{item} in {tier.store}" for tier, item in found]
 
 
 def verify(view: View, tiers: Sequence[Tier]) -> list[str]:

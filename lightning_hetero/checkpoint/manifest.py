@@ -45,7 +45,7 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
-_BARE_NAME = re.compile(r"(?!(?:confirmed|quarantined|acquitted)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
+_BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
 """No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
 
 
@@ -176,6 +176,10 @@ class PartManifest:
                 return entry
         raise CheckpointError(f"Part {self.part} of {self.id} has no file {name}.")
 
+    def has_file(self, name: str) -> bool:
+        """Whether the part has a file."""
+        return any(entry.name == name for entry in self.files)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all files."""
@@ -207,8 +211,8 @@ class PartManifest:
         return _HEAD % zlib.crc32(body) + body + _TAIL
 
     @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Parse what `encode` returns.
+    def decode(cls, data: bytes, *, is_live: bool = False) -> Self:
+        """Parse what `encode` returns; files of live memory have no checksums.
 
         Raises:
             CheckpointError: It is torn, altered, or of another format.
@@ -239,7 +243,8 @@ class PartManifest:
                 plan=body["plan"],
                 versions=body["versions"],
             )
-            manifest._check()
+            if not is_live:
+                manifest._check()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"The checkpoint's manifest can't be read: {error!r}.") from error
         return manifest

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_hetero.checkpoint.deadlines import Deadline, Followed, HangingError, Progress
+from lightning_hetero.checkpoint.deadlines import Followed, HangingError, Operations, Progress
 from lightning_hetero.checkpoint.store import Buffer, FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
@@ -95,7 +95,7 @@ class RetryingStore:
         self._store = store
         self._policy = policy or RetryPolicy()
         self._sleep = sleep
-        self._deadline = Deadline(self._policy.stall_s)
+        self._operations = Operations(self._policy.stall_s)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write, again from the first chunk after a failure."""
@@ -119,7 +119,7 @@ class RetryingStore:
     def _retry(self, what: str, action: Callable[[Progress], _T]) -> _T:
         for failures in range(1, self._policy.attempts + 1):
             try:
-                return self._deadline.run(action)
+                return self._operations.run(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
                 if _is_hopeless(error):
@@ -210,7 +210,7 @@ def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
         store.remove([name])
 
     try:
-        Deadline(_PATIENCE_S, max_hanging=1).run(ask)
+        Operations(_PATIENCE_S, max_hanging=1).run(ask)
     except Exception as error:
         # Stores raise their client library's own types.
         reason = _reason(error, has_served=has_served)
@@ -235,7 +235,7 @@ def look_at_store(url: str, **options: Any) -> None:
         return
     store = _impatient_store(url, options)
     try:
-        Deadline(_PATIENCE_S, max_hanging=1).run(lambda _: store.check_exists())
+        Operations(_PATIENCE_S, max_hanging=1).run(lambda _: store.check_exists())
     except Exception as error:
         # Stores raise their client library's own types.
         reason = _reason(error, has_served=False)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lightning_hetero.checkpoint.deadlines import Deadline, Followed, Progress
+from lightning_hetero.checkpoint.deadlines import Followed, Operations, Progress
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["FsspecStore", "LocalStore", "Store"]
@@ -69,11 +69,13 @@ class LocalStore:
     def __init__(self, root: str | Path, *, private: bool = False, stall_s: float = 300.0) -> None:
         self._root = Path(root).absolute()
         self._folder_mode, self._file_mode = (0o700, 0o600) if private else (0o777, 0o666)
-        self._deadline = Deadline(stall_s)
+        self._operations = Operations(stall_s)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a temporary file, sync it, rename it, sync the folder."""
-        self._deadline.run(lambda progress: self._write(name, Followed(chunks, progress), progress))
+        self._operations.run(
+            lambda progress: self._write(name, Followed(chunks, progress), progress)
+        )
 
     def _write(self, name: str, chunks: Iterable[Buffer], progress: Progress) -> None:
         path = self._root / name
@@ -100,7 +102,7 @@ class LocalStore:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes [start, stop) of a file."""
-        return self._deadline.run(lambda progress: self._read(name, start, stop, progress))
+        return self._operations.run(lambda progress: self._read(name, start, stop, progress))
 
     def _read(self, name: str, start: int, stop: int | None, progress: Progress) -> bytes:
         with (self._root / name).open("rb", buffering=0) as file:
@@ -127,7 +129,7 @@ class LocalStore:
         """
         for tries_left in reversed(range(_TRIES)):
             try:
-                return self._deadline.run(self._walk)
+                return self._operations.run(self._walk)
             except OSError as error:
                 # A network filesystem's handle of a file that was replaced: look it up again.
                 if error.errno != errno.ESTALE or not tries_left:
@@ -157,7 +159,7 @@ class LocalStore:
 
     def remove(self, names: Collection[str]) -> None:
         """Delete files, and each folder with its last file, temporary leftovers included."""
-        self._deadline.run(lambda progress: self._remove(names, progress))
+        self._operations.run(lambda progress: self._remove(names, progress))
 
     def _remove(self, names: Collection[str], progress: Progress) -> None:
         paths = [self._root / name for name in names]

@@ -18,12 +18,13 @@ from lightning_hetero.checkpoint.manifest import (
     manifest_name,
     parse_manifest_name,
 )
+from lightning_hetero.checkpoint.serving import Readable
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = [
     "CONFIRMED",
-    "QUARANTINED",
+    "REJECTED",
     "Holder",
     "PartCopy",
     "Source",
@@ -45,6 +46,8 @@ CONFIRMED = "confirmed"
 class TierKind(IntEnum):
     """Kinds of places, from the fastest to the one that survives most."""
 
+    LIVE = -1
+    """What a rank trains with: ends with the process."""
     MEMORY = 0
     """Shared memory of the node: survives the process."""
     DISK = 1
@@ -73,7 +76,7 @@ class Tier:
 
     disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
     bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
-    recovered = recover(needs, [disk, bucket], node="node-3", transport=transport)
+    recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
     """
 
     kind: TierKind
@@ -121,11 +124,11 @@ def source_of(holder: Holder, node: str) -> Source:
     if holder.kind is TierKind.REMOTE:
         return Source.REMOTE
     first = Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
-    return Source(first + holder.kind)
+    return Source(first + max(holder.kind, TierKind.MEMORY))
 
 
-QUARANTINED = "quarantined"
-"""File that marks a checkpoint's copy in its place as not to be trusted."""
+REJECTED = "rejected"
+"""File of a checkpoint that a user has rejected: its copy in that place isn't used any more."""
 
 _READERS = 16
 
@@ -171,7 +174,7 @@ def parts_in(files: Iterable[str]) -> dict[CheckpointId, list[int]]:
     return dict(parts)
 
 
-def read_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartManifest:
+def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
     """Read and check one manifest.
 
     Raises:
@@ -204,9 +207,9 @@ def look_at_parts(
 ) -> StoreParts:
     """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
 
-    Quarantined checkpoints count as absent. `progress` ticks with every manifest.
+    Rejected checkpoints count as absent. `progress` ticks with every manifest.
     """
-    trusted = {item for item in wanted if f"{item.folder}/{QUARANTINED}" not in files}
+    trusted = {item for item in wanted if f"{item.folder}/{REJECTED}" not in files}
     names = [
         (id_, part) for id_, parts in parts_in(files).items() if id_ in trusted for part in parts
     ]

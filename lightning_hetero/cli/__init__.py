@@ -24,6 +24,7 @@ _COMMANDS = {
     "compare": "say where the seconds and bytes of two plans differ",
     "profile": "measure layer times and memory on this machine",
     "checkpoint": "list, verify, convert and prune checkpoints",
+    "report": "write one page of a run",
     "stragglers": "find what slowed a run, or any job, in its log or trace",
 }
 _EXIT_BAD_INPUT = 2

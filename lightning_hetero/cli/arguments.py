@@ -24,7 +24,7 @@ from lightning_hetero.simulator import (
     simulate,
     split_batch,
 )
-from lightning_hetero.simulator.state_layout import PRECISIONS
+from lightning_hetero.simulator.stage import PRECISIONS
 
 __all__ = [
     "Prediction",
@@ -77,8 +77,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
     parser.add_argument(
         "--precision",
         choices=list(PRECISIONS),
+        metavar="NAME",
         default="bf16-mixed",
-        help="the Trainer's precision, which decides memory and traffic (default: bf16-mixed)",
+        help="the Trainer's precision, which decides rates, memory and traffic: "
+        f"{', '.join(PRECISIONS)} (default: bf16-mixed)",
     )
     parser.add_argument(
         "--redundancy",

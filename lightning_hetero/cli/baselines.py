@@ -6,7 +6,7 @@ from lightning_hetero.cli.arguments import replicated_cost
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import Workload
-from lightning_hetero.simulator import CostModel, Simulation, simulate, split_batch
+from lightning_hetero.simulator import CostModel, simulate, split_batch
 
 __all__ = ["Baseline", "find_baselines"]
 
@@ -81,13 +81,6 @@ def _best(plans: list[ParallelPlan | None], cost: CostModel, workload: Workload)
             microbatch_size=workload.sequences_per_microbatch,
         )
         simulation = simulate(plan, cost, batches)
-        if _fits(plan, cost, simulation):
+        if simulation.fits:
             times.append(simulation.iteration_time_s)
     return min(times, default=None)
-
-
-def _fits(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> bool:
-    return all(
-        simulation.stage_memory[p][s].total <= cost.usable_bytes(cost.shape_of(stage).device)
-        for p, s, stage in plan.iter_stages()
-    )

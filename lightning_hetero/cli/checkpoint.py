@@ -1,4 +1,4 @@
-"""`lightning-hetero checkpoint`: list, inspect, verify and export checkpoints, delete old ones.
+"""`lightning-hetero checkpoint`: list, inspect, verify, export, reject and prune checkpoints.
 
 A PATH is a local folder or any URL that fsspec knows. Give several PATHs to look at the folders of
 all nodes, or at copies, together.
@@ -15,6 +15,7 @@ from lightning_hetero.checkpoint.inspection import (
     format_bitmap,
     list_checkpoints,
     look,
+    reject,
     verify,
 )
 from lightning_hetero.checkpoint.pruning import prune
@@ -31,7 +32,7 @@ _RETRY = RetryPolicy(attempts=2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `checkpoint list|inspect|verify|export|prune`."""
+    """Add `checkpoint list|inspect|verify|export|reject|prune`."""
     parser.description = (
         "Look at checkpoints, check them, convert them, delete old ones. A PATH is a local folder "
         "or any URL that fsspec knows. Give several PATHs to look at the folders of all nodes, or "
@@ -51,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--step", type=int, help="this step; else the newest complete one")
         if name == "export":
             command.add_argument("--output", required=True, metavar="FILE", help="such as m.ckpt")
+    rejecting = actions.add_parser(
+        "reject",
+        help="leave one out from now on",
+        description="Mark a step's checkpoints in the given places, so that no run goes on from "
+        "them: the next start takes an older one. Give the folders of all nodes.",
+    )
+    rejecting.add_argument("step", type=int, metavar="STEP", help="the step")
+    rejecting.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
     pruning = actions.add_parser(
         "prune",
         help="delete old checkpoints",
@@ -87,6 +96,10 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
         return 0
     for path in arguments.paths:
         look_at_store(path)
+    if arguments.action == "reject":
+        for text in reject(tiers, arguments.step):
+            print(f"rejected {text}")
+        return 0
     if arguments.action == "inspect":
         _inspect(tiers, arguments.step)
     elif arguments.action == "verify":

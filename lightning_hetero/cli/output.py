@@ -14,7 +14,14 @@ from rich.table import Table
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.simulator import CostModel, PlanTable, ProfileCost, Simulation, devices_line
+from lightning_hetero.simulator import (
+    CostModel,
+    PlanTable,
+    ProfileCost,
+    Simulation,
+    devices_line,
+    precision_notes,
+)
 
 __all__ = [
     "as_rich",
@@ -88,7 +95,7 @@ def assumptions_line(cost: CostModel, precision: str) -> str:
     return (
         f"assumes         {precision}, Adam ({layout.weight_bytes} + {layout.summed_bytes} bytes a "
         f"parameter held, {layout.kept_bytes} owned{twice}), {times}, 1 GiB + 4% of memory left "
-        "free"
+        "free" + "".join([f"; {note}" for note in precision_notes(cost)])
     )
 
 

@@ -91,12 +91,10 @@ def _summary(
     lines.append(f"limited by      {simulation.bottleneck}")
     if (price := facts["price_per_billion_tokens"]) is not None:
         lines.append(price_line(price))
-    for pipeline_index, stage_index, stage in plan.iter_stages():
-        device = cost.shape_of(stage).device
-        needed = simulation.stage_memory[pipeline_index][stage_index].total
-        if needed > cost.usable_bytes(device):
-            lines.append(
-                f"does not fit    pipeline {pipeline_index} stage {stage_index} needs "
-                f"{(needed - cost.usable_bytes(device)) / _GIB:.1f} GiB more than {device} has"
-            )
+    for (pipeline_index, stage_index), lacking in simulation.lacking_bytes.items():
+        stage = plan.pipelines[pipeline_index].stages[stage_index]
+        lines.append(
+            f"does not fit    pipeline {pipeline_index} stage {stage_index} needs "
+            f"{lacking / _GIB:.1f} GiB more than {cost.shape_of(stage).device} has"
+        )
     return lines

@@ -3,6 +3,9 @@
 Reads the event log of a run with this package's callbacks, or recordings of any job, one file per
 rank: `straggler.any_job` says which. Prints a table of changes, findings, actions and generations
 of ranks; `--plot` also draws these over time, together with the iteration times.
+
+`lightning-hetero stragglers explain TRACE` reads an operation trace instead, and says why it is
+slow.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_hetero.cli.arguments import add_plot_argument, check_picture
+from lightning_hetero.cli.explain import explain_trace
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.table import format_table
 from lightning_hetero.straggler import (
@@ -57,11 +61,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="a log or recording")
     add_plot_argument(parser, "the run (of several files: FILE-1, FILE-2, ...)")
+    parser.epilog = (
+        "`stragglers explain TRACE` says why a run is slow: TRACE is an operation trace (Parquet "
+        "or JSON lines) with columns step, rank, dp_rank, stage, optype, start_ts, duration, mb_id."
+    )
+    explaining = parser.add_argument_group("for explain")
+    explaining.add_argument(
+        "--layout", metavar="META.yaml", type=Path, help="how the job was laid out"
+    )
+    explaining.add_argument("--json", metavar="FILE", type=Path, help="write the shares as JSON")
 
 
 def run_stragglers(arguments: argparse.Namespace) -> int:
     """Print the table, and draw the picture if requested; return the exit code."""
     check_picture(arguments.plot)
+    if str(arguments.files[0]) == "explain" and len(arguments.files) == 2:
+        return explain_trace(arguments.files[1], arguments.layout, arguments.json)
+    if arguments.layout is not None or arguments.json is not None:
+        raise ConfigurationError("--layout and --json belong to `stragglers explain TRACE`.")
     files = [file for path in arguments.files for file in _files_at(path)]
     several = len(files) > 1
     for number, path in enumerate(files, start=1):

@@ -1,9 +1,11 @@
-"""A pipeline schedule as data: which micro-batch a stage runs forward or backward, and when.
+"""A pipeline schedule as data: which pass of which micro-batch a stage runs, and when.
 
 The runtime executes these lists, the simulator times them and tests check laws on them. 1F1B is
 PipeDream-flush (Narayanan et al. 2021): a warm-up of forwards, then one forward and one backward in
 turn, then a cool-down of backwards, so that a stage never holds the activations of more than
-`num_stages - stage_index` micro-batches.
+`num_stages - stage_index` micro-batches. A backward may be split in two, as in Zero Bubble (Qi et
+al. 2023): the gradient of the stage's input, for which the stage before waits, and the gradients of
+its weights, for which nobody waits.
 """
 
 from dataclasses import dataclass
@@ -17,15 +19,20 @@ MAX_KEPT_SENDS = 2
 
 
 class ActionKind(StrEnum):
-    """The two passes of a micro-batch through a stage."""
+    """The passes of a micro-batch through a stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    """The whole backward: INPUT, then WEIGHT."""
+    INPUT = "I"
+    """The gradient of the stage's input."""
+    WEIGHT = "W"
+    """The gradients of the stage's weights, as far as they can wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One forward or backward pass of a micro-batch on a stage; `F3`: forward of micro-batch 3."""
+    """One pass of a micro-batch on a stage; `F3`: forward of micro-batch 3."""
 
     kind: ActionKind
     stage_index: int

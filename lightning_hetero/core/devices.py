@@ -1,23 +1,32 @@
-"""A table of known accelerators: peak dense bf16 FLOP/s, memory, bandwidths.
+"""A table of known accelerators: peak dense FLOP/s by precision, memory, bandwidths.
 
 Figures are the vendors' data sheets' (dense, without sparsity). Peak is the roof of a roofline; the
-cost model decides how much of it kernels reach. For a card without bf16 units it is the fp16 tensor
-peak. Prices differ by contract and day, so none is built in: give `price_per_hour` in the cluster
-file.
+cost model decides how much of it kernels reach. Cards before Ampere have no bf16 units (P40 has no
+fp16 units of use either): what is computed in bf16 there runs at the rate of fp32. Prices differ by
+contract and day, so none is built in: give `price_per_hour` in the cluster file.
 
 Short names and those of drivers are understood: `H100`, `a100`, `NVIDIA A100-SXM4-40GB`.
 """
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.reading import nearest
 
-__all__ = ["KNOWN_DEVICES", "DeviceSpec", "canonical_name", "find_device"]
+__all__ = ["KNOWN_DEVICES", "Arithmetic", "DeviceSpec", "canonical_name", "find_device"]
 
 _GIB = 2**30
+
+
+class Arithmetic(StrEnum):
+    """The format of numbers in which matrix products are computed."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +36,7 @@ class DeviceSpec:
     name: str
     """Name by which cluster files and profiles refer to it."""
     peak_flops_per_s: float
-    """Dense 16-bit matrix peak, FLOP/s."""
+    """Dense matrix peak in the 16-bit formats that it computes natively, FLOP/s."""
     memory_bytes: int
     """Usable device memory, bytes."""
     memory_bytes_per_s: float
@@ -38,6 +47,12 @@ class DeviceSpec:
     """Bandwidth to the memory of its host, one direction, bytes/s (PCIe 4.0 with 16 lanes)."""
     is_cpu: bool = False
     """Whether it is a CPU, on which ranks communicate by gloo; all others do by NCCL."""
+    has_bf16: bool = True
+    """Whether it computes bf16 natively; without, bf16 runs at fp32's rate."""
+    has_fp16: bool = True
+    """Whether it computes fp16 natively; without, fp16 runs at fp32's rate."""
+    fp32_flops_per_s: float | None = None
+    """Dense 32-bit matrix peak, FLOP/s, of TF32 where there is; None is half the 16-bit peak."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -52,6 +67,23 @@ class DeviceSpec:
             value = getattr(self, name)
             if not value > 0:
                 raise ClusterError(f"Device {self.name!r} has {name} {value}; it must be above 0.")
+        if self.fp32_flops_per_s is not None and not self.fp32_flops_per_s > 0:
+            raise ClusterError(
+                f"Device {self.name!r} has fp32_flops_per_s {self.fp32_flops_per_s}; it must be "
+                "above 0, or be left out."
+            )
+
+    def is_native(self, arithmetic: Arithmetic) -> bool:
+        """Return whether it has units for this format."""
+        if arithmetic is Arithmetic.BF16:
+            return self.has_bf16
+        return self.has_fp16 or arithmetic is Arithmetic.FP32
+
+    def flops_per_s(self, arithmetic: Arithmetic) -> float:
+        """Return the dense matrix peak in this format: fp32's where it has no units for it."""
+        if arithmetic is not Arithmetic.FP32 and self.is_native(arithmetic):
+            return self.peak_flops_per_s
+        return self.fp32_flops_per_s or self.peak_flops_per_s / 2
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 12.5, 25, 50
@@ -76,6 +108,12 @@ def _device(
     )
 
 
+def _old(device: DeviceSpec, fp32_tflops: float, *, has_fp16: bool = True) -> DeviceSpec:
+    """Return a device from before Ampere: it has neither bf16 units nor TF32."""
+    rate = fp32_tflops * 1e12
+    return replace(device, has_bf16=False, has_fp16=has_fp16, fp32_flops_per_s=rate)
+
+
 KNOWN_DEVICES: dict[str, DeviceSpec] = {
     device.name: device
     for device in (
@@ -92,22 +130,33 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
         _device("H20-96GB", 148, 96, 4000, 450, _PCIE_5),
         _device("B200-180GB", 2250, 180, 7700, 900, _PCIE_5),
         _device("MI300X-192GB", 1307, 192, 5300, 64, _PCIE_5),
-        _device("V100-16GB", 125, 16, 900, 150, _PCIE_3),
-        _device("V100-32GB", 125, 32, 900, 150, _PCIE_3),
+        _device("RX-7900-XTX", 123, 24, 960, 32, _PCIE_4),
+        _old(_device("P100-16GB", 18.7, 16, 732, 16, _PCIE_3), 9.3),
+        _old(_device("P40", 11.8, 24, 346, 16, _PCIE_3), 11.8, has_fp16=False),
+        _old(_device("V100-16GB", 125, 16, 900, 150, _PCIE_3), 15.7),
+        _old(_device("V100-32GB", 125, 32, 900, 150, _PCIE_3), 15.7),
         _device("A10", 125, 24, 600, 32, _PCIE_4),
         _device("A10G", 70, 24, 600, 32, _PCIE_4),
         _device("A30", 165, 24, 933, 100, _PCIE_4),
         _device("A40", 150, 48, 696, 56, _PCIE_4),
         _device("L4", 121, 24, 300, 32, _PCIE_4),
         _device("L40S", 362, 48, 864, 32, _PCIE_4),
-        _device("T4", 65, 16, 320, 16, _PCIE_3),
-        _device("RTX-2080", 81, 8, 448, 16, _PCIE_3),
+        _old(_device("T4", 65, 16, 320, 16, _PCIE_3), 8.1),
+        # GeForce: the rate with sums in fp32, at which training runs.
+        _old(_device("RTX-2080", 40.3, 8, 448, 16, _PCIE_3), 10.1),
+        _device("RTX-3060-12GB", 25.5, 12, 360, 28, _PCIE_4),
+        _device("RTX-3080", 59.5, 10, 760, 28, _PCIE_4),
         _device("RTX-3090", 71, 24, 936, 28, _PCIE_4),
+        _device("RTX-4060-Ti-16GB", 44.1, 16, 288, 16, _PCIE_3),  # Eight lanes of PCIe 4.0.
+        _device("RTX-4070", 58.3, 12, 504, 32, _PCIE_4),
+        _device("RTX-4080", 97.5, 16, 717, 32, _PCIE_4),
         _device("RTX-4090", 165, 24, 1008, 32, _PCIE_4),
+        _device("RTX-5070-Ti", 87.9, 16, 896, 64, _PCIE_5),
+        _device("RTX-5080", 112.6, 16, 960, 64, _PCIE_5),
         _device("RTX-5090", 209, 32, 1792, 64, _PCIE_5),
         _device("RTX-6000-Ada", 364, 48, 960, 32, _PCIE_4),
         _device("RTX-A6000", 155, 48, 768, 56, _PCIE_4),
-        _device("Titan-RTX", 130, 24, 672, 50, _PCIE_3),
+        _old(_device("Titan-RTX", 130, 24, 672, 50, _PCIE_3), 16.3),
     )
 }
 """Device types that a cluster may name without describing them."""
@@ -115,7 +164,9 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
 
 _SHORT_NAMES = {"A100": "A100-80GB", "V100": "V100-16GB"}
 """The device that a name without its memory means, if devices differ only in memory."""
-_DECORATION = frozenset({"nvidia", "geforce", "tesla", "graphics", "amd", "instinct", "oam"})
+_DECORATION = frozenset(
+    {"nvidia", "geforce", "tesla", "graphics", "amd", "radeon", "instinct", "oam"}
+)
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
 """Words that drivers and shops put beside a name and that change nothing."""
 

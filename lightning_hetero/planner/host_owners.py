@@ -73,12 +73,10 @@ def with_host_owners(
         PlanningError: A host has too little memory.
     """
     batches = [[microbatch] * (item.num_microbatches or 0) for item in plan.pipelines]
-    memory = simulate(plan, cost, batches).stage_memory
     owners = [
         rank
-        for pipeline, index, stage in plan.iter_stages()
-        if memory[pipeline][index].total > cost.usable_bytes(cost.shape_of(stage).device)
-        for rank in stage.ranks
+        for pipeline, stage in simulate(plan, cost, batches).lacking_bytes
+        for rank in plan.pipelines[pipeline].stages[stage].ranks
     ]
     found = replace(plan, host_owners=tuple(sorted(owners)))
     simulation = simulate(found, cost, batches)

@@ -20,7 +20,7 @@ from lightning_hetero.planner.estimating.memory_fit import settle_memory
 from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders
-from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all, propagate_equal
+from lightning_hetero.simulator.propagate import EqualTimes, propagate, propagate_all
 
 __all__ = ["Candidate", "Judge"]
 
@@ -287,7 +287,7 @@ class Judge:
             self.work_done += self._num_actions(candidate)
             simulation = self._simulate(again)
             score = self._weigh(simulation.iteration_time_s, candidate.arrangement)
-            if score < below and self._fits_in(again, simulation):
+            if score < below and simulation.fits:
                 best, below = (again, simulation), score
         return best
 
@@ -295,15 +295,6 @@ class Judge:
         microbatch = self.estimator.workload.microbatch
         batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
         return simulate(plan, self.estimator.cost, batches)
-
-    def _fits_in(self, plan: ParallelPlan, simulation: Simulation) -> bool:
-        """Return whether every stage has the memory it needs."""
-        cost = self.estimator.cost
-        return all(
-            memory.total <= cost.usable_bytes(cost.shape_of(stage).device)
-            for pipeline, row in zip(plan.pipelines, simulation.stage_memory, strict=True)
-            for stage, memory in zip(pipeline.stages, row, strict=True)
-        )
 
     def _fits_as_it_is(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits with holders as owners and nothing recomputed."""
@@ -362,7 +353,7 @@ class Judge:
         if found is None:
             blocking = self.estimator.cost.layout.blocking_messages
             times = self._equal(pipeline, shapes, count)
-            line = propagate_equal(times, (0.0,) * len(shapes), blocking=blocking)
+            line = propagate(times, (0.0,) * len(shapes), blocking=blocking)
             found = self._alone[key] = max(line.end_s)
         return found
 

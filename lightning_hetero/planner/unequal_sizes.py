@@ -152,11 +152,7 @@ class _Sizes:
         found = []
         for plan in settle_memory(bare, cost, microbatch, idle_may_own=self._idle_may_own):
             simulation = simulate(plan, cost, own_microbatches(plan, microbatch))
-            used = simulation.stage_memory_bytes
-            if all(
-                used[p][s] <= cost.usable_bytes(cost.shape_of(stage).device)
-                for p, s, stage in plan.iter_stages()
-            ):
+            if simulation.fits:
                 found.append((plan, simulation))
         return min(found, key=lambda pair: pair[1].iteration_time_s, default=None)
 

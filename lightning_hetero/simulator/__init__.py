@@ -1,6 +1,7 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.device_costs import ProfileCost, RooflineCost, choose_cost
 from lightning_hetero.simulator.memory import (
     MemoryCorrection,
     MemoryTerms,
@@ -9,8 +10,7 @@ from lightning_hetero.simulator.memory import (
     usable_bytes,
 )
 from lightning_hetero.simulator.owned_exchange import host_bytes
-from lightning_hetero.simulator.plot import plot_timeline
-from lightning_hetero.simulator.profile_cost import ProfileCost, choose_cost
+from lightning_hetero.simulator.pictures import plot_timeline, save_trace, trace_events
 from lightning_hetero.simulator.report import (
     TERM_NAMES,
     PlanTable,
@@ -21,14 +21,12 @@ from lightning_hetero.simulator.report import (
     host_lines,
     memory_tables,
     plan_table,
+    precision_notes,
     prediction_lines,
     simulated_facts,
 )
-from lightning_hetero.simulator.roofline import RooflineCost
 from lightning_hetero.simulator.simulate import Event, Simulation, simulate, split_batch
-from lightning_hetero.simulator.stage_shape import StageShape
-from lightning_hetero.simulator.state_layout import StateLayout
-from lightning_hetero.simulator.trace import save_trace, trace_events
+from lightning_hetero.simulator.stage import StageShape, StateLayout
 
 __all__ = [
     "TERM_NAMES",
@@ -54,6 +52,7 @@ __all__ = [
     "memory_tables",
     "plan_table",
     "plot_timeline",
+    "precision_notes",
     "prediction_lines",
     "save_trace",
     "simulate",

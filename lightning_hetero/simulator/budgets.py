@@ -18,7 +18,7 @@ from lightning_hetero.core.recomputation import (
 )
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, in_flight_tokens
-from lightning_hetero.simulator.propagate import PipelineTimes
+from lightning_hetero.simulator.propagate import EqualTimes, PipelineTimes
 
 __all__ = ["StageBudgets"]
 
@@ -50,8 +50,12 @@ class StageBudgets:
             if stage.activation_budget_bytes is not None and microbatches:
                 self._choose(pipeline, index, stage.activation_budget_bytes)
 
-    def lengthen(self, times: PipelineTimes) -> PipelineTimes:
+    def lengthen(self, times: PipelineTimes | EqualTimes) -> PipelineTimes | EqualTimes:
         """Return the times with recomputation added to the backwards."""
+        if not self.recompute_s:
+            return times
+        if isinstance(times, EqualTimes):
+            times = times.one_by_one()
         rows = [
             tuple(map(operator.add, row, self.recompute_s[index]))
             if index in self.recompute_s

@@ -19,7 +19,7 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
-from lightning_hetero.simulator.cluster_links import ClusterLinks
+from lightning_hetero.simulator.links import ClusterLinks
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
@@ -27,8 +27,7 @@ from lightning_hetero.simulator.memory import (
     push_buffer_bytes,
     usable_bytes,
 )
-from lightning_hetero.simulator.stage_shape import StageShape
-from lightning_hetero.simulator.state_layout import StateLayout
+from lightning_hetero.simulator.stage import StageShape, StateLayout
 
 __all__ = ["CostModel"]
 
@@ -68,7 +67,7 @@ class CostModel(ClusterLinks, ABC):
         """Return the same costs with another layout of states."""
         other = copy.copy(self)
         other.layout = layout
-        other._compute, other._updates, other._peaks = {}, {}, {}
+        other._shapes, other._compute, other._updates, other._peaks = {}, {}, {}, {}
         return other
 
     @abstractmethod
@@ -353,7 +352,7 @@ class CostModel(ClusterLinks, ABC):
         names = {self.cluster.nodes[self.node_of_rank[rank]].device for rank in stage.ranks}
         links = [self.link(stage.ranks[0], rank) for rank in stage.ranks[1:]]
         return StageShape(
-            device=min(names, key=self._speed),
+            device=min(names, key=self._rank_of_device),
             tp_degree=stage.tp_degree,
             num_layers=len(stage.layers),
             has_embedding=stage.layers.start == 0,
@@ -363,5 +362,10 @@ class CostModel(ClusterLinks, ABC):
             selective_layers=selective,
         )
 
+    def _rank_of_device(self, device: str) -> tuple[float, float, int, str]:
+        """Return what the slowest device has the least of; of equally fast ones the smallest."""
+        spec = self._specs[device]
+        return self._speed(device), spec.memory_bytes_per_s, spec.memory_bytes, device
+
     def _speed(self, device: str) -> float:
-        return self._specs[device].peak_flops_per_s
+        return self._specs[device].flops_per_s(self.layout.computes_in)

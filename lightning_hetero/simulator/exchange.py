@@ -21,7 +21,6 @@ the runtime pads rows or, if that added more than an eighth, uses an all-to-all.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,10 +32,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind, are_collective
-from lightning_hetero.simulator.by_node import push_by_node_s
-from lightning_hetero.simulator.cluster_links import pairwise_s
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.piece_links import peer_rates, rings_inside_s, rings_s
+from lightning_hetero.simulator.links import Peers, push_by_node_s, rings_inside_s, rings_s
 
 __all__ = ["SUM_BYTES", "ExchangeTable", "Holders", "Segment", "cut_segments"]
 
@@ -202,14 +199,14 @@ class ExchangeTable:
             [[node_of[row[s]] for s in stages] for entry, stages in held for row in entry.ranks]
         )
         firsts = [0, *itertools.accumulate([len(entry.ranks) for entry in every[:-1]])]
-        rate, latency = (
-            np.maximum.reduceat(item, firsts, axis=0) for item in peer_rates(cost, nodes)
-        )
         degrees = np.array(self._degrees)
         shards = np.array([segment.params_per_unit for segment in self.segments]) / degrees
-        per_byte = shards / len(nodes) * rate
-        pull = latency + layout.weight_bytes * per_byte
-        push = latency + layout.pushed_bytes * per_byte
+        counts = [len(entry.ranks) for entry in every]
+        pieces, peers = np.repeat(shards, counts, axis=0) / len(nodes), Peers(cost, nodes)
+        pull, push = (
+            np.maximum.reduceat(peers.sends_s(width * pieces), firsts, axis=0)
+            for width in (layout.weight_bytes, layout.pushed_bytes)
+        )
         if any(self._are_gathered):
             gathered = rings_s(cost, nodes, layout.weight_bytes * shards[0])
             if max(self._degrees[0]) > 1:
@@ -220,20 +217,10 @@ class ExchangeTable:
             rings = rings_s(cost, nodes, layout.pushed_bytes * shards[0])
             push = np.where(self._are_circles, rings, push)
         self.pull_s, self.push_s = pull.T.tolist(), push.T.tolist()
-        if cost.message_curve is not None or layout.exchange is ExchangeKind.BY_NODE:
-            self._fill_one_by_one()
-
-    def _fill_one_by_one(self) -> None:
-        """Replace the seconds that depend on sizes of messages, or on sums by node."""
-        layout, has_curve = self._cost.layout, self._cost.message_curve is not None
-        for index, segment in enumerate(self.segments):
-            if has_curve and not self._are_gathered[index]:
-                self.pull_s[index] = self._pairwise_s(segment, layout.weight_bytes)
-            kind = layout.exchange if self._are_circles[index] else ExchangeKind.MESSAGES
-            if kind is ExchangeKind.BY_NODE:
-                self.push_s[index] = self._by_node_s(segment, layout.pushed_bytes)
-            elif has_curve and kind is not ExchangeKind.REDUCE_SCATTER:
-                self.push_s[index] = self._pairwise_s(segment, layout.pushed_bytes)
+        if layout.exchange is ExchangeKind.BY_NODE:
+            for index, segment in enumerate(self.segments):
+                if self._are_circles[index]:
+                    self.push_s[index] = self._by_node_s(segment, layout.pushed_bytes)
 
     @cached_property
     def _stages(self) -> list[tuple[int, ...]]:
@@ -259,30 +246,6 @@ class ExchangeTable:
         if layout.pulls_into_views or not are_collective(layout.exchange, backend, num_holders):
             return [False] * len(self.segments)
         return self._are_circles
-
-    def _pairwise_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
-        """Return the seconds in which each holder sends to all others, by the sizes of messages."""
-        cost, seconds = self._cost, []
-        held = list(zip(self._holders, segment.stages, strict=True))
-        ranks = [[row[stage] for row in entry.ranks] for entry, stage in held]
-        nodes = Counter(cost.node_of_rank[rank] for row in ranks for rank in row)
-        on_node = {cost.node_of_rank[rank]: rank for row in ranks for rank in row}
-        for (entry, stage), row in zip(held, ranks, strict=True):
-            share = segment.params_per_unit / entry.tp_degrees[stage] / nodes.total()
-            seconds.append(
-                max(
-                    pairwise_s(
-                        (
-                            count - (cost.node_of_rank[rank] == node),
-                            cost.transfer_s(rank, on_node[node], share * bytes_per_param),
-                            cost.link(rank, on_node[node])[1],
-                        )
-                        for node, count in nodes.items()
-                    )
-                    for rank in row
-                )
-            )
-        return seconds
 
     def _by_node_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
         """Return the seconds of a push that is summed on each node, in fp32."""

@@ -1,20 +1,67 @@
-"""Simulate one pipeline by the runtime's own action lists.
+"""Time the actions of one iteration: when each worker is free, given seconds and dependencies.
 
-A stage runs its actions in order, each as soon as the stage is free and the activation (or its
-gradient) has arrived; a link carries one message at a time in the order sent, while both ends
-compute. An order in which 1F1B's actions can be timed doesn't depend on times, so it is found once
-per (stages, micro-batches) from the runtime's lists and then replayed.
+A program is a list of rounds. A round is a list of steps, each after the steps that it waits for. A
+step runs on a worker as soon as the worker is free and the message that it awaits has arrived; then
+it may send one message over a link. A link carries one message at a time in the order sent, while
+both ends compute. Messages arrive in slots: a later message for a slot replaces an earlier one.
+
+A round that is repeated soon ends as an earlier repetition did, all times later by the same amount.
+What is left of the repetitions is then skipped.
+
+1F1B goes in rounds: in round r stage s runs the forward of micro-batch `r - s` and then, once the
+first micro-batch is through, the backward of `r - (num_stages - 1)`. As long as micro-batches are
+equal, so are these rounds. So any number of equal micro-batches takes about 4·S rounds of 2·S
+steps, for S stages.
 """
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
-from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
-
-__all__ = ["PipelineTimes", "Timeline", "dependency_order", "propagate"]
+__all__ = [
+    "NOTHING",
+    "NOWHERE",
+    "EqualTimes",
+    "PipelineTimes",
+    "Round",
+    "Step",
+    "Timeline",
+    "propagate",
+    "propagate_all",
+    "run_rounds",
+]
 
 _Matrix = Sequence[Sequence[float]]
+
+_SAME = 1e-9
+"""Rounds that differ by at most this share of their steps' seconds count as equal."""
+
+NOTHING, NOWHERE = -1, -2
+"""The slot of a step that awaits no message, and slot and link of one that sends none."""
+
+
+class Step(NamedTuple):
+    """A computation of a worker, with the message that it awaits and the one that it sends."""
+
+    worker: int
+    awaits: int
+    """Slot of the awaited message; NOTHING starts as soon as the worker is free."""
+    seconds: float
+    link: int
+    """Link of the message that it sends; NOWHERE if it sends none."""
+    message_s: float
+    arrives: int
+    """Slot in which that message arrives; NOWHERE if it sends none."""
+    name: tuple[str, int, int] = ("", 0, 0)
+    """(kind, stage, micro-batch) in recorded events."""
+    receive_s: float = 0.0
+    """Seconds in which the worker only receives, before it computes."""
+
+
+Round = tuple[Sequence[Step], int]
+"""Steps, and how often they're repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +87,60 @@ class PipelineTimes:
         """The last backward on each stage; zeros without micro-batches."""
         return tuple([row[-1] if row else 0.0 for row in self.backward_s])
 
+    def runs(self) -> list["EqualTimes"]:
+        """Return the times of each run of equal micro-batches, in their order."""
+        count = len(self.forward_s[0])
+        parts = (self.forward_s, self.backward_s, self.forward_message_s, self.backward_message_s)
+        columns = [zip(*rows, strict=True) if rows else [()] * count for rows in parts]
+        every = zip(*columns, strict=True)
+        return [
+            EqualTimes(row[0], row[1], row[2], row[3], sum(1 for _ in same))
+            for row, same in itertools.groupby(every)
+        ]
+
+
+@dataclass(frozen=True)
+class EqualTimes:
+    """Seconds of every action and message of a pipeline whose micro-batches are all alike."""
+
+    forward_s: tuple[float, ...]
+    """Forward of a micro-batch on each stage."""
+    backward_s: tuple[float, ...]
+    """Backward of a micro-batch on each stage."""
+    forward_message_s: tuple[float, ...]
+    """Hidden state from a stage to the next; one less than stages."""
+    backward_message_s: tuple[float, ...]
+    """Its gradient from the next stage back to this one; one less than stages."""
+    num_microbatches: int
+    """Micro-batches that the pipeline runs, 1 or more."""
+
+    @property
+    def first_forward_s(self) -> tuple[float, ...]:
+        """The first forward on each stage."""
+        return self.forward_s
+
+    @property
+    def last_backward_s(self) -> tuple[float, ...]:
+        """The last backward on each stage."""
+        return self.backward_s
+
+    def one_by_one(self) -> PipelineTimes:
+        """Return the times of each micro-batch by itself."""
+
+        def each(row: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple([(value,) * self.num_microbatches for value in row])
+
+        return PipelineTimes(
+            forward_s=each(self.forward_s),
+            backward_s=each(self.backward_s),
+            forward_message_s=each(self.forward_message_s),
+            backward_message_s=each(self.backward_message_s),
+        )
+
+    def runs(self) -> list["EqualTimes"]:
+        """Return the times of each run of equal micro-batches: this one."""
+        return [self]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
@@ -53,44 +154,14 @@ class Timeline:
     """(kind, stage, micro-batch, start, end) of actions and messages; empty unless recorded."""
 
 
-@lru_cache(maxsize=512)
-def dependency_order(num_stages: int, num_microbatches: int) -> tuple[tuple[int, bool, int], ...]:
-    """Return all 1F1B actions as (stage, is backward, micro-batch), each after what it waits for.
-
-    It is the order of a run in which every action takes one unit of time, so it interleaves the
-    stages as a real run does.
-    """
-    lists = [
-        schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=num_microbatches)
-        for s in range(num_stages)
-    ]
-    done: set[tuple[int, bool, int]] = set()
-    position = [0] * num_stages
-    order: list[tuple[int, bool, int]] = []
-    total = sum(map(len, lists))
-    while len(order) < total:
-        ready = [
-            (s, action.kind is ActionKind.BACKWARD, action.microbatch_index)
-            for s in range(num_stages)
-            if position[s] < len(lists[s])
-            and _awaited(action := lists[s][position[s]], num_stages) <= done
-        ]
-        assert ready, "1F1B has a cycle"
-        for key in ready:
-            position[key[0]] += 1
-        done.update(ready)
-        order += ready
-    return tuple(order)
-
-
 def propagate(
-    times: PipelineTimes,
+    times: PipelineTimes | EqualTimes,
     start_s: Sequence[float],
     *,
     blocking: bool = False,
     record: bool = False,
 ) -> Timeline:
-    """Return when each stage ends and how long it computed.
+    """Return when each stage of a 1F1B pipeline ends and how long it computed.
 
     Args:
         times: Seconds of every action and message.
@@ -98,48 +169,228 @@ def propagate(
         blocking: Whether a message keeps both its ends from computing.
         record: Whether to keep the events.
     """
-    num_stages, num_microbatches = len(start_s), len(times.forward_s[0])
-    free, busy = list(start_s), [0.0] * num_stages
-    # All indexed by direction (forward, backward), then stage, then micro-batch.
-    seconds = (times.forward_s, times.backward_s)
-    messages = ((*times.forward_message_s, ()), ((), *times.backward_message_s))
-    link_free = ([0.0] * num_stages, [0.0] * num_stages)
-    arrival, receive_s = (
-        tuple([[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(2))
-        for _ in range(2)
-    )
+    runs, num_stages = times.runs(), len(start_s)
     events: list[tuple[str, int, int, float, float]] = []
-    for stage, backward, microbatch in dependency_order(num_stages, num_microbatches):
-        ready = arrival[backward][stage][microbatch]
-        start = free[stage] if free[stage] > ready else ready
-        start += receive_s[backward][stage][microbatch]
-        end = free[stage] = start + seconds[backward][stage][microbatch]
-        busy[stage] += end - start
-        if record:
-            events.append(("FB"[backward], stage, microbatch, start, end))
-        row = messages[backward][stage]
-        if not row:
-            continue
-        sent = link_free[backward][stage]
-        if end > sent:
-            sent = end
-        landed = link_free[backward][stage] = sent + row[microbatch]
-        target = stage - 1 if backward else stage + 1
-        if blocking:
-            # The sender waits for the message to go, the receiver for it to come once it is idle.
-            free[stage], arrival[backward][target][microbatch] = landed, sent
-            receive_s[backward][target][microbatch] = row[microbatch]
+    free_s = run_rounds(
+        _rounds_1f1b(runs, num_stages, blocking=blocking, named=record),
+        start_s,
+        num_messages=2 * num_stages,
+        blocking=blocking,
+        events=events if record else None,
+    )
+    busy_s = [
+        sum(
+            item.num_microbatches * (item.forward_s[stage] + item.backward_s[stage])
+            for item in runs
+        )
+        for stage in range(num_stages)
+    ]
+    return Timeline(end_s=tuple(free_s), busy_s=tuple(busy_s), events=tuple(events))
+
+
+def propagate_all(
+    compute: Sequence[PipelineTimes | EqualTimes],
+    starts: Sequence[Sequence[float]],
+    *,
+    blocking: bool,
+    record: bool = False,
+) -> list[Timeline]:
+    """Return the timeline of every pipeline; equal ones are run only once.
+
+    Args:
+        compute: Seconds of every action and message of each.
+        starts: When each of its stages may start its first forward.
+        blocking: Whether a message keeps both its ends from computing.
+        record: Whether to keep events.
+    """
+    timelines: list[Timeline] = []
+    known: dict[tuple[object, ...], Timeline] = {}
+    for times, start in zip(compute, starts, strict=True):
+        key = times, tuple(start)
+        if key not in known:
+            known[key] = propagate(times, start, blocking=blocking, record=record)
+        timelines.append(known[key])
+    return timelines
+
+
+def run_rounds(
+    rounds: Iterable[Round],
+    start_s: Sequence[float],
+    *,
+    num_messages: int,
+    blocking: bool = False,
+    events: list[tuple[str, int, int, float, float]] | None = None,
+) -> list[float]:
+    """Return when each worker is free after a program.
+
+    Args:
+        rounds: The program.
+        start_s: When each worker may start.
+        num_messages: Number of slots, and of links.
+        blocking: Whether a message keeps both its ends from computing.
+        events: Where to add (kind, stage, micro-batch, start, end) of steps and messages, those of
+            a forward "SF" and others "SB"; None keeps none and skips repeated rounds.
+    """
+    # The last two entries are those of NOWHERE and NOTHING.
+    state = _State(list(start_s), *([0.0] * (num_messages + 2) for _ in range(2)))
+    for steps, count in rounds:
+        if count == 1:
+            state.run(steps, blocking=blocking, events=events)
         else:
-            arrival[backward][target][microbatch] = landed
-        if record:
-            events.append((("SF", "SB")[backward], stage, microbatch, sent, landed))
-    return Timeline(end_s=tuple(free), busy_s=tuple(busy), events=tuple(events))
+            state.repeat(steps, count, blocking=blocking, events=events)
+    return state.free_s
 
 
-def _awaited(action: Action, num_stages: int) -> set[tuple[int, bool, int]]:
-    stage, microbatch = action.stage_index, action.microbatch_index
-    if action.kind is ActionKind.FORWARD:
-        return {(stage - 1, False, microbatch)} if stage else set()
-    if stage == num_stages - 1:
-        return {(stage, False, microbatch)}
-    return {(stage + 1, True, microbatch)}
+class _State(NamedTuple):
+    """The times of all workers, slots and links between two steps."""
+
+    free_s: list[float]
+    arrived_s: list[float]
+    link_free_s: list[float]
+
+    def run(
+        self,
+        steps: Sequence[Step],
+        *,
+        blocking: bool,
+        events: list[tuple[str, int, int, float, float]] | None,
+    ) -> None:
+        """Run steps.
+
+        Searches spend much of their time here, so the larger of two times is taken without a call.
+        """
+        free_s, arrived_s, link_free_s = self
+        for worker, awaits, seconds, link, message_s, arrives, name, receive_s in steps:
+            free, arrived = free_s[worker], arrived_s[awaits]
+            start = (free if free > arrived else arrived) + receive_s
+            end = start + seconds
+            free_s[worker] = end
+            if link != NOWHERE:
+                busy = link_free_s[link]
+                sent = end if end > busy else busy
+                landed = link_free_s[link] = arrived_s[arrives] = sent + message_s
+                if blocking:
+                    # The sender waits until it is sent, the receiver receives once it is idle.
+                    free_s[worker], arrived_s[arrives] = landed, sent
+            if events is not None:
+                events.append((*name, start, end))
+                if link != NOWHERE:
+                    events.append(("SF" if name[0] == "F" else "SB", *name[1:], sent, landed))
+
+    def repeat(
+        self,
+        steps: Sequence[Step],
+        count: int,
+        *,
+        blocking: bool,
+        events: list[tuple[str, int, int, float, float]] | None,
+    ) -> None:
+        """Run a round `count` times; skip what repeats."""
+        unit = _SAME * sum([step.seconds for step in steps]) or 1.0
+        seen: dict[tuple[int, int], tuple[int, list[float]]] = {}
+        index, last_s, pace = 0, self.free_s[0], 0
+        while index < count:
+            self.run(steps, blocking=blocking, events=events)
+            index += 1
+            now_s = self.free_s[0]
+            if events is not None or not math.isfinite(now_s):
+                continue
+            # A round can equal an earlier one only if both are equally long, and those before, too.
+            paces = pace, round((now_s - last_s) / unit)
+            (_, pace), last_s = paces, now_s
+            times = self._times()
+            before, earlier = seen.get(paces, (index, times))
+            later_s = times[0] - earlier[0]
+            if before < index and _are_later(times, earlier, later_s, unit):
+                repeats = (count - index) // (index - before)
+                self._delay(repeats * later_s)
+                index += repeats * (index - before)
+                seen.clear()
+            else:
+                seen[paces] = index, times
+
+    def _times(self) -> list[float]:
+        """Return all times; two rounds whose times differ by one constant continue alike."""
+        used = (self.arrived_s, self.link_free_s)
+        return [*self.free_s, *itertools.chain.from_iterable(filter(None, row) for row in used)]
+
+    def _delay(self, seconds: float) -> None:
+        """Add `seconds` to all times of slots and links that are in use, and of workers."""
+        for row in self:
+            row[:] = [value and value + seconds for value in row]
+
+
+def _are_later(
+    times: Sequence[float], earlier: Sequence[float], later_s: float, unit: float
+) -> bool:
+    """Return whether all times are `later_s` later, up to `unit`: a loop that mostly ends soon."""
+    if len(times) != len(earlier):
+        return False
+    for now, then in zip(times, earlier, strict=True):
+        if not -unit <= now - then - later_s <= unit:
+            return False
+    return True
+
+
+def _rounds_1f1b(
+    runs: Sequence[EqualTimes], num_stages: int, *, blocking: bool, named: bool
+) -> Iterator[Round]:
+    """Yield the rounds of a pipeline; those within a run of equal micro-batches are one, repeated.
+
+    Steps of a round go from the last stage to the first: a forward reads the hidden state of the
+    round before, and a backward the gradient of this one.
+    """
+    steps = [_steps(times, num_stages, blocking=blocking) for times in runs]
+    columns: list[int] = []
+    for column, times in enumerate(runs):
+        columns += [column] * times.num_microbatches
+    ends = list(itertools.accumulate([times.num_microbatches for times in runs]))
+    total, last, index = len(columns), num_stages - 1, 0
+    while index < total + last:
+        oldest, repeats = index - last, 1
+        if oldest >= 0 and index < total and columns[oldest] == columns[index] and not named:
+            # All micro-batches of this round are of one run, and so are those of the rounds after.
+            repeats = ends[columns[oldest]] - index
+            yield steps[columns[oldest]], repeats
+        else:
+            found = []
+            for stage in range(min(index, last), -1, -1):
+                pair = 2 * (last - stage)
+                if index - stage < total:
+                    step = steps[columns[index - stage]][pair]
+                    found.append(_named(step, index - stage) if named else step)
+                if oldest >= 0:
+                    step = steps[columns[oldest]][pair + 1]
+                    found.append(_named(step, oldest) if named else step)
+            yield found, 1
+        index += repeats
+
+
+def _named(step: Step, microbatch_index: int) -> Step:
+    return step._replace(name=(*step.name[:2], microbatch_index))
+
+
+def _steps(times: EqualTimes, num_stages: int, *, blocking: bool) -> list[Step]:
+    """Return forward and backward of each stage, from the last stage to the first."""
+    there, back = (*times.forward_message_s, 0.0), (0.0, *times.backward_message_s)
+    # A blocking message lengthens the action that it goes to.
+    hold, hold_back = (
+        ((0.0, *there[:-1]), (*back[1:], 0.0)) if blocking else ((0.0,) * num_stages,) * 2
+    )
+    found = []
+    for stage in range(num_stages - 1, -1, -1):
+        # Slots and links: stage s gets its hidden state in s, and its gradient in num_stages + s.
+        here, gradient, after, before = stage, num_stages + stage, stage + 1, num_stages + stage - 1
+        if stage == 0:
+            here, before = NOTHING, NOWHERE
+        if stage == num_stages - 1:
+            gradient, after = NOTHING, NOWHERE
+        forward, backward = times.forward_s[stage], times.backward_s[stage]
+        names = ("F", stage, 0), ("B", stage, 0)
+        found += [
+            Step(stage, here, forward, after, there[stage], after, names[0], hold[stage]),
+            Step(
+                stage, gradient, backward, before, back[stage], before, names[1], hold_back[stage]
+            ),
+        ]
+    return found

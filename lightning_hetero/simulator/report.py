@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.recomputation import describe_recomputation
 from lightning_hetero.simulator.cost import CostModel
@@ -29,6 +30,7 @@ __all__ = [
     "memory_terms",
     "memory_unit",
     "plan_table",
+    "precision_notes",
     "prediction_lines",
     "simulated_facts",
 ]
@@ -259,6 +261,20 @@ def _recomputation_lines(plan: ParallelPlan, simulation: Simulation) -> list[str
         f"recomputation   {simulation.recompute_s:.4g} s of {simulation.iteration_time_s:.4g} s "
         f"computes activations again on {', '.join(places)}"
     ]
+
+
+def precision_notes(cost: CostModel) -> list[str]:
+    """Return a note on each device type without units for the precision that is computed in."""
+    asked, notes = cost.layout.computes_in, []
+    for name in cost.cluster.num_devices:
+        device = cost.device(name)
+        if not device.is_native(asked):
+            native = [item for item in Arithmetic if device.is_native(item)]
+            rates = " and ".join(f"{device.flops_per_s(i) / 1e12:.4g} in {i}" for i in native)
+            notes.append(
+                f"{name} has no {asked} units and runs it at the rate of fp32 (TFLOP/s: {rates})"
+            )
+    return notes
 
 
 def bound_line(least: str, gap: float, *, plans: str = "plan") -> str:

@@ -15,9 +15,13 @@ from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
-from lightning_hetero.simulator.propagate import PipelineTimes, Timeline
-from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all
-from lightning_hetero.simulator.stage_shape import StageShape
+from lightning_hetero.simulator.propagate import (
+    EqualTimes,
+    PipelineTimes,
+    Timeline,
+    propagate_all,
+)
+from lightning_hetero.simulator.stage import StageShape
 
 __all__ = ["Event", "Simulation", "simulate", "split_batch"]
 
@@ -47,6 +51,8 @@ class Simulation:
     """[pipeline][stage] share of the iteration spent computing, 0 to 1."""
     stage_memory: tuple[tuple[MemoryTerms, ...], ...]
     """[pipeline][stage] peak of each of the stage's ranks, by terms."""
+    stage_usable_bytes: tuple[tuple[float, ...], ...]
+    """[pipeline][stage] bytes of each rank's device that a plan may fill."""
     memory_bytes: tuple[float, ...]
     """Peak bytes per global rank; for idle ranks, what they own by the plan's owner shares."""
     host_bytes: tuple[float, ...]
@@ -67,6 +73,25 @@ class Simulation:
     def recompute_s(self) -> float:
         """The most seconds in which any stage recomputes activations."""
         return max(map(max, self.stage_recompute_s))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage has the memory it needs."""
+        return not self.lacking_bytes
+
+    @property
+    def lacking_bytes(self) -> dict[tuple[int, int], float]:
+        """By (pipeline, stage), the bytes that are needed beyond what a device has; {} if it fits.
+
+        This is the answer to whether a plan fits, for the planner, the command line and summaries.
+        """
+        rows = zip(self.stage_memory_bytes, self.stage_usable_bytes, strict=True)
+        return {
+            (p, s): needed - usable
+            for p, row in enumerate(rows)
+            for s, (needed, usable) in enumerate(zip(*row, strict=True))
+            if needed > usable
+        }
 
     @property
     def stage_memory_bytes(self) -> tuple[tuple[float, ...], ...]:
@@ -142,10 +167,7 @@ def simulate(
     compute: list[PipelineTimes | EqualTimes] = []
     budgets = [StageBudgets(p, cost, work) for p, work in zip(pipelines, batches, strict=True)]
     for pipeline, row, work, budget in zip(pipelines, shapes, batches, budgets, strict=True):
-        if len(set(work)) == 1 and not record_events and not budget.recompute_s:
-            compute.append(_equal_times(pipeline, row, cost, work))
-        else:
-            compute.append(budget.lengthen(_compute_times(pipeline, row, cost, work)))
+        compute.append(budget.lengthen(_compute_times(pipeline, row, cost, work)))
     pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
     timelines = propagate_all(
         compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
@@ -175,6 +197,7 @@ def simulate(
             budgets, _stage_memory(plan.num_pipelines, cost, shapes, owned, batches), strict=True
         )
     ]
+    usable = [tuple([cost.usable_bytes(shape.device) for shape in row]) for row in shapes]
     again = [budget.total_recompute_s() for budget in budgets]
     exchange_s = ends.exposed_s(has_work)
     every_memory = tuple([memory[kind] for kind in kind_of])
@@ -183,6 +206,7 @@ def simulate(
         iteration_time_s=iteration_s,
         stage_busy=every_busy,
         stage_memory=every_memory,
+        stage_usable_bytes=tuple([usable[kind] for kind in kind_of]),
         memory_bytes=_rank_memory(plan, cost, every_memory),
         host_bytes=host_bytes(plan, cost),
         stage_recompute_s=tuple([again[kind] for kind in kind_of]),
@@ -269,45 +293,27 @@ def _compute_times(
     shapes: Sequence[StageShape],
     cost: CostModel,
     microbatches: Sequence[MicroBatchShape],
-) -> PipelineTimes:
+) -> PipelineTimes | EqualTimes:
     """Return the seconds of every action; equal micro-batches are looked up once."""
     distinct = {batch: position for position, batch in enumerate(dict.fromkeys(microbatches))}
-    order = [distinct[batch] for batch in microbatches]
     tokens = [sum(batch) for batch in distinct]
-
-    def spread(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple([values[position] for position in order])
-
     pairs = [[cost.compute_s(shape, batch) for batch in distinct] for shape in shapes]
     hops = list(itertools.pairwise(pipeline.stages))
-    return PipelineTimes(
-        forward_s=tuple([spread([pair[0] for pair in row]) for row in pairs]),
-        backward_s=tuple([spread([pair[1] for pair in row]) for row in pairs]),
-        forward_message_s=tuple(
-            [spread([cost.activation_s(a, b, count) for count in tokens]) for a, b in hops]
-        ),
-        backward_message_s=tuple(
-            [spread([cost.activation_s(b, a, count) for count in tokens]) for a, b in hops]
-        ),
+    every = (
+        [[forward for forward, _ in row] for row in pairs],
+        [[backward for _, backward in row] for row in pairs],
+        [[cost.activation_s(a, b, count) for count in tokens] for a, b in hops],
+        [[cost.activation_s(b, a, count) for count in tokens] for a, b in hops],
     )
-
-
-def _equal_times(
-    pipeline: PipelinePlan,
-    shapes: Sequence[StageShape],
-    cost: CostModel,
-    microbatches: Sequence[MicroBatchShape],
-) -> EqualTimes:
-    """Return `_compute_times` of micro-batches that are all alike."""
-    tokens = sum(microbatches[0])
-    pairs = [cost.compute_s(shape, microbatches[0]) for shape in shapes]
-    hops = list(itertools.pairwise(pipeline.stages))
-    return EqualTimes(
-        forward_s=tuple([forward for forward, _ in pairs]),
-        backward_s=tuple([backward for _, backward in pairs]),
-        forward_message_s=tuple([cost.activation_s(a, b, tokens) for a, b in hops]),
-        backward_message_s=tuple([cost.activation_s(b, a, tokens) for a, b in hops]),
-        num_microbatches=len(microbatches),
+    if len(distinct) == 1:
+        first = [tuple([row[0] for row in rows]) for rows in every]
+        return EqualTimes(first[0], first[1], first[2], first[3], len(microbatches))
+    order = [distinct[batch] for batch in microbatches]
+    forward, backward, there, back = (
+        tuple([tuple([row[position] for position in order]) for row in rows]) for rows in every
+    )
+    return PipelineTimes(
+        forward_s=forward, backward_s=backward, forward_message_s=there, backward_message_s=back
     )
 
 
@@ -349,8 +355,9 @@ def _rank_memory(
 def _bottleneck(
     plan: ParallelPlan, cost: CostModel, busy: Sequence[Sequence[float]], exchange_share: float
 ) -> str:
+    # Rounded, so that the first of equally busy stages is named.
     share, pipeline_index, stage_index = max(
-        (share, -p, -s) for p, row in enumerate(busy) for s, share in enumerate(row)
+        (round(share, 9), -p, -s) for p, row in enumerate(busy) for s, share in enumerate(row)
     )
     if exchange_share > share:
         return f"weight and gradient exchange ({exchange_share:.0%} of the iteration)"

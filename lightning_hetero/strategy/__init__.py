@@ -24,8 +24,7 @@ has to be read for them (here, unless another package is named):
 - `call._call_callbacks_state_dict`, `_call_callbacks_load_state_dict`,
   `trainer._checkpoint_connector` with `_get_loops_state_dict` and `_loaded_checkpoint`, and
   `_hparams_name` (`callbacks`): what a checkpoint of Lightning holds but for the weights,
-- `_FitLoop`, `_TrainingEpochLoop`, and what `strategy.fit_loop` overrides: a loop that may begin
-  with what follows a step,
+- `_FitLoop`, `_TrainingEpochLoop`: made anew for each generation of ranks,
 - `trainer._signal_connector` with `_sigterm_notifier_fn` and `received_sigterm`, the epoch loop's
   `_broadcast_sigterm_tensor`: see `strategy.sigterm`,
 - `_set_num_threads_if_needed`, `_suggested_max_num_threads` (`runtime.generation.cores`): how many

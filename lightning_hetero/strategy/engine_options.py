@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hetero.autoplan.exchange_choice import with_exchange
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
 from lightning_hetero.autoplan.owner_shares import check_room_for_states, find_standbys_of_run
+from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
@@ -31,6 +32,12 @@ _WITHOUT_LAYERS = (
     "cut it into stages, keep its repeated blocks in one nn.ModuleList, or name it: "
     'HeteroStrategy(layers="model.blocks").'
 )
+
+_ARITHMETIC = {
+    "torch.bfloat16": Arithmetic.BF16,
+    "torch.float16": Arithmetic.FP16,
+    "torch.float32": Arithmetic.FP32,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,7 @@ class EngineOptions:
             device=device,
             sizes=lambda: find_sizes(trainer),
             emulation=emulation,
+            arithmetic=_ARITHMETIC.get(str(precision.compute_dtype)),
             compute_bytes=precision.compute_dtype.itemsize,
             summed_bytes=4 if self.config.fp32_gradients else 2,
             master_bytes=master.itemsize,

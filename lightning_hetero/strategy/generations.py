@@ -6,7 +6,7 @@ The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
 worker a fit that ends because a rank is lost, comes or leaves is followed by another one:
 
 1. the old generation's detector is paused, its groups are closed, and this rank's part of the last
-   step is kept (`checkpoint.survivors`),
+   step is kept (`checkpoint.recovering.live`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
 3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
    waiting newcomers (`runtime.generation.newcomers`); where ranks have stopped between two steps
@@ -40,6 +40,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
@@ -62,7 +64,6 @@ from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.devices import leave_failures_to_ranks
-from lightning_hetero.strategy.fit_loop import FitLoop
 from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
@@ -271,7 +272,6 @@ class _Generations:
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
-        before.put_back(self._trainer)  # The first fit needs a `FitLoop` like all later ones.
         if self._processes.joins:
             self._strategy.await_recovery()
             self._strategy.has_begun_training = True
@@ -394,9 +394,10 @@ class _BeforeFit:
         self._steps = fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps
 
     def put_back(self, trainer: Any) -> None:
-        """Restore that state, with a new `FitLoop`, as in a process that is new to its fit."""
+        """Restore that state, with new loops, as in a process that is new to its fit."""
         self._random_state.put_back()
-        trainer.fit_loop = FitLoop(trainer, self._epochs, self._steps)
+        trainer.fit_loop = _FitLoop(trainer, *self._epochs)
+        trainer.fit_loop.epoch_loop = _TrainingEpochLoop(trainer, *self._steps)
         trainer.should_stop = False
         trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         trainer.state.stage = RunningStage.TRAINING

@@ -17,7 +17,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.generation.board import MembersBoard
@@ -190,6 +190,19 @@ class Processes:
             )
             self._store.set_timeout(self._timeout)
         return self._store
+
+    def open_store(self, name: str) -> tuple[Store, str]:
+        """Return names of their own in the ranks' store, by a client of their own, and its host.
+
+        All ranks call it equally often; each time the names are new ones.
+        """
+        store, rank = self._connect_store(), self.comms.global_rank
+        number = store.add(f"{name}/{rank}", 1)
+        own = self._connections.open(store.clone)  # type: ignore[attr-defined]
+        server = own
+        while isinstance(server, PrefixStore):
+            server = server.underlying_store
+        return PrefixStore(f"{name} {number}", own), server.host
 
     def _init_process_group(self, device: torch.device) -> None:
         assert self._environment is not None

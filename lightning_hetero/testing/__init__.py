@@ -6,9 +6,9 @@ from lightning_hetero.testing.faults import Fault, InjectFaults, SlowLink, SlowR
 from lightning_hetero.testing.storage import (
     FaultyStore,
     MemoryStore,
-    MemoryTransport,
     Throttle,
     ThrottledStore,
+    peers_in_threads,
 )
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "InjectFaults",
     "LinkDelay",
     "MemoryStore",
-    "MemoryTransport",
     "SlowLink",
     "SlowRank",
     "Throttle",
     "ThrottledStore",
+    "peers_in_threads",
 ]

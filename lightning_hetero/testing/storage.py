@@ -1,15 +1,15 @@
 """Stand-ins for stores and peers, for tests and benchmarks: in memory, slow, or broken on cue."""
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Self
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from lightning_hetero.checkpoint.peers import Peers
 from lightning_hetero.checkpoint.store import Buffer, Store
-from lightning_hetero.core.errors import PeerError
 
-__all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore"]
+__all__ = ["FaultyStore", "MemoryStore", "Throttle", "ThrottledStore", "peers_in_threads"]
 
 _PIECE_BYTES = 256 << 10
 
@@ -148,55 +148,10 @@ class FaultyStore:
         return str(self._store)
 
 
-class MemoryTransport:
-    """Ranks that are threads of one process; make them all with `create`."""
-
-    def __init__(
-        self,
-        global_rank: int,
-        mailboxes: list[list["queue.Queue[bytes]"]],
-        throttles: list[Throttle] | None,
-        timeout_s: float,
-    ) -> None:
-        self.global_rank = global_rank
-        self.world_size = len(mailboxes)
-        self._mailboxes = mailboxes
-        self._throttles = throttles
-        self._timeout_s = timeout_s
-
-    @classmethod
-    def create(
-        cls, world_size: int, *, bytes_per_s: float | None = None, timeout_s: float = 60.0
-    ) -> list[Self]:
-        """Return one transport for each rank; `bytes_per_s` limits what each rank sends."""
-        mailboxes: list[list[queue.Queue[bytes]]] = [
-            [queue.Queue() for _ in range(world_size)] for _ in range(world_size)
-        ]
-        throttles = None if bytes_per_s is None else [
-            Throttle(bytes_per_s) for _ in range(world_size)
-        ]  # fmt: skip
-        return [cls(rank, mailboxes, throttles, timeout_s) for rank in range(world_size)]
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Exchange with every rank."""
-        for destination in range(self.world_size):
-            self._put(data, destination)
-        return [self.receive(source) for source in range(self.world_size)]
-
-    def send(self, data: bytes, destination: int) -> None:
-        """Hand the bytes over."""
-        if self._throttles is not None:
-            self._throttles[self.global_rank].pass_through(len(data))
-        self._put(data, destination)
-
-    def receive(self, source: int) -> bytes:
-        """Take the next bytes from a rank; PeerError after the timeout."""
-        try:
-            return self._mailboxes[source][self.global_rank].get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise PeerError(
-                f"Rank {self.global_rank} got nothing from rank {source} in {self._timeout_s} s."
-            ) from None
-
-    def _put(self, data: bytes, destination: int) -> None:
-        self._mailboxes[self.global_rank][destination].put(data)
+def peers_in_threads(world_size: int, *, timeout_s: float = 60.0) -> list[Peers]:
+    """Return each rank's `Peers`, for ranks that are threads of one process."""
+    store = HashStore()
+    return [
+        Peers(store, global_rank=rank, world_size=world_size, timeout_s=timeout_s)
+        for rank in range(world_size)
+    ]

@@ -17,8 +17,7 @@ from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.exchange.by_node import Relays
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.setup.detect import Seat
-from lightning_hetero.simulator.by_node import push_by_node_s, push_straight_s
-from lightning_hetero.simulator.cluster_links import ClusterLinks
+from lightning_hetero.simulator.links import ClusterLinks, push_by_node_s, push_straight_s
 
 SPECS = tuple(
     ParameterSpec(name=f"layers.{index}.weight", shape=(4096, 4096), layer=index)

@@ -24,16 +24,17 @@ from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
     LocalStore,
+    Peers,
     Recovered,
     SliceContent,
     SliceNeed,
     Store,
     Tier,
     TierKind,
-    Transport,
     WriterOptions,
     recover,
 )
+from lightning_hetero.checkpoint.recovering import fetching
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
 from lightning_hetero.testing import MemoryStore, Throttle, ThrottledStore
@@ -118,7 +119,7 @@ def recovery_rows() -> list[Row]:
     remote = MemoryStore("remote")
     parts = contents(1, BEFORE, 16, items=items)
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         tiers = [
             Tier(kind=TierKind.DISK, store=disks[NODES_BEFORE[rank]]),
             Tier(kind=TierKind.REMOTE, store=remote),
@@ -126,7 +127,7 @@ def recovery_rows() -> list[Row]:
         writer = CheckpointWriter(
             tiers,
             node_of_rank=NODES_BEFORE,
-            transport=transport,
+            peers=peers,
             options=WriterOptions(block_bytes=BLOCK_BYTES),
         )
         writer.save(parts[rank]).wait_until_uploaded()
@@ -174,7 +175,7 @@ def _recover(
         if disks is not None
     }
 
-    def action(rank: int, transport: Transport) -> Recovered | None:
+    def action(rank: int, peers: Peers) -> Recovered | None:
         tiers = [Tier(kind=TierKind.REMOTE, store=slow_remote)]
         if own:
             tiers.insert(0, Tier(kind=TierKind.DISK, store=own[nodes[rank]]))
@@ -182,10 +183,10 @@ def _recover(
             needs[rank],
             tiers,
             node=nodes[rank],
-            transport=transport,
-            chunk_bytes=CHUNK_BYTES,
+            peers=peers,
         )
 
+    fetching.CHUNK_BYTES = CHUNK_BYTES
     results = run_ranks(size, action, bytes_per_s=LINK_BYTES_PER_S, timeout_s=120)
     for result, wanted in zip(results, needs, strict=True):
         # The tests compare the values bit for bit.

@@ -2,7 +2,7 @@
 
 Time passes in events: a change of the number of instances stops training, costs what was done since
 the last usable checkpoint, then a restart and a recovery. Which instances go is drawn at random.
-Recovery is what `assign_sources` says under the placement of `place_replicas`: each node's disk and
+Recovery is what `Fetcher` chooses under the placement of `place_replicas`: each node's disk and
 link and the one remote store work side by side at their bandwidths. The peer saves to the remote
 store alone, uploads as often as its bandwidth allows, and restarts from there.
 
@@ -26,7 +26,12 @@ from typing import Any
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.checkpoint import Holder, Source, TierKind
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovering.fetching import Fetch, FileRange, assign_sources
+from lightning_hetero.checkpoint.recovering.fetching import (
+    Fetcher,
+    FileRange,
+    Holders,
+    cut_into_chunks,
+)
 from lightning_hetero.checkpoint.saving.replicas import place_replicas
 from tests.benchmarks.harness import Row
 
@@ -134,18 +139,26 @@ def recovery_time_s(
         for part, nodes in holders.items()
     }
     needs = {rank: _even_share(rank, len(alive), len(holders), size) for rank in range(len(alive))}
-    return _duration_s(assign_sources(needs, manifests, places, alive, chunk_bytes=1 << 30)), local
+    return _duration_s(needs, manifests, places, alive), local
 
 
-def _duration_s(fetches: Sequence[Fetch]) -> float:
+def _duration_s(
+    needs: Mapping[int, Sequence[FileRange]],
+    manifests: Mapping[int, PartManifest],
+    holders: Holders,
+    nodes: Sequence[str],
+) -> float:
     disk: dict[Holder, int] = defaultdict(int)
-    link: dict[int, int] = defaultdict(int)
-    for fetch in fetches:
-        size = fetch.range.stop - fetch.range.start
-        disk[fetch.holder] += size
-        if fetch.source in (Source.PEER_MEMORY, Source.PEER_DISK):
-            link[fetch.reader] += size
-            link[fetch.receiver] += size
+    link: dict[str, int] = defaultdict(int)
+    for rank, ranges in needs.items():
+        fetcher = Fetcher(manifests, holders, node=nodes[rank], reach=lambda *_: None, turn=rank)
+        for index, item in enumerate(cut_into_chunks(ranges, manifests, 1 << 30)):
+            source, holder, _ = fetcher.choose(item, rank + index)
+            size = item.stop - item.start
+            disk[holder] += size
+            if source in (Source.PEER_MEMORY, Source.PEER_DISK):
+                link[holder.node] += size
+                link[nodes[rank]] += size
     speeds = [
         size / (REMOTE_BYTES_PER_S if h.kind is TierKind.REMOTE else DISK_BYTES_PER_S)
         for h, size in disk.items()

@@ -16,9 +16,9 @@ from lightning_hetero.checkpoint import CheckpointId, LocalStore
 from lightning_hetero.checkpoint.manifest import parse_manifest_name
 from lightning_hetero.checkpoint.recovering.fetching import Fetcher
 from lightning_hetero.checkpoint.saving import snapshot
+from lightning_hetero.checkpoint.serving import FileServer
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.ranks.communicators import GroupTransport
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from tests.toy import ToyModule
 
@@ -32,7 +32,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "optimizer step": (HeteroStrategy, "optimizer_step"),
     "after the step": (Engine, "mark_weights_stale"),
     "snapshot": (snapshot, "_copy"),
-    "copy to a peer": (GroupTransport, "send"),
+    "copy to a peer": (FileServer, "read"),
     "recovery": (Fetcher, "run"),
 }
 """Moments that are calls of a function or method."""

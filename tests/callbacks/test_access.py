@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hetero.callbacks.checkpointing import access
 from lightning_hetero.callbacks.checkpointing.access import Access
-from lightning_hetero.checkpoint import CheckpointId, SoloTransport, WriterOptions
+from lightning_hetero.checkpoint import CheckpointId, Peers, WriterOptions
 from lightning_hetero.core.errors import CheckpointError
 
 PATIENCE_S = 60.0
@@ -52,7 +52,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> Any:
     places: Any = SimpleNamespace(forget_other_runs=found.forgotten.append)
     found.access = Access(
         places,
-        SoloTransport(),
+        Peers(),
         is_first_of_node=True,
         options=WriterOptions(),
         skip_unreadable=False,

@@ -1,4 +1,4 @@
-"""A loss in a validation, or at an epoch's end, changes nothing of what a run does and gathers."""
+"""A loss in a validation, or at an epoch's end, changes nothing of what a run trains."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -9,9 +9,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import MeanMetric
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
 from lightning_hetero.callbacks.run_log import read_log
@@ -28,52 +27,24 @@ class Lost(Exception):
     """Stands for the loss of another rank."""
 
 
-class Gathers(ToyModule):
-    """Gathers in metrics, lists and means what it tells at the ends of validations and epochs."""
+class TellsLosses(ToyModule):
+    """Tells the losses of steps and of validations."""
 
     def __init__(self) -> None:
         super().__init__(ToyOptions(num_layers=1))
-        self.validated, self.trained = MeanMetric(), MeanMetric()
-        self.outputs: list[Any] = []
-        self.step_losses: list[Any] = []
-        self.told: list[tuple[Any, ...]] = []
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        self.step_losses.append(loss.detach())
-        self.trained.update(loss.detach())
-        self.log("epoch_loss", loss.detach(), on_step=False, on_epoch=True)
-        return loss
+        self.told: dict[tuple[Any, ...], float] = {}
 
     def validation_step(self, batch: Any, index: int) -> None:
-        loss = super().training_step(batch, index)
-        self.outputs.append(loss)
-        self.validated.update(loss)
-        self.log("val_loss", loss)
+        self.log("val_loss", super().training_step(batch, index))
 
-    def on_validation_epoch_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            mean = float(torch.stack(self.outputs).mean())
-            self.tell("validated", len(self.outputs), mean, float(self.validated.compute()))
-        self.outputs.clear()
-        self.validated.reset()
-
-    def on_train_epoch_end(self) -> None:
-        mean = float(torch.stack(self.step_losses).mean())
-        self.tell("epoch", len(self.step_losses), mean, float(self.trained.compute()))
-        self.step_losses.clear()
-        self.trained.reset()
-
-    def tell(self, what: str, *numbers: float) -> None:
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        step, epoch = self.trainer.global_step, self.trainer.current_epoch
-        self.told.append((what, step, epoch, rate, *numbers))
+    def tell(self, what: str, value: float) -> None:
+        key = what, self.trainer.global_step, self.trainer.current_epoch
+        assert self.told.setdefault(key, value) == value, "what is trained again is the same"
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
-        plan = {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"}
-        return {"optimizer": optimizer, "lr_scheduler": plan}
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [scheduler]
 
 
 Loss = tuple[str, int, int]
@@ -102,13 +73,9 @@ class Tells(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         pl_module.tell("step", float(outputs["loss"]))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        (saving,) = trainer.strategy.run.checkpoints
-        # In this generation: lost ranks may have left what was saved before without their parts.
-        assert saving.saved.id.step == trainer.global_step
-        means = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        stopping = trainer.early_stopping_callback
-        pl_module.tell("end", means, None if stopping is None else stopping.wait_count)
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            pl_module.tell("validated", float(trainer.callback_metrics["val_loss"]))
 
 
 @pytest.fixture
@@ -144,62 +111,40 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             default_root_dir=folder,
             **{**quiet(max_epochs=3), "enable_checkpointing": True, **options},
         )
-        module = Gathers()
+        module = TellsLosses()
         loader = StatefulDataLoader(TokenRows(4 * EPOCH), batch_size=4, shuffle=True)
         trainer.fit(module, loader, StatefulDataLoader(TokenRows(8), batch_size=2))
         assert all(left <= 0 for left in tells.left.values())
         noted = [item for item in read_log(log.path) if item["event"] == "recovered"]
-        assert [item["is_live"] for item in noted] == [True] * len(tells.left)
-        return module.told
+        return module.told, noted
 
     yield run
     del store
 
 
-class Stops(Callback):
-    """Stops training in mid-epoch."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == EPOCH + 2:
-            trainer.should_stop = True
-
-
 @pytest.mark.parametrize(
-    ("losses", "callbacks", "options"),
+    ("losses", "options"),
     [
-        # In the validation at an epoch's end, in a step, in the next epoch's first, at the end.
-        (
-            [
-                ("on_validation_batch_start", EPOCH, 3),
-                ("on_before_zero_grad", EPOCH + 2, 1),
-                ("on_train_batch_start", 2 * EPOCH, 1),
-                ("on_validation_batch_start", 3 * EPOCH, 2),
-            ],
-            [partial(ModelCheckpoint, monitor="epoch_loss", save_last=False)],
-            {},
-        ),
-        # In mid-epoch, and after the very last step.
-        (
-            [("on_validation_batch_start", 2, 2), ("on_validation_end", EPOCH + 2, 1)],
-            [],
-            {"max_epochs": None, "max_steps": EPOCH + 2, "val_check_interval": 2},
-        ),
+        # In a step, in the next epoch's first, in a validation in mid-epoch.
+        ([("on_before_zero_grad", 2, 1), ("on_train_batch_start", EPOCH, 1)], {}),
+        ([("on_validation_batch_start", 2, 2)], {"val_check_interval": 2}),
         # Twice before another step has ended.
-        (
-            [("on_before_zero_grad", 2, 1), ("on_after_backward", 2, 1)],
-            [],
-            {"max_epochs": 1},
-        ),
-        # After a step that a hook has made the last.
-        ([("on_validation_batch_start", EPOCH + 2, 2)], [Stops], {}),
+        ([("on_before_zero_grad", 2, 1), ("on_after_backward", 2, 1)], {}),
     ],
 )
-def test_it_goes_on_as_if_nobody_had_been_lost(
-    fit: Any, losses: list[Loss], callbacks: list[Any], options: dict[str, Any]
+def test_it_goes_on_without_losing_a_step(
+    fit: Any, losses: list[Loss], options: dict[str, Any]
 ) -> None:
-    told = []
-    for name, lost in (("undisturbed", []), ("disturbed", losses)):
-        patient = EarlyStopping("val_loss", patience=100, min_delta=100.0)
-        made = [make() for make in callbacks]
-        told.append(fit(name, Tells(lost), patient, *made, **options))
-    assert told[0] == told[1]
+    patient = partial(EarlyStopping, "val_loss", patience=100, min_delta=100.0)
+    undisturbed, _ = fit("undisturbed", Tells(), patient(), **options)
+    told, noted = fit("disturbed", Tells(losses), patient(), **options)
+    assert [item["is_live"] for item in noted] == [True] * len(losses)
+    assert told == undisturbed
+
+
+def test_from_the_end_of_an_epoch_it_goes_back_to_a_checkpoint_and_says_so(fit: Any) -> None:
+    undisturbed, _ = fit("undisturbed", Tells())
+    told, noted = fit("disturbed", Tells([("on_validation_batch_start", EPOCH, 3)]))
+    assert [item["is_live"] for item in noted] == [False]
+    assert "the end of an epoch, or of training, follows" in noted[0]["why_not_live"]
+    assert told == undisturbed

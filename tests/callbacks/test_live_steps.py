@@ -12,14 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import MeanMetric
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonitor
 from lightning_hetero.callbacks import guests
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.survivors import Follows, LiveState, Newcomer
+from lightning_hetero.checkpoint.recovering.live import LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.step_end import StepEnd
@@ -148,8 +147,6 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("on_train_batch_start", EPOCH + 1, {}),
         ("on_validation_batch_start", 2, {"val_check_interval": 2}),
         ("on_train_batch_start", 2, {"val_check_interval": 2}),
-        ("on_validation_batch_start", EPOCH, {}),
-        ("on_validation_start", EPOCH + 2, {"max_steps": EPOCH + 2, "val_check_interval": 2}),
     ],
 )
 def test_it_is_what_a_checkpoint_of_the_last_step_would_be(
@@ -200,18 +197,23 @@ def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any, monkeypatch: Any
     assert "its device hadn't come to the end of the step" in state.why
 
 
-def test_nothing_is_kept_while_hooks_of_an_epochs_end_run(lose: Any) -> None:
-    """What they have done to the module can't be undone, and they may not bear it twice."""
-    state, _ = lose("on_train_epoch_end", EPOCH)
-    assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
-    for hook, step, follows in (
-        ("on_validation_batch_start", EPOCH, Follows.END),
-        ("on_train_batch_start", EPOCH, Follows.EPOCH),
-        ("on_train_batch_start", EPOCH + 1, Follows.STEP),
-    ):
-        state, _ = lose(hook, step)
-        assert isinstance(state, LiveState), state
-        assert (state.content.id.step, state.follows) == (step, follows)
+@pytest.mark.parametrize(
+    ("hook", "step", "more"),
+    [
+        ("on_train_epoch_end", EPOCH, {}),
+        ("on_validation_batch_start", EPOCH, {}),
+        ("on_validation_start", EPOCH + 2, {"max_steps": EPOCH + 2, "val_check_interval": 2}),
+    ],
+)
+def test_nothing_is_kept_while_the_end_of_an_epoch_is_under_way(
+    lose: Any, hook: str, step: int, more: dict[str, Any]
+) -> None:
+    """What hooks have done to the module can't be undone, and they may not bear it twice."""
+    state, _ = lose(hook, step, **more)
+    assert "the end of an epoch, or of training, follows its last step" in state.why
+    state, _ = lose("on_train_batch_start", EPOCH)
+    assert isinstance(state, LiveState), state
+    assert state.content.id.step == EPOCH
 
 
 class Sees(Callback):
@@ -277,7 +279,7 @@ def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any
     for name in ("is_end_near", "is_validation_due"):
         monkeypatch.setattr(live, name, lambda _: False)
     state, _ = lose("on_validation_end", EPOCH, num_sanity_val_steps=1)
-    assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
+    assert "a validation that its last step doesn't call for" in state.why
 
 
 def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode(
@@ -333,34 +335,12 @@ def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
 def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
     steps, nothing = live.LiveSteps(), live.NothingLive("the ranks had come to different steps")
     steps.state = object.__new__(LiveState)
-    monkeypatch.setattr(live, "recover_from_survivors", lambda *_: nothing)
-    monkeypatch.setattr(live, "_keepers", lambda _: None)
+    monkeypatch.setattr(live, "recover_live", lambda *_: nothing)
     none: Any = None
-    assert steps.recover(none, [], none).why_not_live == nothing.why
+    assert steps.recover([], none).why_not_live == nothing.why
     # Another rank is lost before a step, and those who are left may be at one by then.
     assert not steps.keep(none, none, 2)
     assert steps.state is nothing
-
-
-@pytest.mark.parametrize("is_newcomer", [True, False])
-def test_all_gather_anew_with_whoever_has_trained_no_step_since_it_came(
-    monkeypatch: Any, is_newcomer: Any
-) -> None:
-    module = torch.nn.Module()
-    module.seen = MeanMetric()
-    module.seen.update(3.0)
-    # The generation in which one rank came has trained no step; in the next one nobody is new.
-    trainer: Any = SimpleNamespace(
-        lightning_module=module, strategy=SimpleNamespace(run=SimpleNamespace(knows_all_ranks=True))
-    )
-    steps = live.LiveSteps()
-    steps.state = Newcomer() if is_newcomer else object.__new__(LiveState)
-    monkeypatch.setattr(live, "recover_from_survivors", lambda *_: object())
-    monkeypatch.setattr(live, "_keepers", lambda _: None)
-    monkeypatch.setattr(live, "gather_json", lambda _, own: [own, not own])
-    transport: Any = None
-    steps.go_on(trainer, steps.recover(trainer, [], transport))
-    assert module.seen.update_count == 0
 
 
 def strategy_with(membership: Any) -> Any:

@@ -1,6 +1,5 @@
 """What a node kept in shared memory belongs to one user and one run; nodes are told apart."""
 
-import itertools
 import os
 import pickle
 import threading
@@ -15,10 +14,9 @@ from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.checkpoint import (
     CheckpointId,
     LocalStore,
+    Peers,
     RetryPolicy,
-    SoloTransport,
     TierKind,
-    Transport,
     shared_memory,
 )
 from lightning_hetero.checkpoint.claims import Lease
@@ -81,7 +79,7 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
         assert node.memory_dir is not None
         for path in (node.memory_dir, *node.memory_dir.rglob("*")):
             os.utime(path, (eight_days_ago_s, eight_days_ago_s))
-    for lease in join(own, SoloTransport(), is_first_of_node=True).leases:
+    for lease in join(own, Peers(), is_first_of_node=True).leases:
         lease.release()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
 
@@ -128,10 +126,10 @@ def test_a_local_folder_that_two_machines_share_is_refused_on_all_ranks(tmp_path
             name, disk = super().identify_node()
             return f"{name}-{self.keep}", disk
 
-    def action(rank: int, transport: Transport) -> str:
+    def action(rank: int, peers: Peers) -> str:
         node = Machine(**{**vars(at(None, str(tmp_path))), "keep": rank + 1})
         with pytest.raises(CheckpointError, match="share their local_dir") as caught:
-            join(node, transport, is_first_of_node=rank == 0)
+            join(node, peers, is_first_of_node=rank == 0)
         return str(caught.value)
 
     assert len(set(run_ranks(2, action))) == 1
@@ -148,19 +146,12 @@ def test_whoever_waits_to_see_whether_an_owner_lives_is_waited_for(
 
     monkeypatch.setattr(Lease, "take", take)
 
-    def action(rank: int, transport: Any) -> int:
-        gather, rounds = transport.all_gather, itertools.count(1)
+    def action(rank: int, peers: Any) -> int:
+        if rank == 1:
+            threading.Timer(1.0, may_go.set).start()
+        return len(join(at(None, str(tmp_path)), peers, is_first_of_node=rank == 0).leases)
 
-        def counted(data: bytes) -> list[bytes]:
-            answers: list[bytes] = gather(data)
-            if next(rounds) == 3:
-                may_go.set()
-            return answers
-
-        transport.all_gather = counted
-        return len(join(at(None, str(tmp_path)), transport, is_first_of_node=rank == 0).leases)
-
-    assert run_ranks(2, action) == [1, 0]
+    assert run_ranks(2, action, timeout_s=1.5) == [1, 0]
 
 
 def test_a_place_that_is_full_costs_no_step(

@@ -12,13 +12,13 @@ from lightning_hetero.checkpoint import (
     CheckpointContent,
     CheckpointId,
     CheckpointWriter,
+    Peers,
     Recovered,
     SliceContent,
     SliceNeed,
     Store,
     Tier,
     TierKind,
-    Transport,
     WriterOptions,
     recover,
 )
@@ -26,7 +26,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import unit_of
-from lightning_hetero.testing import MemoryStore, MemoryTransport
+from lightning_hetero.testing import MemoryStore, Throttle, ThrottledStore, peers_in_threads
 
 T = TypeVar("T")
 NUM_LAYERS = 4
@@ -155,18 +155,36 @@ def assert_is_state(recovered: Recovered | None, needs: Sequence[SliceNeed], ste
         assert item.scalars == {"lr_scale": 0.5, "seen": step}
 
 
+class SlowStores(dict[str, Any]):
+    """The stores that a rank serves, behind a link of limited bandwidth."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        super().__init__()
+        self.throttle = throttle
+
+    def __getitem__(self, name: str) -> ThrottledStore:
+        return ThrottledStore(super().__getitem__(name), self.throttle)
+
+
 def run_ranks(
     world_size: int,
-    action: Callable[[int, Transport], T],
+    action: Callable[[int, Peers], T],
     *,
     bytes_per_s: float | None = None,
     timeout_s: float = 30.0,
 ) -> list[T]:
-    """Run `action(rank, transport)` for all ranks at once; raise the first error."""
-    transports = MemoryTransport.create(world_size, bytes_per_s=bytes_per_s, timeout_s=timeout_s)
+    """Run `action(rank, peers)` for all ranks at once; raise the first error."""
+    peers = peers_in_threads(world_size, timeout_s=timeout_s)
+    if bytes_per_s is not None:
+        for item in peers:
+            item.server.stores = SlowStores(Throttle(bytes_per_s))
     with ThreadPoolExecutor(world_size) as pool:
-        results = [pool.submit(action, rank, transports[rank]) for rank in range(world_size)]
-        return [result.result() for result in results]
+        results = [pool.submit(action, rank, peers[rank]) for rank in range(world_size)]
+        try:
+            return [result.result() for result in results]
+        finally:
+            for item in peers:
+                item.close()
 
 
 class Nodes:
@@ -194,11 +212,11 @@ class Nodes:
 def save_all(
     nodes: Nodes, node_of_rank: Sequence[str], parts: list[CheckpointContent], *, replicas: int = 1
 ) -> None:
-    def action(rank: int, transport: Transport) -> None:
+    def action(rank: int, peers: Peers) -> None:
         writer = CheckpointWriter(
             nodes.tiers(node_of_rank[rank]),
             node_of_rank=node_of_rank,
-            transport=transport,
+            peers=peers,
             options=WriterOptions(replicas=replicas),
         )
         saved = writer.save(parts[rank])
@@ -212,9 +230,9 @@ def save_all(
 def recover_all(
     nodes: Nodes, node_of_rank: Sequence[str], needs: list[list[SliceNeed]], **options: Any
 ) -> list[Recovered | None]:
-    def action(rank: int, transport: Transport) -> Recovered | None:
+    def action(rank: int, peers: Peers) -> Recovered | None:
         tiers = nodes.tiers(node_of_rank[rank])
-        return recover(needs[rank], tiers, node=node_of_rank[rank], transport=transport, **options)
+        return recover(needs[rank], tiers, node=node_of_rank[rank], peers=peers, **options)
 
     return run_ranks(len(node_of_rank), action)
 

@@ -11,16 +11,18 @@ import torch
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
+    Peers,
     Tier,
     TierKind,
-    Transport,
+    recover,
     shared_memory,
 )
 from lightning_hetero.cli import main
 from lightning_hetero.core.plan import ParallelPlan
-from tests.checkpoint.states import contents, run_ranks
+from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
+ONE = ParallelPlan.even(world_size=1, num_layers=4)
 
 
 @pytest.fixture
@@ -28,11 +30,11 @@ def folders(tmp_path: Path) -> list[str]:
     """Save steps 1, 2, 3 by two nodes into a folder each."""
     names = [str(tmp_path / "a"), str(tmp_path / "b")]
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         writer = CheckpointWriter(
             [Tier(kind=TierKind.DISK, store=LocalStore(names[rank]), keep=3)],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
         )
         for step in (1, 2, 3):
             part = contents(step, PLAN, 2)[rank]
@@ -234,3 +236,24 @@ def test_shared_memory_of_old_runs_is_freed(tmp_path, monkeypatch, capsys):
 def test_prune_says_what_it_takes(options, capsys):
     assert main(["checkpoint", "prune", *options]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_rejected_step_is_not_gone_on_from(
+    folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "reject", "3", *folders)
+    assert code == 0
+    assert text.count("rejected step 3 in") == 2
+    code, text = run(capsys, "list", *folders)
+    assert [line.split()[:4] for line in text.splitlines()[1:4]] == [
+        ["3", "0", "0/?", "no"],
+        ["2", "0", "2/2", "yes"],
+        ["1", "0", "2/2", "yes"],
+    ]
+    assert "rejected" in text
+    needs = needs_of(0, ONE, 1)
+    tiers = [Tier(kind=TierKind.REMOTE, store=LocalStore(name), name=name) for name in folders]
+    assert_is_state(recover(needs, tiers), needs, 2)
+    code, text = run(capsys, "reject", "4", *folders)
+    assert code != 0
+    assert "no checkpoint of step 4" in text

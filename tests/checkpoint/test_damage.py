@@ -9,19 +9,23 @@ import pytest
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
+    Peers,
     Recovered,
     Store,
     Tier,
     TierKind,
-    Transport,
     recover,
 )
 from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.lockstep import Lockstep
-from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.manifest import (
+    CheckpointId,
+    FileEntry,
+    PartManifest,
+    manifest_name,
+)
 from lightning_hetero.checkpoint.pruning import prune
-from lightning_hetero.checkpoint.saving.replicas import exchange_parts
-from lightning_hetero.checkpoint.tiers import checkpoints_in, read_manifest
+from lightning_hetero.checkpoint.saving.replicas import pull_part
+from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore
@@ -38,12 +42,12 @@ def save(
 ) -> None:
     """Save steps by two ranks, each into its own store or both into the one."""
 
-    def action(rank: int, transport: Transport) -> None:
+    def action(rank: int, peers: Peers) -> None:
         store = stores[rank % len(stores)]
         writer = CheckpointWriter(
             [Tier(kind=kind, store=store, keep=keep)],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
         )
         for step in steps:
             saved = writer.save(contents(step, PLAN, 2, attempt=attempt)[rank])
@@ -54,9 +58,9 @@ def save(
 
 
 def recover_all(stores: Sequence[MemoryStore], kind: TierKind) -> list[Recovered | None]:
-    def action(rank: int, transport: Transport) -> Recovered | None:
+    def action(rank: int, peers: Peers) -> Recovered | None:
         tiers = [Tier(kind=kind, store=stores[rank % len(stores)])]
-        return recover(NEEDS[rank], tiers, node="ab"[rank], transport=transport)
+        return recover(NEEDS[rank], tiers, node="ab"[rank], peers=peers)
 
     return run_ranks(2, action)
 
@@ -213,27 +217,15 @@ def test_a_manifest_names_files_of_its_own_alone() -> None:
 
 
 def test_a_rank_takes_another_ranks_own_part_of_this_checkpoint_alone() -> None:
-    source = MemoryStore()
+    source, target = MemoryStore(), MemoryStore()
     save([source], TierKind.REMOTE, [1, 2], keep=2, attempt=0)
-    manifests = {
-        (step, part): read_manifest(source, CheckpointId(step), part)
-        for step in (1, 2)
-        for part in (0, 1)
-    }
-    targets = [MemoryStore(), MemoryStore()]
-
-    def exchange(sent: tuple[int, int]) -> list[list[str]]:
-        def action(rank: int, transport: Transport) -> list[str]:
-            manifest = manifests[sent if rank == 0 else (2, 1)]
-            lockstep = Lockstep(transport, stall_s=20.0, progress=Progress())
-            return exchange_parts(
-                lockstep, [[1], []], manifest, source=source, target=targets[rank]
-            )
-
-        return run_ranks(2, action)
-
-    for sent in ((2, 1), (1, 0)):
-        assert "not its own of step 2" in exchange(sent)[1][0]
-        assert targets[1].files == {}
-    assert exchange((2, 0)) == [[], []]
-    assert targets[1].files
+    own = manifest_name(CheckpointId(2), 0)
+    wanted = source.files[own]
+    for other in (manifest_name(CheckpointId(2), 1), manifest_name(CheckpointId(1), 0)):
+        source.files[own] = source.files[other]
+        with pytest.raises(CheckpointError, match="somebody moved it"):
+            pull_part(source, target, CheckpointId(2), 0, Progress())
+        assert target.files == {}
+    source.files[own] = wanted
+    pull_part(source, target, CheckpointId(2), 0, Progress())
+    assert target.files

@@ -13,11 +13,11 @@ from lightning_hetero.checkpoint import (
     CheckpointContent,
     CheckpointId,
     CheckpointWriter,
+    Peers,
     SliceContent,
     SliceNeed,
     Tier,
     TierKind,
-    Transport,
     export_checkpoint,
     recover,
 )
@@ -125,8 +125,8 @@ def parts_of(checkpoint: dict[str, Any], world_size: int) -> list[CheckpointCont
 def save(parts: list[CheckpointContent]) -> list[Tier]:
     tiers = [Tier(kind=TierKind.DISK, store=MemoryStore())]
 
-    def action(rank: int, transport: Transport) -> None:
-        writer = CheckpointWriter(tiers, node_of_rank=["a"] * len(parts), transport=transport)
+    def action(rank: int, peers: Peers) -> None:
+        writer = CheckpointWriter(tiers, node_of_rank=["a"] * len(parts), peers=peers)
         writer.save(parts[rank])
         writer.close()
 

@@ -8,10 +8,10 @@ import pytest
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
+    Peers,
     Store,
     Tier,
     TierKind,
-    Transport,
 )
 from lightning_hetero.checkpoint.recovering.inventory import (
     Inventory,
@@ -82,21 +82,21 @@ def try_failures(seed: int) -> None:
     def store_of(kind: TierKind, rank: int) -> Store:
         return FaultyStore(stores[kind][rank % len(stores[kind])], faults[kind, rank])
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         tiers = [Tier(kind=kind, store=store_of(kind, rank), keep=1) for kind in TierKind]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
         for step in range(1, NUM_SAVES + 1):
             for kind in TierKind:
                 faults[kind, rank].begin(step)
-            transport.all_gather(b"")
+            peers.gather(None)
             saved = writer.save(PARTS[step][rank])
             for wait in (saved.wait_until_confirmed, saved.wait_until_uploaded):
                 with contextlib.suppress(CheckpointError):
                     wait(20)
-            transport.all_gather(b"")
+            peers.gather(None)
             if rank == 0:
                 compare(stores, had)
-            transport.all_gather(b"")
+            peers.gather(None)
         with contextlib.suppress(CheckpointError):
             writer.close()
 

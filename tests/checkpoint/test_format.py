@@ -22,6 +22,7 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
+from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     PartManifest,
@@ -29,7 +30,6 @@ from lightning_hetero.checkpoint.manifest import (
     parse_manifest_name,
 )
 from lightning_hetero.checkpoint.parts import BlockChecksums, align_to_blocks, first_corrupt_block
-from lightning_hetero.checkpoint.saving.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
 

@@ -12,15 +12,16 @@ import pytest
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
+    Peers,
     Recovered,
+    RetryingStore,
+    RetryPolicy,
     SliceNeed,
     Tier,
     TierKind,
-    Transport,
     recover,
 )
 from lightning_hetero.checkpoint.inspection import look
-from lightning_hetero.checkpoint.recovering import fetching
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore, Throttle, ThrottledStore
@@ -131,10 +132,10 @@ def test_a_place_that_cannot_be_read_ends_all_ranks_unless_it_holds_nothing_newe
     for store, files in zip((*nodes.memory.values(), *nodes.disk.values()), local, strict=True):
         store.files = files
 
-    def refused(rank: int, transport: Transport) -> str:
+    def refused(rank: int, peers: Peers) -> str:
         tiers = nodes.tiers("ab"[rank])
         with pytest.raises(CheckpointError, match=r"500.*skip_unreadable=True") as caught:
-            recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+            recover(needs[rank], tiers, node="ab"[rank], peers=peers)
         return str(caught.value)
 
     assert len(run_ranks(size, refused)) == size
@@ -209,9 +210,9 @@ def recover_with(
 ) -> list[Recovered | None]:
     """Recover on two nodes, the second of which reaches its places in another way."""
 
-    def action(rank: int, transport: Transport) -> Recovered | None:
+    def action(rank: int, peers: Peers) -> Recovered | None:
         tiers = nodes.tiers("a") if rank == 0 else slow
-        return recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+        return recover(needs[rank], tiers, node="ab"[rank], peers=peers)
 
     return run_ranks(2, action, timeout_s=timeout_s)
 
@@ -230,10 +231,7 @@ def test_a_rank_that_reads_slowly_is_waited_for_while_bytes_come() -> None:
         assert_is_state(result, needs[rank], 2)
 
 
-def test_a_source_that_hangs_is_given_up_and_another_one_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fetching, "_STALL_S", 0.5)
+def test_a_source_that_hangs_is_given_up_and_another_one_taken() -> None:
     plan, size = ParallelPlan.even(world_size=2, num_layers=4), 2
     nodes = Nodes(["a", "b"])
     save_all(nodes, ["a", "b"], contents(2, plan, size))
@@ -244,11 +242,13 @@ def test_a_source_that_hangs_is_given_up_and_another_one_taken(
             assert let_go.wait(30)
 
     own = nodes.tiers("b")
-    hanging = Tier(kind=TierKind.MEMORY, store=FaultyStore(own[0].store, before))
+    impatient = RetryPolicy(attempts=1, stall_s=0.5)
+    store = RetryingStore(FaultyStore(own[0].store, before), impatient)
+    hanging = Tier(kind=TierKind.MEMORY, store=store)
     needs = [needs_of(rank, plan, size) for rank in range(size)]
     results = recover_with(nodes, needs, [hanging, *own[1:]])
     let_go.set()
     for rank, result in enumerate(results):
         assert_is_state(result, needs[rank], 2)
     assert results[1] is not None
-    assert any("didn't answer" in text for text in results[1].report.failures)
+    assert any("Nothing has moved for 0.5 s" in text for text in results[1].report.failures)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_hetero import checkpoint
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     FsspecStore,
@@ -225,13 +224,6 @@ def test_a_filesystem_that_fails_inside_a_folder_is_no_empty_one(
     monkeypatch.setattr(MemoryFileSystem, "ls", failing)
     with pytest.raises(OSError, match="gone"):
         store.list()
-
-
-def test_stand_ins_for_tests_have_moved_and_the_old_place_says_so() -> None:
-    with pytest.warns(DeprecationWarning, match="MemoryStore is imported from lightning_hetero"):
-        assert checkpoint.MemoryStore is MemoryStore
-    with pytest.raises(AttributeError, match="no attribute 'NoStore'"):
-        _ = checkpoint.NoStore
 
 
 def test_a_large_file_is_synced_piece_by_piece_so_that_a_slow_disk_is_seen_to_move(

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import pytest
 
-from lightning_hetero.checkpoint import CheckpointWriter, Tier, TierKind, Transport
+from lightning_hetero.checkpoint import CheckpointWriter, Peers, Tier, TierKind
 from lightning_hetero.checkpoint.deadlines import Progress
 from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
 from lightning_hetero.checkpoint.pruning import TierKeeper, prune
@@ -30,9 +30,9 @@ class Counting(MemoryStore):
 def test_pruning_takes_two_requests_whatever_it_deletes_and_manifests_go_first() -> None:
     plan, store = ParallelPlan.even(world_size=3, num_layers=4), Counting()
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         tier = Tier(kind=TierKind.REMOTE, store=store, keep=9)
-        writer = CheckpointWriter([tier], node_of_rank=["a"] * 3, transport=transport)
+        writer = CheckpointWriter([tier], node_of_rank=["a"] * 3, peers=peers)
         for step in (1, 2, 3):
             writer.save(contents(step, plan, 3)[rank]).wait_until_confirmed(20)
         writer.close()
@@ -71,9 +71,9 @@ def test_pruning_reads_no_manifest_of_what_this_start_has_confirmed_itself(kind:
     plan = ParallelPlan.even(world_size=world_size, num_layers=4)
 
     def save(first: int, count: int) -> None:
-        def action(rank: int, transport: Transport) -> None:
+        def action(rank: int, peers: Peers) -> None:
             tier = Tier(kind=kind, store=store, keep=2)
-            writer = CheckpointWriter([tier], node_of_rank=["a"] * 4, transport=transport)
+            writer = CheckpointWriter([tier], node_of_rank=["a"] * 4, peers=peers)
             for step in range(first, first + count):
                 attempt = int(first > 1)
                 saved = writer.save(contents(step, plan, world_size, attempt=attempt)[rank])

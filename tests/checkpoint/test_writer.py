@@ -11,13 +11,14 @@ import torch
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
+    Peers,
     SavedCheckpoint,
     Tier,
     TierKind,
-    Transport,
     WriterOptions,
     recover,
 )
+from lightning_hetero.checkpoint.content import tensors_of
 from lightning_hetero.checkpoint.saving import snapshot
 from lightning_hetero.checkpoint.saving import snapshot as snapshots
 from lightning_hetero.checkpoint.saving.snapshot import HostBuffer
@@ -79,7 +80,7 @@ def test_a_buffer_of_several_blocks_keeps_each_tensor_and_is_reused(monkeypatch)
         taken = buffer.take(content)
         taken.wait()
         places.append({key: copy.data_ptr() for key, copy in taken.tensors.items()})
-        originals = snapshots._tensors_of(content)
+        originals = tensors_of(content)
         assert all(copy.equal(originals[key]) for key, copy in taken.tensors.items())
         taken.release()
     assert places[0] == places[1]
@@ -123,12 +124,12 @@ def test_a_slow_remote_delays_no_checkpoint_and_gets_the_newest_in_the_end(ends:
     locals_ = [MemoryStore(), MemoryStore()]
     gates[1].open.set()
 
-    def save(rank: int, transport: Transport) -> list[bool]:
+    def save(rank: int, peers: Peers) -> list[bool]:
         tiers = [
             disk(locals_[rank]),
             Tier(kind=TierKind.REMOTE, store=FaultyStore(remote, gates[rank])),
         ]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
         saved = []
         for step in (1, 2, 3):
             saved.append(writer.save(contents(step, plan, 2)[rank]))
@@ -150,10 +151,8 @@ def test_a_leaving_nodes_part_goes_to_a_node_that_stays() -> None:
     plan = ParallelPlan.even(world_size=3, num_layers=4)
     stores = [MemoryStore() for _ in range(3)]
 
-    def save(rank: int, transport: Transport) -> None:
-        writer = CheckpointWriter(
-            [disk(stores[rank])], node_of_rank=["a", "b", "c"], transport=transport
-        )
+    def save(rank: int, peers: Peers) -> None:
+        writer = CheckpointWriter([disk(stores[rank])], node_of_rank=["a", "b", "c"], peers=peers)
         writer.save(contents(4, plan, 3)[rank], leaving=["b"]).wait_until_confirmed(20)
         writer.close()
 
@@ -163,8 +162,8 @@ def test_a_leaving_nodes_part_goes_to_a_node_that_stays() -> None:
     needs = [needs_of(rank, new_plan, 2) for rank in range(2)]
     results = run_ranks(
         2,
-        lambda rank, transport: recover(
-            needs[rank], [disk(stores[2 * rank])], node="ac"[rank], transport=transport
+        lambda rank, peers: recover(
+            needs[rank], [disk(stores[2 * rank])], node="ac"[rank], peers=peers
         ),
     )
     for rank in range(2):

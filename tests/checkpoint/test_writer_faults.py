@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
+    Peers,
     RetryingStore,
     RetryPolicy,
     Store,
     Tier,
     TierKind,
-    Transport,
     WriterOptions,
     recover,
 )
@@ -50,8 +50,8 @@ def recover_two(stores: Sequence[Store], step: int) -> None:
     needs = [needs_of(rank, TWO, 2) for rank in range(2)]
     results = run_ranks(
         2,
-        lambda rank, transport: recover(
-            needs[rank], [disk(stores[rank])], node="ab"[rank], transport=transport
+        lambda rank, peers: recover(
+            needs[rank], [disk(stores[rank])], node="ab"[rank], peers=peers
         ),
     )
     for rank in range(2):
@@ -66,12 +66,12 @@ def test_a_tier_that_failed_on_one_rank_is_neither_confirmed_nor_pruned_on_any()
         if verb == "write" and int(name.split("-")[1]) >= 3 and not name.endswith("confirmed"):
             raise FULL
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         tiers = [
             Tier(kind=TierKind.MEMORY, store=MemoryStore(), keep=1),
             disk((stores[0], FaultyStore(stores[1], before))[rank], keep=1),
         ]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
         for step in range(1, 6):
             # Complete in memory all the time.
             writer.save(contents(step, TWO, 2)[rank]).wait_until_confirmed(20)
@@ -89,9 +89,9 @@ def test_what_no_own_tier_has_from_all_ranks_is_told_on_all_and_the_remote_still
     stores = [MemoryStore(), MemoryStore(capacity_bytes=2000)]
     remote = MemoryStore()
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         tiers = [disk(stores[rank]), Tier(kind=TierKind.REMOTE, store=remote)]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
         for step in (1, 2):
             saved = writer.save(contents(step, TWO, 2)[rank])
             assert saved.wait_until_uploaded(20)
@@ -104,7 +104,7 @@ def test_what_no_own_tier_has_from_all_ranks_is_told_on_all_and_the_remote_still
     assert stores[1].files == {}, "what a full disk had taken is given back"
     needs = [needs_of(rank, TWO, 2) for rank in range(2)]
     tiers = [Tier(kind=TierKind.REMOTE, store=remote)]
-    results = run_ranks(2, lambda rank, transport: recover(needs[rank], tiers, transport=transport))
+    results = run_ranks(2, lambda rank, peers: recover(needs[rank], tiers, peers=peers))
     for rank in range(2):
         assert_is_state(results[rank], needs[rank], 2)
 
@@ -113,7 +113,7 @@ def test_what_no_own_tier_has_from_all_ranks_is_told_on_all_and_the_remote_still
 def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too_long(
     within_s: float,
 ) -> None:
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         memory = Tier(kind=TierKind.MEMORY, store=MemoryStore(), keep=1)
         broken = FaultyStore(MemoryStore(), down) if rank == 1 else MemoryStore()
         remote = Tier(kind=TierKind.REMOTE, store=broken)
@@ -121,7 +121,7 @@ def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too
         writer = CheckpointWriter(
             [memory, disk(broken), remote],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
             options=options,
         )
         for step in range(1, 5):
@@ -170,9 +170,9 @@ def test_a_state_that_is_not_finite_replaces_none() -> None:
     stores = [MemoryStore(), MemoryStore()]
     remote = MemoryStore()
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         tiers = [disk(stores[rank], keep=1), Tier(kind=TierKind.REMOTE, store=remote, keep=1)]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
         writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(20)
         for step in (2, 3):
             content = contents(step, TWO, 2)[rank]
@@ -193,11 +193,11 @@ def test_a_state_that_is_not_finite_replaces_none() -> None:
 def test_what_one_rank_cannot_encode_is_told_on_all_and_the_next_checkpoint_is_saved() -> None:
     stores = [MemoryStore(), MemoryStore()]
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         writer = CheckpointWriter(
             [disk(stores[rank])],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
         )
         odd = contents(1, TWO, 2)[rank]
         if rank == 1:
@@ -214,12 +214,12 @@ def test_what_one_rank_cannot_encode_is_told_on_all_and_the_next_checkpoint_is_s
 def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever() -> None:
     gate, stores = Gate(), [MemoryStore(), MemoryStore()]
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         store = FaultyStore(stores[1], gate) if rank == 1 else stores[0]
         writer = CheckpointWriter(
             [disk(store)],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
             options=WriterOptions(stall_s=1.0),
         )
         for step in (1, 2):
@@ -227,8 +227,8 @@ def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever()
             assert (saved.snapshot is None) == (rank == 1 and step == 2)
             with pytest.raises(CheckpointError, match=r"Rank 1: storage"):
                 saved.wait_until_confirmed(20)
-        # Both ranks have got here, so the transport is as good as before.
-        transport.all_gather(b"")
+        # Both ranks have got here, so the ranks' exchange is as good as before.
+        peers.gather(None)
         gate.open.set()
         step = 2
         while True:
@@ -243,15 +243,15 @@ def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever()
 
 
 def test_no_rank_is_given_up_while_its_storage_moves() -> None:
-    """A rank whose storage is far slower than the transport's own patience is waited for."""
+    """A rank whose storage is far slower than the ranks' own patience is waited for."""
     stores: list[Store] = [MemoryStore(), MemoryStore()]
     stores[1] = ThrottledStore(stores[1], Throttle(20_000.0))
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         writer = CheckpointWriter(
             [disk(stores[rank])],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
             options=WriterOptions(stall_s=1.0),
         )
         writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(60)
@@ -276,11 +276,11 @@ def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:
 
     stores = [Rotting(), MemoryStore()]
 
-    def save(rank: int, transport: Transport) -> None:
+    def save(rank: int, peers: Peers) -> None:
         writer = CheckpointWriter(
             [disk(stores[rank])],
             node_of_rank=["a", "b"],
-            transport=transport,
+            peers=peers,
             options=WriterOptions(replicas=2),
         )
         with pytest.raises(CheckpointError, match="corrupt at its source"):

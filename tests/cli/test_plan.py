@@ -183,6 +183,20 @@ def test_precision_decides_what_fits(words, tmp_path, capsys):
     assert needed["bf16-true"] < needed["bf16-mixed"] < needed["32-true"]
 
 
+def test_bf16_on_cards_without_it_is_planned_at_its_real_rate_and_said(words, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("nodes: [{device: V100-32GB, count: 4}]")
+    seconds = {}
+    for precision in ("bf16-mixed", "16-mixed", "32-true"):
+        assert main([*words, "--quick", "--precision", precision]) == 0
+        output = " ".join(capsys.readouterr().out.split())
+        seconds[precision] = float(output.split("iteration time ")[1].split()[0])
+        assert f"assumes {precision}, Adam" in output
+        note = "V100-32GB has no bf16 units and runs it at the rate of fp32"
+        assert (note in output) == (precision == "bf16-mixed")
+    assert seconds["bf16-mixed"] > 4 * seconds["16-mixed"]
+    assert seconds["32-true"] > seconds["bf16-mixed"]
+
+
 def test_what_cannot_be_written_or_drawn_is_said_before_planning(words, monkeypatch, capsys):
     monkeypatch.setattr("lightning_hetero.cli.plan.plan", None)
     assert main([*words, "--output", "no/where.json"]) == 2

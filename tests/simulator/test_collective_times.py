@@ -28,8 +28,8 @@ from lightning_hetero.simulator import (
     owned_exchange,
     simulate,
 )
-from lightning_hetero.simulator.cluster_links import ring_s
 from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.links import ring_s
 from tests.simulator.closed_form import table_of
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans

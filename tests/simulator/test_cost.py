@@ -266,3 +266,11 @@ def test_roofline_is_within_30_percent_of_measured_a800_stages(length):
         shape = StageShape("A800-80GB", scheme["tp"], layers, has_embedding=whole, has_head=whole)
         measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
         assert sum(cost.compute_s(shape, (length,))) == pytest.approx(measured_s, rel=0.30)
+
+
+def test_of_equally_fast_devices_the_one_with_less_memory_bounds_a_stage():
+    names = ["A100-80GB", "A100-40GB"]
+    for order in (names, names[::-1]):
+        cluster = Cluster(nodes=tuple(Node(device=name, count=1) for name in order))
+        stage = StagePlan(ranks=(0, 1), layers=range(4))
+        assert RooflineCost(cluster, LLAMA).shape_of(stage).device == "A100-40GB"

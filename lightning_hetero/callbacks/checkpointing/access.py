@@ -11,22 +11,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+
 from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join, release
+from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
+    Peers,
     Recovered,
     Tier,
-    Transport,
     WriterOptions,
     begin_run,
 )
 from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.serving import own_host
 
-__all__ = ["Access"]
-
-_PATIENCE_S = 3600.0
-"""Longer than any place is waited for: a place that makes no progress is given up by itself."""
+__all__ = ["Access", "peers_of"]
 
 
 @dataclass(kw_only=True)
@@ -48,7 +49,7 @@ class Access:
 
     Args:
         places: This node's places.
-        transport: Connects all ranks; used by one thread at a time.
+        peers: All ranks; used by one thread at a time.
         is_first_of_node: Whether this rank looks after its node's places.
         options: The writer's.
         skip_unreadable: Go on without places that can't be read.
@@ -57,14 +58,14 @@ class Access:
     def __init__(
         self,
         places: Places,
-        transport: Transport,
+        peers: Peers,
         *,
         is_first_of_node: bool,
         options: WriterOptions,
         skip_unreadable: bool,
     ) -> None:
         self._places = places
-        self._transport = transport
+        self._peers = peers
         self._is_first_of_node = is_first_of_node
         self._options = options
         self._skip_unreadable = skip_unreadable
@@ -90,10 +91,10 @@ class Access:
                 `begin_run` raise.
         """
         is_first = self._is_first_of_node
-        joined = join(self._places, self._transport, is_first_of_node=is_first, tidies=tidies)
+        joined = join(self._places, self._peers, is_first_of_node=is_first, tidies=tidies)
         seen: dict[str, Any] = {
             "node": joined.node,
-            "transport": self._transport,
+            "peers": self._peers,
             "skip_unreadable": self._skip_unreadable,
         }
         try:
@@ -104,7 +105,7 @@ class Access:
             writer = CheckpointWriter(
                 joined.tiers,
                 node_of_rank=joined.node_of_rank,
-                transport=self._transport,
+                peers=self._peers,
                 options=self._options,
             )
         except BaseException:
@@ -116,7 +117,7 @@ class Access:
     def enter_later(self, recovered: Recovered) -> CheckpointId:
         """Enter when `begin` is called or the writer is first needed; training goes on meanwhile.
 
-        From then on nobody else may use the transport.
+        From then on nobody else may use the peers.
 
         Returns:
             Step 0 of the attempt that begins.
@@ -175,9 +176,26 @@ class Access:
 
     def _wait(self) -> _Entered:
         self.begin()
-        return self._entered.result(_PATIENCE_S)
+        return self._entered.result()
 
 
 def _leave(entered: "Future[_Entered]") -> None:
     if entered.exception() is None:
         entered.result().leave()
+
+
+def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
+    """Return the ranks of this fit; after a loss this rank may be the only one that is left."""
+    strategy = run_of(trainer).strategy
+    if strategy is None or trainer.world_size == 1:
+        return Peers(timeout_s=timeout_s)
+    processes = strategy.processes
+    store, host = processes.open_store("checkpoints")
+    return Peers(
+        store,
+        global_rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        timeout_s=timeout_s,
+        is_over=processes.comms.is_aborted,
+        host=own_host(host),
+    )

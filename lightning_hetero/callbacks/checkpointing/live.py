@@ -4,9 +4,11 @@ The slices change in the optimizer's step only, so they needn't be copied: it is
 they are still those of the last step when a rank is lost. Whatever else of a checkpoint an
 iteration changes is noted at the end of each step, where the step would be saved: counters of
 loops, schedulers, callbacks, the data's progress and random numbers. What doesn't change is read
-when a rank is lost. A validation that follows a step is run again after a loss, and so is the end
-of an epoch, or of training, if a loss has cut its validation short. While the hooks of an epoch's
-end run, no state is held; when the next epoch begins, what they have changed is noted anew.
+when a rank is lost. A validation in mid-epoch that follows the step is run again. While the end of
+an epoch, or of training, is under way, no state is held: the newest checkpoint is used then. When
+the next epoch begins, the state is noted anew.
+
+What no checkpoint holds begins anew after a loss, as after any restart: metrics and logged means.
 
 Measured: 0.15 to 0.25 ms a step on one busy core for a toy of 49 tensors, a third of it for the
 generators of random numbers, and 0.3 µs for each further tensor. If a module or a callback has a
@@ -16,18 +18,16 @@ hook `on_save_checkpoint`, that is called after each step, which costs its time 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetero.callbacks.checkpointing.noted import (
     LOADERS,
-    Gathered,
     complete,
     copied,
     dump_step,
-    metrics_of,
     on_host,
     places_of,
     trackers_of,
@@ -36,45 +36,36 @@ from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import (
     content_of,
     dump_metadata,
-    go_on_after_step,
     hooks_that_save,
     is_end_near,
     is_validation_due,
-    stop_of,
 )
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
+    Peers,
     Recovered,
     SliceNeed,
     Tier,
-    Transport,
     recover,
 )
-from lightning_hetero.checkpoint.survivors import (
-    Follows,
-    Keepers,
+from lightning_hetero.checkpoint.recovering.live import (
     LiveState,
     Newcomer,
     NothingLive,
-    recover_from_survivors,
+    recover_live,
 )
-from lightning_hetero.checkpoint.transport import gather_json
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 __all__ = ["Found", "LiveSteps", "find_saved"]
 
 _version_of = attrgetter("_version")
 
 _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
-_IN_EVALUATION = NothingLive(
-    "the end of an epoch, or a validation of its own, follows its last step, and was under way"
-)
+_AT_END = NothingLive("the end of an epoch, or of training, follows its last step")
+_IN_EVALUATION = NothingLive("it was in a validation that its last step doesn't call for")
 _NO_STEP = NothingLive("it had trained no step in this process")
 _NO_COPIES = NothingLive("the run has no redundancy")
 _PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
@@ -90,8 +81,6 @@ class Found:
     """None if training begins anew."""
     is_live: bool = False
     """Whether it comes from the ranks' memory, not from a checkpoint."""
-    has_newcomers: bool = False
-    """Whether a rank has joined that has trained no step yet, so its metrics hold nothing."""
     why_not_live: str | None = None
     """Why ranks didn't go on from memory after one was lost; None if none was lost."""
 
@@ -113,8 +102,6 @@ class _Noted:
     """Whether the metadata are complete, because hooks had to be called."""
     is_validation_due: bool
     """Whether a validation follows the step; a run that goes on from the step repeats it."""
-    follows: Follows
-    gathered: Gathered
 
 
 class LiveSteps:
@@ -128,17 +115,8 @@ class LiveSteps:
         """Dict and key of each tensor that must not change between steps."""
         self._trackers: list[Any] = []
         """The counters of the loops."""
-        self._metrics: list[Metric] = []
         self._ended: _Noted | None = None
         """The last step of an epoch whose end is under way."""
-        self._before_evaluation: Gathered | None = None
-        """The module's metrics, lists and means from before the validation that is under way."""
-        self._before_first_step: Gathered | None = None
-        """The same from before the first step that is trained after `state`."""
-        self._means: Any = None
-        """The epoch's logged means at the step of `state`."""
-        self._newest: dict[str, Any] = {}
-        """The newest logged values at that step, which callbacks may monitor."""
 
     def begin_change(self) -> None:
         """Hold no state from now to the step's end: an optimizer is about to change the slices.
@@ -149,32 +127,11 @@ class LiveSteps:
         if not isinstance(self._noted, NothingLive):
             self._noted = _IN_STEP
 
-    def begin_evaluation(self, trainer: pl.Trainer) -> None:
-        """Note that a validation begins; hold no state from now on, unless it follows the step."""
-        metrics = list(metrics_of(trainer.lightning_module))
-        self._before_evaluation = Gathered(trainer, metrics)
+    def begin_evaluation(self) -> None:
+        """Hold no state while a validation runs, unless the last step calls for it."""
         noted = self._noted
-        if isinstance(noted, NothingLive):
-            return
-        # Hooks may have stopped training since.
-        ends = is_end_near(trainer)
-        if ends or noted.is_validation_due:
-            metadata = {**noted.metadata, **stop_of(trainer)}
-            follows = Follows.END if ends else noted.follows
-            self._noted = replace(noted, follows=follows, metadata=metadata)
-        else:
+        if not isinstance(noted, NothingLive) and not noted.is_validation_due:
             self._noted = _IN_EVALUATION
-
-    def end_evaluation(self) -> None:
-        """Note that a validation has ended: what it has left in the module stays."""
-        self._before_evaluation = None
-
-    def begin_epoch_end(self) -> None:
-        """Hold no state from now on: hooks of an epoch's end can't be run again."""
-        if not isinstance(self._noted, NothingLive):
-            self._ended, self._noted = self._noted, _IN_EVALUATION
-        if isinstance(self.state, LiveState):
-            self.state = _IN_EVALUATION
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
         """Note what the end of the last epoch has changed; doesn't communicate.
@@ -188,8 +145,9 @@ class LiveSteps:
         same = ("loops", "epoch", LOADERS)
         metadata = {**new.metadata, **{k: ended.metadata[k] for k in same if k in ended.metadata}}
         # The loops as of the step: going on, Lightning itself begins the epoch.
-        kept: dict[str, Any] = {"counts": ended.counts, "num_stepped": ended.num_stepped}
-        self._noted = replace(new, metadata=metadata, follows=Follows.EPOCH, **kept)
+        self._noted = replace(
+            new, metadata=metadata, counts=ended.counts, num_stepped=ended.num_stepped
+        )
 
     def note_step(self, trainer: pl.Trainer) -> None:
         """Note the end of a step, where a checkpoint would be saved; doesn't communicate."""
@@ -197,7 +155,7 @@ class LiveSteps:
         if strategy is None or not strategy.processes.outlives_ranks:
             return
         # All have ended a step since the last recovery.
-        self.state, self._means, self._before_first_step = _NO_STEP, None, None
+        self.state, self._ended = _NO_STEP, None
         engine = strategy.engine
         engine.comms.step_end.note(engine.device)
         if not engine.store.has_standbys:
@@ -211,6 +169,8 @@ class LiveSteps:
             self._noted = _PLATEAU
         else:
             self._noted = self._note(trainer)
+            if is_end_near(trainer):
+                self._ended, self._noted = self._noted, _AT_END
 
     def _note(self, trainer: pl.Trainer) -> _Noted:
         is_whole = bool(hooks_that_save(trainer))
@@ -218,7 +178,6 @@ class LiveSteps:
         if not self._watched:
             self._watched = list(places_of(trainer))
             self._trackers = list(trackers_of(trainer.fit_loop))
-            self._metrics = list(metrics_of(trainer.lightning_module))
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         return _Noted(
             step=trainer.global_step,
@@ -229,15 +188,15 @@ class LiveSteps:
             random_state=RandomState.now(),
             is_whole=is_whole,
             is_validation_due=is_validation_due(trainer),
-            follows=Follows.END if is_end_near(trainer) else Follows.STEP,
-            gathered=Gathered(trainer, self._metrics),
         )
 
     def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
-        if isinstance(self._noted, NothingLive) or self._noted.follows is Follows.END:
+        if isinstance(self._noted, NothingLive):
             return False
-        return not serve_without(_keepers(trainer).slices, leaving).missing
+        strategy = run_of(trainer).strategy
+        assert strategy is not None
+        return not serve_without(strategy.engine.store.slices, leaving).missing
 
     def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int) -> bool:
         """Keep the last step's state in `state`, if it is unchanged; doesn't communicate.
@@ -251,11 +210,6 @@ class LiveSteps:
             Whether it is kept.
         """
         noted, self._noted, self._ended = self._noted, _NO_STEP, None
-        cut_short, self._before_evaluation = self._before_evaluation, None
-        if cut_short is not None:
-            cut_short.put_back()
-        if self._before_first_step is not None:
-            self._before_first_step.put_back()
         if isinstance(noted, NothingLive):
             # A generation that has trained no step still has the state that it began with.
             if noted is not _NO_STEP:
@@ -285,62 +239,21 @@ class LiveSteps:
         noted.random_state.put_back()
         id_ = replace(start, step=noted.step)
         content = content_of(trainer, owned, id_, metadata, with_standbys=True)
-        noted.gathered.put_back()
-        self._means = noted.gathered.results
-        self._newest = dict(trainer.callback_metrics)
-        return LiveState(
-            content=on_host(content),
-            generation=generation,
-            keepers=_keepers(trainer),
-            follows=noted.follows,
-        )
+        return LiveState(content=on_host(content), generation=generation)
 
-    def recover(
-        self, trainer: pl.Trainer, needs: Sequence[SliceNeed], transport: Transport
-    ) -> Found:
+    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Found:
         """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
-            trainer: The Trainer whose fit begins.
             needs: The slices that this rank keeps from now on.
-            transport: Connects the ranks.
+            peers: The ranks.
         """
-        live = recover_from_survivors(needs, _keepers(trainer), self.state, transport)
+        live = recover_live(needs, self.state, peers)
         if not isinstance(live, NothingLive):
-            # Newcomers stay new until they have trained a step, even over several generations.
-            are_new = gather_json(transport, isinstance(self.state, Newcomer))
-            return Found(live, is_live=True, has_newcomers=any(are_new))
+            return Found(live, is_live=True)
         rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
         self.state = live  # Nobody may go on from a state later than that checkpoint any more.
         return Found(None, why_not_live=live.why)
-
-    def go_on(self, trainer: pl.Trainer, found: Found) -> None:
-        """Adapt metrics, means and loops of this process to the state that was restored."""
-        if found.is_live and not found.has_newcomers:
-            assert isinstance(self.state, LiveState)
-            assert found.recovered is not None
-            ends = self.state.follows is Follows.END
-            go_on_after_step(trainer, found.recovered, ends=ends)
-            trainer.fit_loop.epoch_loop._results = self._means
-            trainer._logger_connector._callback_metrics.update(self._newest)
-            self._before_first_step = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
-        elif found.is_live or found.why_not_live is not None:
-            # As in a newcomer's process: all ranks must have gathered the same. And steps that are
-            # trained again would count twice.
-            for metric in metrics_of(trainer.lightning_module):
-                metric.reset()
-
-    def begin_training(self, trainer: pl.Trainer) -> None:
-        """Restore logged values once more, since Lightning has reset them at the fit's start."""
-        if self._before_first_step is not None:
-            self._before_first_step.put_back()
-            connector = trainer._logger_connector
-            connector._callback_metrics.update(self._newest)
-            if isinstance(self.state, LiveState) and self.state.follows is Follows.STEP:
-                # Else the epoch's means would begin with the next batch, as with its first one.
-                connector._first_loop_iter = True
-            # A new copy, since what was put back may be changed in place.
-            self._before_first_step = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
 
     def _rewind(self, trainer: pl.Trainer, noted: _Noted) -> None:
         """Put the loops' counters back to a step's end; the loops are thrown away after it."""
@@ -381,11 +294,3 @@ def find_saved(
             "nothing to go on from in place. Start again."
         )
     return Found(recovered, why_not_live=why_not_live)
-
-
-def _keepers(trainer: pl.Trainer) -> Keepers:
-    strategy = run_of(trainer).strategy
-    assert strategy is not None
-    store = strategy.engine.store
-    dims = {name: spec.cut_dim for name, spec in store.specs.items()}
-    return Keepers(slices=store.slices, dims=dims)

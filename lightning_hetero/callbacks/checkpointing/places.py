@@ -21,14 +21,14 @@ from typing import Any
 
 from lightning_hetero.checkpoint import (
     LocalStore,
+    Peers,
     RetryPolicy,
     Tier,
     TierKind,
-    Transport,
     open_store,
 )
 from lightning_hetero.checkpoint.claims import Lease
-from lightning_hetero.checkpoint.deadlines import Deadline, Progress
+from lightning_hetero.checkpoint.deadlines import Operations, Progress
 from lightning_hetero.checkpoint.retry import local_folder, probe_store
 from lightning_hetero.checkpoint.shared_memory import (
     has_shared_memory,
@@ -37,7 +37,6 @@ from lightning_hetero.checkpoint.shared_memory import (
     own_folder,
 )
 from lightning_hetero.checkpoint.tiers import checkpoints_in
-from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process.cache import write_whole
 from lightning_hetero.core.process.identity import machine_id
@@ -83,8 +82,10 @@ class Places:
     retry: RetryPolicy | None
     stall_s: float = 300.0
     """Seconds after which an operation that hangs in a local place is given up."""
-    _noting: Deadline = field(
-        default_factory=lambda: Deadline(_LONGEST_NOTE_S, max_hanging=1), repr=False, compare=False
+    _noting: Operations = field(
+        default_factory=lambda: Operations(_LONGEST_NOTE_S, max_hanging=1),
+        repr=False,
+        compare=False,
     )
 
     def __post_init__(self) -> None:
@@ -238,14 +239,12 @@ class Joined:
     """The copies that this rank holds for all; to be released in the end."""
 
 
-def join(
-    places: Places, transport: Transport, *, is_first_of_node: bool, tidies: bool = True
-) -> Joined:
+def join(places: Places, peers: Peers, *, is_first_of_node: bool, tidies: bool = True) -> Joined:
     """Open the places, tell the nodes apart and take the leases; every rank calls it. Communicates.
 
     Args:
         places: This node's.
-        transport: All ranks.
+        peers: All ranks.
         is_first_of_node: Whether this rank looks after its node's places.
         tidies: Whether to remove old leftovers: once per start, since there may be many.
 
@@ -261,9 +260,7 @@ def join(
         tiers = places.tiers()
         node, disk = places.identify_node()
         for tier in tiers:
-            is_own = tier.is_looked_after_by(
-                transport.global_rank, is_first_of_node=is_first_of_node
-            )
+            is_own = tier.is_looked_after_by(peers.global_rank, is_first_of_node=is_first_of_node)
             if is_own and tier.kind is not TierKind.MEMORY:
                 progress.refuse_if_late()
                 leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
@@ -273,7 +270,7 @@ def join(
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: release(leases))
         # Ranks wait for one that checks whether a lease's owner lives, or waits for a slow place.
-        entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
+        entering, answers = peers.do(enter, lambda found: {"names": found[1:]})
         _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
         undo.pop_all()
     tiers, node, _ = entering.result()
@@ -287,7 +284,7 @@ def release(leases: Iterable[Lease]) -> None:
         lease.release()
 
 
-def probe(places: Places, transport: Transport, *, is_first_of_node: bool) -> None:
+def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
     """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
 
     Communicates. A store that doesn't answer is waited for if this run has used it before.
@@ -301,7 +298,7 @@ def probe(places: Places, transport: Transport, *, is_first_of_node: bool) -> No
             has_served = places.last_finished() is not None
             probe_store(places.path_or_url, has_served=has_served, **places.storage_options)
 
-    finish_together(ask, transport)
+    peers.do(ask)
 
 
 def _refuse_shared_disks(nodes: list[tuple[str, str]]) -> None:

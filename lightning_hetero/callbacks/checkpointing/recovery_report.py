@@ -13,8 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_hetero.callbacks.checkpointing.live import Found
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
-from lightning_hetero.checkpoint import Source, Transport
-from lightning_hetero.checkpoint.transport import gather_json
+from lightning_hetero.checkpoint import Peers, Source
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process.identity import machine_id
 
@@ -45,7 +44,7 @@ def report_recovery(
     found: Found,
     times: StartTimes,
     places: Places,
-    transport: Transport,
+    peers: Peers,
 ) -> float | None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
@@ -61,8 +60,7 @@ def report_recovery(
         "load": time.time() - times.fetched_s,
     }
     own, noted = recovered.report.bytes_by_source, places.last_finished()
-    rows = gather_json(
-        transport,
+    rows = peers.gather(
         {
             "bytes": [[int(source), count] for source, count in own.items()],
             "finished": None if noted is None else asdict(noted),

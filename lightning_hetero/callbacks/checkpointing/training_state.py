@@ -20,14 +20,12 @@ from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.runtime.random_state import RandomState
-from lightning_hetero.strategy.fit_loop import FitLoop
 
 __all__ = [
     "content_of",
     "dump_changing",
     "dump_metadata",
     "go_on",
-    "go_on_after_step",
     "has_finished_epoch",
     "hooks_that_save",
     "is_complete",
@@ -35,12 +33,10 @@ __all__ = [
     "is_epoch_ending",
     "is_validation_due",
     "restore",
-    "stop_of",
 ]
 
 _OWN = "lightning_hetero"
 _DUE = "lightning_hetero validation due"
-_STOPS = "lightning_hetero should stop"
 
 
 def content_of(
@@ -106,18 +102,12 @@ def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
         "callbacks": call._call_callbacks_state_dict(trainer),
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         _DUE: is_validation_due(trainer),
-        **stop_of(trainer),
     }
     if plugin_state := plugin.state_dict():
         states[type(plugin).__qualname__] = plugin_state
     if datamodule is not None and (state := datamodule.state_dict()):
         states[type(datamodule).__qualname__] = state
     return states
-
-
-def stop_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the entry of `dump_changing` that tells whether training was asked to stop."""
-    return {_STOPS: bool(trainer.should_stop)}
 
 
 def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None]]:
@@ -181,33 +171,12 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     # Not earlier, because making the loader's iterator has drawn a number.
     if recovered.rank_metadata is not None:  # None unless as many ranks had saved theirs.
         RandomState.from_dict(recovered.rank_metadata).put_back()
-    if _begins_at_end(trainer):
-        return
     if has_finished_epoch(trainer):
         # The next epoch's iterator would have drawn its number by now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
         _make_up_validation(trainer)
-
-
-def go_on_after_step(trainer: pl.Trainer, recovered: Recovered, *, ends: bool) -> None:
-    """Let Lightning go on from a step's end, in the very processes that have trained the step.
-
-    These still hold what isn't in `recovered`, so the end of an epoch, or of training, can follow.
-
-    Args:
-        trainer: The Trainer, whose state is restored.
-        recovered: That state.
-        ends: Whether the end of the epoch, or of training, follows the step.
-    """
-    trainer.should_stop = recovered.metadata[_STOPS]
-    assert isinstance(trainer.fit_loop, FitLoop)
-    trainer.fit_loop.begins_at_end, trainer.fit_loop.lacks_nothing = ends, True
-
-
-def _begins_at_end(trainer: pl.Trainer) -> bool:
-    return isinstance(trainer.fit_loop, FitLoop) and trainer.fit_loop.begins_at_end
 
 
 def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
@@ -248,8 +217,6 @@ def _begin_next_epoch(trainer: pl.Trainer) -> None:
 
 def is_complete(trainer: pl.Trainer) -> bool:
     """Whether a resumed run has nothing left to train."""
-    if _begins_at_end(trainer):
-        return False
     # A checkpoint of the last batch was saved before the epoch counts as done.
     is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))

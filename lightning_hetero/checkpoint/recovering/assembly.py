@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, num_rows
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, is_sound, num_rows
 from lightning_hetero.checkpoint.manifest import (
     SHARED_METADATA,
     WEIGHT,
@@ -181,9 +181,9 @@ class RankNeeds:
         self,
         needs: Sequence[SliceNeed],
         manifests: Mapping[int, PartManifest],
-        global_rank: int,
-        world_size: int,
+        own_part: int | None,
     ) -> None:
+        """Find what is needed; `own_part` is the part that this rank itself saved or holds."""
         stored: dict[str, list[tuple[int, SliceEntry]]] = defaultdict(list)
         for part, manifest in sorted(manifests.items()):
             for entry in manifest.slices:
@@ -192,15 +192,15 @@ class RankNeeds:
         self.needs = tuple(needs)
         self.targets: list[list[Target]] = []
         self.scalars: list[Mapping[str, Scalar]] = []
-        same = manifests[0].world_size == world_size
-        own_part = global_rank if same else None
         for need in needs:
             targets, scalars = find_targets(need, stored[need.parameter], own_part)
             self.targets.append(targets)
             self.scalars.append(scalars)
-        self.metadata = self._whole_file(0, SHARED_METADATA)
+        with_metadata = [p for p, m in sorted(manifests.items()) if m.has_file(SHARED_METADATA)]
+        shared = next((p for p in with_metadata if p == own_part), min(with_metadata, default=0))
+        self.metadata = self._whole_file(shared, SHARED_METADATA)
         self.rank_metadata = (
-            self._whole_file(global_rank, rank_metadata_name(global_rank)) if same else None
+            None if own_part is None else self._whole_file(own_part, rank_metadata_name(own_part))
         )
 
     def blocks(self) -> list[FileRange]:
@@ -267,6 +267,7 @@ class Assembly:
             )
         assert self._metadata is not None
         own = None if self._rank_metadata is None else _load(self._rank_metadata)
+        _refuse_nonfinite(slices)
         return tuple(slices), _load(self._metadata), own
 
     def _register(self, size_bytes: int, spans: Sequence[Span]) -> torch.Tensor:
@@ -278,6 +279,13 @@ class Assembly:
 
     def _register_file(self, item: FileRange | None) -> torch.Tensor | None:
         return None if item is None else self._register(item.stop, [Span(item, 0)])
+
+
+def _refuse_nonfinite(slices: Sequence[RestoredSlice]) -> None:
+    for item in slices:
+        for key, tensor in {WEIGHT: item.weight, **item.state}.items():
+            if not is_sound(tensor, is_trained=key == WEIGHT and bool(item.state)):
+                raise CheckpointError(f"{item.parameter}'s {key} isn't finite in the checkpoint.")
 
 
 def _as_tensor(target: Target, buffer: torch.Tensor) -> torch.Tensor:

@@ -1,42 +1,39 @@
-"""Decide which rank reads which bytes from where for which rank, and carry out one rank's share.
+"""Get the byte ranges that a rank needs, each from its cheapest source (AutoHet §IV-C).
 
-All ranks compute the same table. Each byte range gets its cheapest source: memory or disk of the
-own node, a peer's memory or disk, the remote store (AutoHet §IV-C). Of peers at the same cost the
-least loaded one sends, in chunks, so that several can share even one large range.
+A source is memory or disk of the own node, a peer's memory or disk, or the remote store. Each rank
+reads for itself, so nobody waits for another one's table; where several holders cost the same,
+ranks and chunks take turns. Every block's checksum is compared before it counts. A holder that
+fails isn't used again for that file, and the next one is asked.
 
-Threads read from the own node's tiers and from the remote store. Meanwhile the calling thread
-exchanges peers' bytes in lockstep, while each reader's next chunks are read ahead.
+Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
 """
 
+import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Progress
-from lightning_hetero.checkpoint.lockstep import Lockstep
 from lightning_hetero.checkpoint.manifest import PartManifest, name_of_unit
 from lightning_hetero.checkpoint.parts import align_to_blocks, fault_in
+from lightning_hetero.checkpoint.serving import Readable
 from lightning_hetero.checkpoint.store import Buffer
-from lightning_hetero.checkpoint.tiers import Holder, Source, Tier, source_of
-from lightning_hetero.checkpoint.transport import Rounds, Transport, take_turns
+from lightning_hetero.checkpoint.tiers import Holder, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+__all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Holders", "cut_into_chunks", "whole_blocks"]
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Failure",
-    "Fetch",
-    "Fetcher",
-    "FileRange",
-    "assign_sources",
-    "whole_blocks",
-]
+_log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 """Largest fetch: the bytes that a sender, a link and a receiver hold at a time."""
+_LOCAL_READERS = 2
+_OTHER_READERS = 8
+"""Several, because one connection to an object store carries much less than the link."""
+
+Holders = Mapping[tuple[int, str], Sequence[Holder]]
+"""Which places hold each (part, file)."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -47,18 +44,6 @@ class FileRange:
     file: str
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """One byte range that a rank needs, with its reader and source."""
-
-    receiver: int
-    reader: int
-    """The rank that reads it: the receiver itself, or a rank of the node that has it."""
-    holder: Holder
-    source: Source
-    range: FileRange
 
 
 def whole_blocks(
@@ -89,244 +74,141 @@ def whole_blocks(
     return runs
 
 
-def assign_sources(
-    needs: Mapping[int, Sequence[FileRange]],
+def cut_into_chunks(
+    ranges: Sequence[FileRange],
     manifests: Mapping[int, PartManifest],
-    holders: Mapping[tuple[int, str], Sequence[Holder]],
-    node_of_rank: Sequence[str],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> list[Fetch]:
-    """Return the fetches of all needed byte ranges, each with its source; the same on every rank.
-
-    Fetches between ranks are ordered by rounds, in each of which a rank takes part at most once: so
-    blocking sends and receives can't deadlock, and ranks work in parallel.
-
-    Args:
-        needs: For each rank ranges of whole blocks, each byte at most once.
-        manifests: The parts of the checkpoint.
-        holders: Which tiers hold each (part, file).
-        node_of_rank: Name of each rank's node.
-        chunk_bytes: Largest fetch; rounded to whole blocks, at least one.
-
-    Raises:
-        CheckpointError: No tier has a file; the message names the layer.
-    """
-    own: list[Fetch] = []
-    peers: list[tuple[int, FileRange, list[Holder]]] = []
-    load: dict[Holder, int] = defaultdict(int)
-    for receiver, item in _interleave(needs, manifests, chunk_bytes):
-        node = node_of_rank[receiver]
-        cheapest = _cheapest(item, manifests, holders, node)
-        source = source_of(cheapest[0], node)
-        if source in (Source.PEER_MEMORY, Source.PEER_DISK):
-            peers.append((receiver, item, cheapest))
-        else:
-            load[cheapest[0]] += item.stop - item.start
-            own.append(Fetch(receiver, receiver, cheapest[0], source, item))
-    return own + _spread_over_peers(peers, load, node_of_rank)
-
-
-def _spread_over_peers(
-    peers: Sequence[tuple[int, FileRange, list[Holder]]],
-    load: dict[Holder, int],
-    node_of_rank: Sequence[str],
-) -> list[Fetch]:
-    """Choose each range's reader by the load of holders and ranks; order fetches by rounds."""
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, node in enumerate(node_of_rank):
-        ranks_of[node].append(rank)
-    sent: dict[int, int] = defaultdict(int)
-    fetches: list[Fetch] = []
-    for receiver, item, options in peers:
-        holder = min(options, key=lambda option: (load[option], option))
-        reader = min(ranks_of[holder.node], key=lambda rank: (sent[rank], rank))
-        load[holder] += item.stop - item.start
-        sent[reader] += item.stop - item.start
-        source = source_of(holder, node_of_rank[receiver])
-        fetches.append(Fetch(receiver, reader, holder, source, item))
-    turns = take_turns([(fetch.reader, fetch.receiver) for fetch in fetches])
-    return [fetches[index] for index in turns]
-
-
-def _interleave(
-    needs: Mapping[int, Sequence[FileRange]],
-    manifests: Mapping[int, PartManifest],
-    chunk_bytes: int,
-) -> list[tuple[int, FileRange]]:
-    """Return all chunks as (rank, range), with ranks taking turns."""
-    queues = {
-        rank: [
-            FileRange(item.part, item.file, start, min(start + step, item.stop))
-            for item in ranges
-            for block_bytes in (manifests[item.part].block_bytes,)
-            for step in (max(1, chunk_bytes // block_bytes) * block_bytes,)
-            for start in range(item.start, item.stop, step)
-        ]
-        for rank, ranges in sorted(needs.items())
-    }
-    longest = max((len(chunks) for chunks in queues.values()), default=0)
-    return [
-        (rank, chunks[turn])
-        for turn in range(longest)
-        for rank, chunks in queues.items()
-        if turn < len(chunks)
-    ]
-
-
-def _cheapest(
-    item: FileRange,
-    manifests: Mapping[int, PartManifest],
-    holders: Mapping[tuple[int, str], Sequence[Holder]],
-    node: str,
-) -> list[Holder]:
-    """Return all holders of the cheapest kind of source."""
-    options = holders.get((item.part, item.file), ())
-    if not options:
-        manifest = manifests[item.part]
-        unit = manifest.file(item.file).unit
-        what = "metadata" if unit is None else name_of_unit(unit, manifest.num_layers)
-        raise CheckpointError(
-            f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}. Bring back a "
-            "node that had one, or delete this checkpoint to go on from an older one."
-        )
-    best = min(source_of(holder, node) for holder in options)
-    return [holder for holder in options if source_of(holder, node) is best]
-
-
-_LOCAL_READERS = 2
-_REMOTE_READERS = 8
-"""Several, because one connection to an object store carries much less than the link."""
-_STALL_S = 300.0
-"""Seconds without progress after which sources are given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A byte range that couldn't be read from a holder."""
-
-    range: FileRange
-    holder: Holder
-    why: str
+    chunk_bytes: int | None = None,
+) -> Iterator[FileRange]:
+    """Yield ranges of whole blocks in pieces of at most `chunk_bytes`, but at least one block."""
+    most = chunk_bytes or CHUNK_BYTES
+    for item in ranges:
+        block_bytes = manifests[item.part].block_bytes
+        step = max(1, most // block_bytes) * block_bytes
+        for start in range(item.start, item.stop, step):
+            yield FileRange(item.part, item.file, start, min(start + step, item.stop))
 
 
 class Fetcher:
-    """Carries out fetches for one rank; memory is bounded by readers × chunk."""
+    """Gets byte ranges of one checkpoint for one rank; memory is bounded by readers × chunk.
+
+    Args:
+        manifests: The parts of the checkpoint.
+        holders: Which places hold each file.
+        node: Where this rank is: it tells own places from peers'.
+        reach: Returns what to read a holder's files from, given a number by which several ranks
+            that reach it take turns; None if this rank can't reach it.
+        turn: Begins the turns: this rank's number.
+    """
 
     def __init__(
         self,
-        transport: Transport,
-        tier_of: Callable[[Holder], Tier | None],
         manifests: Mapping[int, PartManifest],
-        deliver: Callable[[FileRange, Buffer], None],
+        holders: Holders,
+        *,
+        node: str,
+        reach: Callable[[Holder, int], Readable | None],
+        turn: int,
     ) -> None:
-        self._transport = transport
-        self._tier_of = tier_of
-        self._manifests = manifests
-        self._deliver = deliver
-        self._late: set[Fetch] = set()
         self.bytes_by_source: dict[Source, int] = defaultdict(int)
+        self.failures: list[str] = []
+        """Holders that were struck off, and why."""
+        self._manifests = manifests
+        self._holders = {key: list(items) for key, items in holders.items()}
+        self._node = node
+        self._reach = reach
+        self._turn = turn
+        self._lock = threading.Lock()
 
-    def run(self, fetches: Sequence[Fetch]) -> list[Failure]:
-        """Carry out this rank's fetches; return those that failed. All ranks call it."""
-        rank = self._transport.global_rank
-        own = [f for f in fetches if f.receiver == rank and f.reader == rank]
+    def run(
+        self,
+        ranges: Sequence[FileRange],
+        deliver: Callable[[FileRange, Buffer], None],
+        progress: Progress,
+        *,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        """Get ranges of whole blocks; `progress` ticks with each chunk.
+
+        Raises:
+            CheckpointError: No holder of a file is left; the message names the layer.
+        """
         local = BackgroundThread("checkpoint-fetch", _LOCAL_READERS)
-        remote = BackgroundThread("checkpoint-fetch", _REMOTE_READERS)
-        results = {
-            fetch: (remote if fetch.source is Source.REMOTE else local).submit(self._fetch, fetch)
-            for fetch in own
-        }
-        failures = self._exchange([f for f in fetches if f.receiver != f.reader])
-        failures += self._await_own(results)
-        for threads in (local, remote):
+        others = BackgroundThread("checkpoint-fetch", _OTHER_READERS)
+        results = []
+        for index, item in enumerate(cut_into_chunks(ranges, self._manifests, chunk_bytes)):
+            is_own = self.cheapest(item)[0] <= Source.OWN_DISK
+            readers = local if is_own else others
+            results.append(readers.submit(self._fetch, item, self._turn + index, deliver))
+        for threads in (local, others):
             threads.finish()
-        done = {failure.range for failure in failures}
-        for fetch in fetches:
-            if fetch.receiver == rank and fetch.range not in done:
-                self.bytes_by_source[fetch.source] += fetch.range.stop - fetch.range.start
-        return failures
-
-    def _await_own(self, results: Mapping[Fetch, "Future[Failure | None]"]) -> list[Failure]:
-        """Wait until all ranks have finished their own reads, however slow; return the failures."""
-        thread = BackgroundThread("checkpoint-fetch")
-
-        def collect() -> None:
-            for result in results.values():
-                result.exception()
-                thread.progress.tick()
-
-        rounds = Rounds(self._transport, Progress(), _STALL_S)
-        rounds.finish(thread.submit(collect), thread, lambda _: {})
-        thread.finish()
-        late = f"didn't answer for {_STALL_S:g} s"
-        self._late |= {fetch for fetch, result in results.items() if not result.done()}
-        for result in results.values():
-            result.cancel()
-        outcomes = [
-            Failure(fetch.range, fetch.holder, late) if fetch in self._late else result.result()
-            for fetch, result in results.items()
-        ]
-        return [failure for failure in outcomes if failure is not None]
-
-    def _fetch(self, fetch: Fetch) -> Failure | None:
-        data, why = self._read(fetch)
-        if fetch in self._late:
-            # Another source has delivered it by now, and its buffer may be in use.
-            why = "this came too late"
-        return Failure(fetch.range, fetch.holder, why) if why else self._accept(fetch, data)
-
-    def _exchange(self, fetches: Sequence[Fetch]) -> list[Failure]:
-        """Read for peers, and take what they read for this rank; return the failures."""
-        by_pair: dict[tuple[int, int], list[Fetch]] = defaultdict(list)
-        for fetch in fetches:
-            by_pair[fetch.reader, fetch.receiver].append(fetch)
-        pairs = list(by_pair)
-        outcomes: dict[Fetch, Failure | None] = {}
-
-        def produce(index: int) -> Iterator[bytes]:
-            for fetch in by_pair[pairs[index]]:
-                data, why = self._read(fetch)
-                # The first byte says whether the range follows, or the reason why it doesn't.
-                yield b"!" + why.encode() if why else b"=" + data
-
-        def consume(index: int, answers: Iterator[bytes]) -> None:
-            for fetch, answer in zip(by_pair[pairs[index]], answers, strict=True):
-                if answer.startswith(b"!"):
-                    failure = Failure(fetch.range, fetch.holder, answer[1:].decode())
-                    outcomes[fetch] = failure
-                else:
-                    outcomes[fetch] = self._accept(fetch, memoryview(answer)[1:])
-
-        lockstep = Lockstep(self._transport, stall_s=_STALL_S, progress=Progress())
-        why = lockstep.run(pairs, produce, consume)
-        for index, pair in enumerate(pairs):
-            if pair[1] == self._transport.global_rank:
-                for fetch in by_pair[pair]:
-                    missing = Failure(fetch.range, fetch.holder, why.get(index, "nothing came"))
-                    outcomes.setdefault(fetch, missing)
-        return [failure for failure in outcomes.values() if failure is not None]
-
-    def _read(self, fetch: Fetch) -> tuple[bytes, str]:
-        """Return (bytes, ""), or no bytes and what went wrong."""
-        tier = self._tier_of(fetch.holder)
-        if tier is None:
-            return b"", "this rank doesn't reach it"
-        item = fetch.range
-        name = f"{self._manifests[item.part].id.folder}/{item.file}"
         try:
-            return tier.store.read(name, item.start, item.stop), ""
+            for result in results:
+                result.result()
+                progress.tick()
+        finally:
+            for result in results:
+                result.cancel()
+
+    def cheapest(self, item: FileRange) -> tuple[Source, list[Holder]]:
+        """Return the cheapest kind of source of a range, and all holders of that kind.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        options = list(self._holders.get((item.part, item.file), ()))
+        if not options:
+            manifest = self._manifests[item.part]
+            unit = manifest.file(item.file).unit
+            what = "metadata" if unit is None else name_of_unit(unit, manifest.num_layers)
+            raise CheckpointError(
+                f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}. Bring back "
+                "a node that had one, or delete this checkpoint to go on from an older one."
+            )
+        best = min(source_of(holder, self._node) for holder in options)
+        return best, [holder for holder in options if source_of(holder, self._node) is best]
+
+    def choose(self, item: FileRange, turn: int) -> tuple[Source, Holder, int]:
+        """Return from whom a range is read in a turn, and the turn among the ranks that reach it.
+
+        Raises:
+            CheckpointError: Nobody is left.
+        """
+        source, options = self.cheapest(item)
+        return source, options[turn % len(options)], turn // len(options)
+
+    def _fetch(
+        self, item: FileRange, turn: int, deliver: Callable[[FileRange, Buffer], None]
+    ) -> None:
+        """Get a range from the cheapest holder, from the next one if that fails, and so on."""
+        while True:
+            source, holder, turn_of_holder = self.choose(item, turn)
+            data, why = self._read(item, holder, turn_of_holder)
+            if not why:
+                deliver(item, data)
+                with self._lock:
+                    self.bytes_by_source[source] += item.stop - item.start
+                return
+            self._strike(item, holder, why)
+
+    def _read(self, item: FileRange, holder: Holder, turn: int) -> tuple[bytes, str]:
+        """Return (bytes, ""), or no bytes and what went wrong."""
+        manifest = self._manifests[item.part]
+        try:
+            files = self._reach(holder, turn)
+            if files is None:
+                return b"", "this rank doesn't reach it"
+            data = files.read(f"{manifest.id.folder}/{item.file}", item.start, item.stop)
         except Exception as error:
             # Stores raise their client library's own types; another source is tried in any case.
             return b"", f"{type(error).__name__}: {error}"
-
-    def _accept(self, fetch: Fetch, data: Buffer) -> Failure | None:
-        """Deliver the bytes if their checksums are right; return the failure if not."""
-        item = fetch.range
-        manifest = self._manifests[item.part]
         entry = manifest.file(item.file)
-        why = fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
-        if why:
-            return Failure(item, fetch.holder, why)
-        self._deliver(item, data)
-        return None
+        return data, fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
+
+    def _strike(self, item: FileRange, holder: Holder, why: str) -> None:
+        """Ask a holder for this file no more."""
+        with self._lock:
+            if holder not in self._holders[item.part, item.file]:
+                return
+            self._holders[item.part, item.file].remove(holder)
+            self.failures.append(f"{holder}: {item.file}: {why}")
+        _log.warning("%s of %s in %s: %s", item.file, self._manifests[item.part].id, holder, why)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from lightning_hetero.checkpoint.claims import RUN_FILE, read_run
-from lightning_hetero.checkpoint.deadlines import Deadline, Progress, map_on_threads
+from lightning_hetero.checkpoint.deadlines import Operations, Progress, map_on_threads
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.tiers import (
     CONFIRMED,
-    QUARANTINED,
+    REJECTED,
     Holder,
     PartCopy,
     Tier,
@@ -43,9 +43,6 @@ __all__ = [
     "holders_of_files",
     "take_inventory",
 ]
-
-_STALL_S = 300.0
-"""Seconds after which a place that doesn't answer is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,11 @@ def _as_tuple(item: Any) -> Any:
 
 
 def take_inventory(
-    tiers: Sequence[Tier], *, node: str, progress: Progress | None = None
+    tiers: Sequence[Tier],
+    *,
+    node: str,
+    progress: Progress | None = None,
+    timeout_s: float = 300.0,
 ) -> Inventory:
     """Return what tiers hold, searched in parallel; what can't be read, or hangs, is reported.
 
@@ -116,6 +117,7 @@ def take_inventory(
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
         progress: Ticks with everything that is read.
+        timeout_s: How long a place may make no progress.
     """
 
     def look(tier: Tier) -> Inventory:
@@ -124,7 +126,7 @@ def take_inventory(
             return _take_one(tier, tier.holder(node), own)
 
         try:
-            return Deadline(_STALL_S).run(take)
+            return Operations(timeout_s).run(take)
         except Exception as error:
             # Stores raise their client library's own types.
             return Inventory(unreadable=((None, f"{tier}: {error}"),))
@@ -138,7 +140,7 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
     run = read_run(tier.store) if RUN_FILE in files else None
     present = checkpoints_in(files)
     found = look_at_parts(tier.store, files, present, progress)
-    marks = (CONFIRMED, QUARANTINED)
+    marks = (CONFIRMED, REJECTED)
     finished = {item for item in present if any(f"{item.folder}/{mark}" in files for mark in marks)}
     # Files are written before their manifest, each whole or not at all: this was done by no crash.
     finished |= {copy.id for copy in found.copies if copy.missing} | {
@@ -152,10 +154,10 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
         broken=(
             *(why for _, why in found.broken),
             *(
-                f"{item} in {tier} failed on probation after a recovery and is put aside; delete "
-                f"{item.folder}/{QUARANTINED} there to use it all the same"
+                f"{item} in {tier} was rejected; delete {item.folder}/{REJECTED} there to use it "
+                "all the same"
                 for item in present
-                if f"{item.folder}/{QUARANTINED}" in files
+                if f"{item.folder}/{REJECTED}" in files
             ),
         ),
         unreadable=found.unreadable,

@@ -1,46 +1,39 @@
-"""Recover the state of a run's ranks, all together.
+"""Recover the state of a run's ranks from files, all together.
 
 1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
    (`inventory`).
-2. Its manifests are shared; every rank says which byte ranges it needs.
-3. All ranks compute the same table of fetches and carry it out: own memory, own disk and the remote
-   store by threads, peers by sends and receives in the table's order. Every block's checksum is
-   compared before it counts.
-4. All ranks learn of failures; sources that failed are no longer used, and step 3 is repeated for
-   what is missing. If no source is left, the next older complete checkpoint is tried.
+2. Its manifests are shared, each read by one rank for all.
+3. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
+   and the remote store directly, peers' tiers by HTTP.
+4. All say whether they have everything. If not, all try the next older complete checkpoint.
 
-Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
+Storage is waited for while it makes progress, and given up if it hangs.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 from lightning_hetero.checkpoint.claims import mark_places, new_run
-from lightning_hetero.checkpoint.content import Recovered, RecoveryReport, SliceNeed
+from lightning_hetero.checkpoint.content import Recovered, SliceNeed
+from lightning_hetero.checkpoint.deadlines import MARGIN, Progress
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.recovering.assembly import Assembly, RankNeeds
-from lightning_hetero.checkpoint.recovering.fetching import (
-    Failure,
-    Fetcher,
-    FileRange,
-    assign_sources,
-)
+from lightning_hetero.checkpoint.peers import Peers
 from lightning_hetero.checkpoint.recovering.inventory import (
     Choice,
     ChoiceError,
     Inventory,
     choose,
-    complete_checkpoints,
     holders_of_files,
+    take_inventory,
 )
-from lightning_hetero.checkpoint.recovering.session import ExhaustedError, Session
-from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind
-from lightning_hetero.checkpoint.transport import Transport, finish_together, gather_json
+from lightning_hetero.checkpoint.recovering.taking import Parts, take
+from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
+from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind, read_manifest
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.plan import ParallelPlan
 
 __all__ = ["begin_run", "recover"]
 
@@ -49,12 +42,152 @@ _LOOKS = 20
 """Times to look again, if a run that still writes has deleted what was seen."""
 
 
+class _ExhaustedError(CheckpointError):
+    """Something needed has no source left; all ranks raise it at the same point."""
+
+
+@dataclass
+class _Session:
+    """One rank's view of tiers and ranks while these try one checkpoint after another."""
+
+    tiers: Sequence[Tier]
+    peers: Peers
+    node_of_rank: Sequence[str]
+    addresses: Sequence[Address | None]
+    """Where each rank serves its node's tiers; None for a single rank."""
+    inventory: Inventory = field(default_factory=Inventory)
+    """What all ranks together found when they looked last."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of each phase."""
+
+    @classmethod
+    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
+        """Open a session, in which the ranks know each other's nodes; all call it. Communicates."""
+        peers = peers or Peers()
+        own = peers.serve(tiers)
+        rows = peers.gather([node, own])
+        return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
+
+    @property
+    def node(self) -> str:
+        """This rank's node."""
+        return self.node_of_rank[self.peers.global_rank]
+
+    @property
+    def looked_after(self) -> list[Tier]:
+        """The tiers that this rank looks after for all that share them."""
+        rank = self.peers.global_rank
+        is_first = self.node_of_rank.index(self.node) == rank
+        return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
+
+    @property
+    def places(self) -> str:
+        """The places that were searched, for messages."""
+        found = sorted({held.holder for held in self.inventory.held})
+        return ", ".join(map(str, (*found, *self.tiers)))
+
+    def tier_of(self, holder: Holder) -> Tier | None:
+        """Return a holder's tier; None if this rank doesn't reach it."""
+        return next((tier for tier in self.tiers if tier.holder(self.node) == holder), None)
+
+    def reach(self, holder: Holder, turn: int) -> Readable | None:
+        """Return from what to read a holder's files: its tier, or a rank of its node."""
+        own = self.tier_of(holder)
+        if own is not None:
+            return own.store
+        found = [
+            address
+            for name, address in zip(self.node_of_rank, self.addresses, strict=True)
+            if name == holder.node and address is not None
+        ]
+        if holder.kind is TierKind.REMOTE or not found:
+            return None
+        address = found[turn % len(found)]
+        return PeerFiles(address, holder.kind.name, self.peers.timeout_s)
+
+    def look(self) -> bool:
+        """Take an inventory with all ranks; return whether it has changed. Communicates.
+
+        Raises:
+            CheckpointError: A rank has failed; all ranks raise it.
+        """
+        start_s, before = time.perf_counter(), self.inventory
+        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode().decode()})
+        self.inventory = Inventory.merge(
+            Inventory.decode(report["report"].encode()) for report in reports
+        )
+        self.seconds["inventory"] = time.perf_counter() - start_s
+        return self.inventory != before
+
+    def _take(self, progress: Progress) -> Inventory:
+        return take_inventory(
+            self.looked_after,
+            node=self.node,
+            progress=progress,
+            # Less than the others wait, so that it is reported as that place's failure.
+            timeout_s=self.peers.timeout_s / MARGIN,
+        )
+
+    def share_manifests(self, checkpoint: CheckpointId, world_size: int) -> dict[int, PartManifest]:
+        """Return all manifests; the lowest rank that reaches one reads it for all. Communicates.
+
+        Raises:
+            _ExhaustedError: Some can't be read any more; all ranks raise it.
+        """
+        holders: dict[int, list[Holder]] = defaultdict(list)
+        for held in self.inventory.held:
+            if (held.id, held.world_size) == (checkpoint, world_size):
+                holders[held.part].append(held.holder)
+        for items in holders.values():
+            items.sort(key=lambda holder: (holder.kind, holder.node))
+
+        def read_own(progress: Progress) -> list[str]:
+            texts = []
+            for part, items in sorted(holders.items()):
+                if self._reader_of(part, items[0]) == self.peers.global_rank:
+                    texts += self._read_any(checkpoint, part, items)
+                    progress.tick()
+            return texts
+
+        _, answers = self.peers.do(read_own, lambda found: {"manifests": found}, may_fail=True)
+        shared = (text for answer in answers for text in answer.get("manifests", ()))
+        manifests = {
+            manifest.part: manifest
+            for manifest in (PartManifest.decode(text.encode()) for text in shared)
+            if (manifest.id, manifest.world_size) == (checkpoint, world_size)
+        }
+        lost = sorted(set(range(world_size)) - set(manifests))
+        if lost:
+            raise _ExhaustedError(
+                f"The manifests of parts {lost} became unreadable. Looked in {self.places}."
+            )
+        return manifests
+
+    def _reader_of(self, part: int, holder: Holder) -> int:
+        if holder.kind is TierKind.REMOTE:
+            return part % self.peers.world_size
+        return self.node_of_rank.index(holder.node)
+
+    def _read_any(
+        self, checkpoint: CheckpointId, part: int, holders: Sequence[Holder]
+    ) -> list[str]:
+        for holder in holders:
+            tier = self.tier_of(holder)
+            if tier is not None:
+                try:
+                    return [read_manifest(tier.store, checkpoint, part).encode().decode()]
+                except Exception as error:
+                    # Stores raise their client library's own types; the next holder may do.
+                    _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)
+        return []
+
+
 def recover(
     needs: Sequence[SliceNeed],
     tiers: Sequence[Tier],
     *,
     node: str = "node",
-    transport: Transport | None = None,
+    peers: Peers | None = None,
     step: int | None = None,
     skip_unreadable: bool = False,
 ) -> Recovered | None:
@@ -64,7 +197,7 @@ def recover(
         needs: The slices that this rank keeps from now on.
         tiers: This node's tiers and the remote one.
         node: Name of this rank's node; equal on ranks that share the local tiers.
-        transport: Connects the ranks; None for a single rank.
+        peers: The ranks; None for a single one.
         step: Take only this step, of any run.
         skip_unreadable: Go on without tiers that can't be read.
 
@@ -76,7 +209,7 @@ def recover(
             doesn't exist; all ranks raise it.
         PeerError: Another rank is gone.
     """
-    session = Session.open(tiers, node, transport)
+    session = _Session.open(tiers, node, peers)
     session.look()
     for _ in range(_LOOKS):
         found: Recovered | None = None
@@ -84,7 +217,7 @@ def recover(
         try:
             choice = choose(session.inventory, step=step, skip_unreadable=skip_unreadable)
             found = _recover_newest(session, choice, needs)
-        except ExhaustedError as error:
+        except _ExhaustedError as error:
             failure = error
         except ChoiceError as error:
             failure = CheckpointError(f"{error} Looked in {session.places}.")
@@ -99,20 +232,20 @@ def recover(
 
 
 def _recover_newest(
-    session: Session, choice: Choice, needs: Sequence[SliceNeed]
+    session: _Session, choice: Choice, needs: Sequence[SliceNeed]
 ) -> Recovered | None:
     for text in (*session.inventory.broken, *choice.ignored):
-        if session.transport.global_rank == 0:
+        if session.peers.global_rank == 0:
             _log.warning("Not counted as a checkpoint: %s", text)
     skipped: list[str] = []
     for checkpoint in choice.checkpoints:
         try:
             return _recover_from(session, choice, checkpoint, needs, skipped)
-        except ExhaustedError as error:
+        except _ExhaustedError as error:
             _log.warning("%s can't be used: %s", checkpoint, error)
             skipped.append(f"{checkpoint}: {error}")
     if skipped:
-        raise ExhaustedError(" ".join(skipped))
+        raise _ExhaustedError(" ".join(skipped))
     return None
 
 
@@ -121,7 +254,7 @@ def begin_run(
     *,
     recovered: Recovered | None = None,
     node: str = "node",
-    transport: Transport | None = None,
+    peers: Peers | None = None,
     skip_unreadable: bool = False,
     anew: bool = False,
 ) -> CheckpointId:
@@ -135,7 +268,7 @@ def begin_run(
         tiers: This node's tiers and the remote one.
         recovered: What `recover` returned.
         node: Name of this rank's node.
-        transport: Connects the ranks; None for a single rank.
+        peers: The ranks; None for a single one.
         skip_unreadable: Go on without tiers that can't be read.
         anew: Whether a new run begins, whatever is in the places.
 
@@ -145,132 +278,46 @@ def begin_run(
     Raises:
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
-    session = Session.open(tiers, node, transport)
+    session = _Session.open(tiers, node, peers)
     if anew:
-        run, attempt = session.transport.all_gather(new_run().encode())[0].decode(), 0
+        run, attempt = session.peers.gather(new_run())[0], 0
     elif recovered is None:
         session.look()
         choice = choose(session.inventory, skip_unreadable=skip_unreadable)
-        proposals = session.transport.all_gather(new_run().encode())
-        run = proposals[0].decode() if choice.run is None else choice.run
+        proposals = session.peers.gather(new_run())
+        run = proposals[0] if choice.run is None else choice.run
         attempt = choice.attempt
     else:
         run, attempt = recovered.id.run, recovered.report.attempt
     own = session.looked_after
-    finish_together(lambda _: mark_places(own, run), session.transport, may_fail=skip_unreadable)
+    session.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
     return CheckpointId(0, attempt, run)
 
 
 def _recover_from(
-    session: Session,
+    session: _Session,
     choice: Choice,
     checkpoint: CheckpointId,
     needs: Sequence[SliceNeed],
     skipped: list[str],
 ) -> Recovered:
     start_s, world_size = time.perf_counter(), choice.checkpoints[checkpoint]
+    peers, seconds = session.peers, session.seconds
     manifests = session.share_manifests(checkpoint, world_size)
-    assembly, ranges = _share_needs(session, manifests, needs)
-    session.seconds["manifests"] = time.perf_counter() - start_s
+    seconds["manifests"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
-    fetcher, failures = _fetch_all(session, checkpoint, manifests, assembly, ranges)
-    session.seconds["fetch"] = time.perf_counter() - start_s
-    first = manifests[0]
-    slices, metadata, rank_metadata = assembly.finish()
+    source = Parts(
+        manifests=manifests,
+        holders=holders_of_files(session.inventory, manifests),
+        own_part=peers.global_rank if world_size == peers.world_size else None,
+        node=session.node,
+        reach=session.reach,
+    )
+    taken = take(needs, source, peers)
+    if isinstance(taken, str):
+        raise _ExhaustedError(f"{taken} Looked in {session.places}.")
+    seconds["fetch"] = time.perf_counter() - start_s
     kind = min(held.holder.kind for held in session.inventory.held if held.id == checkpoint)
-    return Recovered(
-        id=checkpoint,
-        world_size=world_size,
-        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
-        slices=slices,
-        metadata=metadata,
-        rank_metadata=rank_metadata,
-        report=RecoveryReport(
-            id=checkpoint,
-            bytes_by_source=dict(fetcher.bytes_by_source),
-            seconds=dict(session.seconds),
-            failures=tuple(failures),
-            skipped=tuple(skipped),
-            attempt=choice.attempt,
-            place=kind.name.lower(),
-            is_last=_is_last(session.inventory, checkpoint, kind),
-        ),
+    return taken.recovered(
+        checkpoint, seconds=seconds, skipped=skipped, attempt=choice.attempt, place=kind
     )
-
-
-def _is_last(inventory: Inventory, checkpoint: CheckpointId, kind: TierKind) -> bool:
-    """Return whether the run has nothing complete but a checkpoint's copy in a kind of tier."""
-    others = tuple(
-        held
-        for held in inventory.held
-        if held.id.run == checkpoint.run and (held.id, held.holder.kind) != (checkpoint, kind)
-    )
-    return not complete_checkpoints(Inventory(held=others))
-
-
-def _share_needs(
-    session: Session, manifests: Mapping[int, PartManifest], needs: Sequence[SliceNeed]
-) -> tuple[Assembly, dict[int, list[FileRange]]]:
-    """Return the assembly of this rank's state, and the byte ranges that each rank needs."""
-    transport = session.transport
-    message: dict[str, Any]
-    assembly = None
-    try:
-        own = RankNeeds(needs, manifests, transport.global_rank, transport.world_size)
-        assembly = Assembly(own)
-        message = {"ranges": [[r.part, r.file, r.start, r.stop] for r in own.blocks()]}
-    except CheckpointError as error:
-        message = {"error": str(error)}
-    ranges: dict[int, list[FileRange]] = {}
-    for rank, answer in enumerate(gather_json(transport, message)):
-        if "error" in answer:
-            raise CheckpointError(f"Rank {rank}: {answer['error']}")
-        ranges[rank] = [FileRange(*item) for item in answer["ranges"]]
-    assert assembly is not None
-    return assembly, ranges
-
-
-def _fetch_all(
-    session: Session,
-    checkpoint: CheckpointId,
-    manifests: Mapping[int, PartManifest],
-    assembly: Assembly,
-    ranges: Mapping[int, Sequence[FileRange]],
-) -> tuple[Fetcher, list[str]]:
-    """Fetch everything, again from other sources where one fails, until nothing is missing."""
-    holders = {
-        key: list(items) for key, items in holders_of_files(session.inventory, manifests).items()
-    }
-    fetcher = Fetcher(session.transport, session.tier_of, manifests, assembly.deliver)
-    reasons: list[str] = []
-    while any(ranges.values()):
-        try:
-            fetches = assign_sources(ranges, manifests, holders, session.node_of_rank)
-        except CheckpointError as error:
-            tried = f" Tried: {'; '.join(reasons)}." if reasons else ""
-            raise ExhaustedError(f"{error} Looked in {session.places}.{tried}") from error
-        failures = fetcher.run(fetches)
-        ranges = _share_failures(session, checkpoint, failures, holders, reasons)
-    return fetcher, reasons
-
-
-def _share_failures(
-    session: Session,
-    checkpoint: CheckpointId,
-    failures: Sequence[Failure],
-    holders: dict[tuple[int, str], list[Holder]],
-    reasons: list[str],
-) -> dict[int, list[FileRange]]:
-    """Remove the holders that failed on any rank; return what is still missing, by rank."""
-    message = [[*astuple(f.range), *astuple(f.holder), f.why] for f in failures]
-    missing: dict[int, list[FileRange]] = {}
-    for rank, failed in enumerate(gather_json(session.transport, message)):
-        missing[rank] = []
-        for part, file, start, stop, node, kind, why in failed:
-            missing[rank].append(FileRange(part, file, start, stop))
-            holder = Holder(node, TierKind(kind))
-            if holder in holders[part, file]:
-                holders[part, file].remove(holder)
-                reasons.append(f"{holder}: {file}: {why}")
-                _log.warning("%s of %s in %s: %s", file, checkpoint, holder, why)
-    return missing

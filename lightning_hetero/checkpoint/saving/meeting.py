@@ -1,8 +1,8 @@
 """Bring a checkpoint of all ranks into all tiers, on a thread beside training.
 
-A rank whose storage fails or hangs says so in the next exchange of statuses and goes on; only the
-loss of a rank ends the exchanges. Then each rank measures by its own clock how long ago a lasting
-tier has taken a checkpoint.
+A rank whose storage fails or hangs says so in its next status and goes on; only the loss of a rank
+ends the exchange of statuses. Then each rank measures by its own clock how long ago a lasting tier
+has taken a checkpoint.
 """
 
 import logging
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Progress
-from lightning_hetero.checkpoint.lockstep import Lockstep
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES
-from lightning_hetero.checkpoint.saving.replicas import exchange_parts, place_replicas
+from lightning_hetero.checkpoint.peers import Peers
+from lightning_hetero.checkpoint.saving.replicas import place_replicas, pull_part
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.saving.storing import LastingCopies, OwnPart, OwnTiers, Uploads
+from lightning_hetero.checkpoint.serving import PeerFiles
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.transport import Rounds, Transport
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Meeting", "SaveTask", "WriterOptions"]
@@ -75,7 +75,7 @@ class Meeting:
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
         node_of_rank: Name of each rank's node.
-        transport: Connects all ranks.
+        peers: All ranks.
         options: How to write.
     """
 
@@ -83,22 +83,23 @@ class Meeting:
         self,
         tiers: Sequence[Tier],
         node_of_rank: Sequence[str],
-        transport: Transport,
+        peers: Peers,
         options: WriterOptions,
     ) -> None:
-        self.progress = Progress()
-        """Ticks with every exchange between ranks."""
+        self.progress = peers.progress
         self.overdue: CheckpointError | None = None
         """The error to raise, once no lasting tier has taken any checkpoint for too long."""
         self.lasting = LastingCopies()
         self._options = options
         self._node_of_rank = node_of_rank
-        self._transport = transport
-        self._rank = transport.global_rank
+        self._peers = peers
+        self._rank = peers.global_rank
+        self._address = peers.serve(tiers)
         node = node_of_rank[self._rank]
         node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
         self._is_first_of_node = node_ranks[0] == self._rank
         self._storing = BackgroundThread("checkpoint-write")
+        self._pulling = BackgroundThread("checkpoint-pull")
         self._uploading = BackgroundThread("checkpoint-upload")
         self._own = OwnTiers(
             [tier for tier in tiers if tier.kind is not TierKind.REMOTE],
@@ -107,9 +108,7 @@ class Meeting:
             progress=self._storing.progress,
         )
         remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
-        self.uploads = Uploads(next(remote, None), transport.world_size, self._uploading)
-        self._rounds = Rounds(transport, self.progress, options.stall_s)
-        self._lockstep = Lockstep(transport, stall_s=options.stall_s, progress=self.progress)
+        self.uploads = Uploads(next(remote, None), peers.world_size, self._uploading)
         self._stored: Future[Any] | None = None
         self._lost_peer: Exception | None = None
         self._earlier: dict[CheckpointId, _Outcome] = {}
@@ -152,22 +151,31 @@ class Meeting:
         # The second round waits for rank 0, which confirms complete uploads after the first.
         for _ in range(2):
             end = self._uploading.submit(self._uploading.progress.tick)
-            self._learn(self._rounds.finish(end, self._uploading, lambda _: self.uploads.status()))
+            self._learn(self._finish(end, self._uploading, lambda _: self.uploads.status()))
         looking = self._submit(self._look_again, newest)
-        statuses = self._rounds.finish(looking, self._storing, lambda seen: seen or {})
+        statuses = self._finish(looking, self._storing, lambda seen: seen or {})
         return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
 
     def end(self) -> None:
         """End the threads once they have finished their work; doesn't wait."""
-        self._storing.finish()
-        self._uploading.finish()
+        for thread in (self._storing, self._pulling, self._uploading):
+            thread.finish()
+
+    def _finish(
+        self,
+        work: "Future[_T]",
+        thread: BackgroundThread,
+        describe: Callable[[_T | None], Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Wait until all ranks' work is done; return their statuses."""
+        return self._peers.finish(work, thread, describe, timeout_s=self._options.stall_s)
 
     # -- one checkpoint ---------------------------------------------------------------------------
 
     def _write(self, task: SaveTask) -> None:
         id_ = task.content.id
         writing = self._submit(self._write_own, task)
-        statuses = self._rounds.finish(writing, self._storing, self._describe)
+        statuses = self._finish(writing, self._storing, self._describe)
         self._learn(statuses)
         part = None if "error" in statuses[self._rank] else writing.result()
         copied = self._copy_to_peers(part, task.leaving, statuses)
@@ -187,7 +195,7 @@ class Meeting:
             if part is not None and uploads_itself:
                 self.uploads.upload(part, task.uploaded, self._storing.progress)
 
-        statuses = self._rounds.finish(self._submit(settle), self._storing, self._describe)
+        statuses = self._finish(self._submit(settle), self._storing, self._describe)
         self._learn(statuses)
         is_lasting = self.lasting.newest == id_
         if not is_lasting:
@@ -208,6 +216,7 @@ class Meeting:
             "has": self._own.kinds,
             "written": [] if part is None else list(part.stores),
             "errors": [] if part is None else list(part.errors),
+            "address": self._address,
             "bytes": 0 if part is None else part.manifest.size_bytes,
             "waited_s": self.lasting.waited_s,
             **self.uploads.status(),
@@ -240,16 +249,29 @@ class Meeting:
             part_bytes=[status["bytes"] for status in statuses],
             leaving=leaving,
         )
-        errors = exchange_parts(
-            self._lockstep,
-            targets,
-            part.manifest,
-            source=part.source,
-            target=self._own.tiers[-1].store,
-        )
-        for text in errors:
+        senders = [rank for rank, items in enumerate(targets) if self._rank in items]
+        errors: list[str] = []
+
+        def pull() -> list[str]:
+            for sender in senders:
+                try:
+                    kind, address = statuses[sender]["written"][0], statuses[sender]["address"]
+                    source = PeerFiles(address, TierKind(kind).name, self._options.stall_s / MARGIN)
+                    store = self._own.tiers[-1].store
+                    pull_part(source, store, part.manifest.id, sender, self._pulling.progress)
+                except Exception as error:
+                    # Stores raise their client library's own types; other copies may succeed.
+                    errors.append(f"Copy of rank {sender}'s part for rank {self._rank}: {error}")
+            return errors
+
+        pulling = self._pulling.submit(pull)
+        answers = self._finish(pulling, self._pulling, lambda found: {"errors": found or []})
+        pulling.cancel()  # If it waits for an earlier one that hangs.
+        texts = [text for answer in answers for text in answer["errors"]]
+        texts += [f"Copies for {answer['error']}" for answer in answers if "error" in answer]
+        for text in texts:
             self.lasting.note(text)
-        return not errors
+        return not texts
 
     def _supersede(
         self, checkpoint: CheckpointId, busy: Collection[CheckpointId], outcome: _Outcome

@@ -6,15 +6,18 @@ amount, and losing two nodes at once loses a part only if they are neighbours (2
 two replicas); with parts spread over all nodes, any pair would lose some part.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 
-from lightning_hetero.checkpoint.lockstep import Lockstep
-from lightning_hetero.checkpoint.manifest import PartManifest
-from lightning_hetero.checkpoint.parts import read_chunks, write_received
+from lightning_hetero.checkpoint.deadlines import Progress
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.parts import copy_part
+from lightning_hetero.checkpoint.serving import Readable
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.checkpoint.tiers import read_manifest
+from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["exchange_parts", "place_replicas"]
+__all__ = ["place_replicas", "pull_part"]
 
 
 def place_replicas(
@@ -71,37 +74,18 @@ def _one_rank_of(node: str, for_rank: int, node_of_rank: Sequence[str]) -> int:
     return ranks[for_rank % len(ranks)]
 
 
-def exchange_parts(
-    lockstep: Lockstep,
-    targets: Sequence[Sequence[int]],
-    manifest: PartManifest,
-    *,
-    source: Store | None,
-    target: Store,
-) -> list[str]:
-    """Send this rank's part to its targets and keep what others send; all ranks call it.
+def pull_part(
+    source: Readable, target: Store, checkpoint: CheckpointId, part: int, progress: Progress
+) -> None:
+    """Copy another rank's part from where it is served; remove all if that fails.
 
-    Args:
-        lockstep: Carries the parts.
-        targets: For each rank the ranks that keep a copy of its part.
-        manifest: This rank's part.
-        source: Where this rank has its part; None if it couldn't write it.
-        target: Where this rank keeps other ranks' parts.
-
-    Returns:
-        What went wrong anywhere, the same on all ranks; the other copies are whole.
+    Raises:
+        CheckpointError: It is of another part or checkpoint, or corrupt.
     """
-    pairs = [(sender, receiver) for sender, items in enumerate(targets) for receiver in items]
-
-    def produce(_: int) -> Iterator[bytes]:
-        if source is None:
-            raise CheckpointError("there is nothing to send, for it couldn't be written")
-        yield from read_chunks(source, manifest)
-
-    def consume(index: int, chunks: Iterator[bytes]) -> None:
-        write_received(target, manifest.id, pairs[index][0], chunks)
-
-    return [
-        f"Copy of rank {pairs[index][0]}'s part for rank {pairs[index][1]}: {why}"
-        for index, why in lockstep.run(pairs, produce, consume).items()
-    ]
+    manifest = read_manifest(source, checkpoint, part)
+    try:
+        copy_part(source, target, manifest, progress)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            target.remove([f"{checkpoint.folder}/{entry.name}" for entry in manifest.files])
+        raise

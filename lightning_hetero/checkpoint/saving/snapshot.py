@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_hetero.checkpoint.content import CheckpointContent
+from lightning_hetero.checkpoint.content import CheckpointContent, tensors_of
 from lightning_hetero.checkpoint.deadlines import BackgroundThread
 
 __all__ = ["HostBuffer", "Snapshot"]
@@ -57,7 +57,7 @@ class HostBuffer:
         self._copier.finish()
 
     def _start(self, content: CheckpointContent) -> "Snapshot":
-        tensors = [tensor.detach() for tensor in _tensors_of(content).values()]
+        tensors = [tensor.detach() for tensor in tensors_of(content).values()]
         on_device = any(tensor.is_cuda for tensor in tensors)
         copies = self._views(tensors, is_pinned=on_device)
         if on_device:
@@ -65,7 +65,7 @@ class HostBuffer:
             future = self._copier.submit(done.synchronize)
         else:
             future = self._copier.submit(_copy, tensors, copies)
-        named = dict(zip(_tensors_of(content), copies, strict=True))
+        named = dict(zip(tensors_of(content), copies, strict=True))
         return Snapshot(content=content, tensors=named, _future=future, _free=self._free)
 
     def _views(self, tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
@@ -134,14 +134,6 @@ class Snapshot:
     def release(self) -> None:
         """Release the memory for the next snapshot; the copies mustn't be used any more."""
         self._free.release()
-
-
-def _tensors_of(content: CheckpointContent) -> dict[tuple[int, str], torch.Tensor]:
-    return {
-        (index, key): tensor
-        for index, item in enumerate(content.slices)
-        for key, tensor in {"weight": item.weight, **item.state, **item.whole_state}.items()
-    }
 
 
 def _aligned_bytes(tensor: torch.Tensor) -> int:

@@ -13,20 +13,18 @@ any, the next fault would lose everything trained meanwhile, and the user must k
 
 import contextlib
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lightning_hetero.checkpoint.content import is_sound
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Progress
+from lightning_hetero.checkpoint.encoding import FileBody, encode_part, make_manifest
 from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, PartManifest, manifest_name
 from lightning_hetero.checkpoint.parts import copy_part, write_manifest
 from lightning_hetero.checkpoint.pruning import TierKeeper, remove_files
-from lightning_hetero.checkpoint.saving.encoding import FileBody, encode_part, make_manifest
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
@@ -99,7 +97,9 @@ class OwnTiers:
         snapshot.wait()
         _check_finite(snapshot)
         content = snapshot.content
-        bodies, slices = encode_part(snapshot, metadata, block_bytes=self._block_bytes)
+        bodies, slices = encode_part(
+            content, snapshot.tensors, metadata, block_bytes=self._block_bytes
+        )
         stores: dict[TierKind, Store] = {}
         errors: list[str] = []
         manifest: PartManifest | None = None
@@ -154,14 +154,8 @@ def _check_finite(snapshot: Snapshot) -> None:
 
 def _not_finite(snapshot: Snapshot) -> Iterator[str]:
     for (index, key), tensor in snapshot.tensors.items():
-        # The bounds are NaN if anything is; float8 has none.
-        if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
-            continue
         item = snapshot.content.slices[index]
-        low, high = (float(bound) for bound in torch.aminmax(tensor))
-        # A mask that never trains may be infinite, and so may what an optimizer keeps.
-        is_trained = key == WEIGHT and bool(item.state or item.whole_state)
-        if math.isnan(low) or (is_trained and math.isinf(high - low)):
+        if not is_sound(tensor, is_trained=key == WEIGHT and bool(item.state or item.whole_state)):
             yield f"{item.parameter}'s {key}"
 
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Patience
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread, Deadline
+from lightning_hetero.checkpoint.encoding import metadata_files
 from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.saving.encoding import metadata_files
+from lightning_hetero.checkpoint.peers import Peers
 from lightning_hetero.checkpoint.saving.meeting import Meeting, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saving.snapshot import HostBuffer, Snapshot
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class CheckpointWriter:
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
         node_of_rank: Name of each rank's node.
-        transport: The other ranks; used by one thread only, so it needs a group of its own.
+        peers: All ranks; the writer's thread gets a branch of its own.
         options: How to write.
     """
 
@@ -92,7 +92,7 @@ class CheckpointWriter:
         tiers: Sequence[Tier],
         *,
         node_of_rank: Sequence[str] = ("node",),
-        transport: Transport | None = None,
+        peers: Peers | None = None,
         options: WriterOptions | None = None,
     ) -> None:
         options = options or WriterOptions()
@@ -109,7 +109,7 @@ class CheckpointWriter:
         self._stall_s = options.stall_s
         self._memory = HostBuffer()
         self._thread = BackgroundThread("checkpoint-meet")
-        self._meeting = Meeting(tiers, tuple(node_of_rank), transport or SoloTransport(), options)
+        self._meeting = Meeting(tiers, tuple(node_of_rank), (peers or Peers()).branch(), options)
         self._last: Future[None] | None = None
 
     def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
@@ -153,7 +153,7 @@ class CheckpointWriter:
 
     def _wait_for(self, future: "Future[Any]") -> None:
         """Wait until the ranks have finished a save, successfully or not."""
-        Patience(self._meeting.progress, self._stall_s).wait_for(future)
+        Deadline(MARGIN**2 * self._stall_s, self._meeting.progress).wait_for(future)
 
     def upload_newest(self) -> None:
         """Upload the newest checkpoint, even if it must wait for an older one's upload.

@@ -17,15 +17,11 @@ from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimating.memory_fit import owned_capacity
 from lightning_hetero.planner.estimating.recompute_tables import MemoryUse, StageTable
 from lightning_hetero.planner.estimating.stage_times import PipelineKey, StageTimes
+from lightning_hetero.planner.estimating.steady_rounds import circle_s, steady_round_s
 from lightning_hetero.planner.solvers.balancing import split_layers
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
-from lightning_hetero.simulator.propagate_equal import (
-    EqualTimes,
-    circle_s,
-    propagate_equal,
-    steady_round_s,
-)
+from lightning_hetero.simulator.propagate import EqualTimes, propagate
 
 __all__ = ["PipelineEstimate", "PipelineEstimator", "StageRoom"]
 
@@ -336,6 +332,6 @@ class PipelineEstimator(StageTimes):
         if found is None:
             times = replace(part.times, num_microbatches=num_microbatches)
             starts, blocking = (0.0,) * len(part.layers), self.cost.layout.blocking_messages
-            found = list(propagate_equal(times, starts, blocking=blocking).end_s)
+            found = list(propagate(times, starts, blocking=blocking).end_s)
             self._ends_of[key] = found
         return found

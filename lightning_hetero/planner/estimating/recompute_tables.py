@@ -19,7 +19,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.memory import push_buffer_bytes
-from lightning_hetero.simulator.state_layout import StateLayout
+from lightning_hetero.simulator.stage import StateLayout
 
 __all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level", "room_to_own"]
 

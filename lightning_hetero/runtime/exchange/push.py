@@ -7,7 +7,7 @@ order: the result is the same bit for bit on every run. A `torch.profiler` trace
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class Push:
         if self._awaited is None:
             return
         awaited = self._awaited[unit]
-        if not awaited:
+        if name not in awaited:
             raise StepError(
                 f"The gradient of {name} comes in several parts and was sent after the first, as "
                 "under torch.utils.checkpoint with use_reentrant=True. Use use_reentrant=False."
@@ -82,9 +82,19 @@ class Push:
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
-    def begin_last_backward(self) -> None:
-        """From now on, post each unit as soon as its gradients are final."""
-        self._awaited = {unit: set(names) for unit, names in self._counted.items()}
+    def begin_last_backward(self, coming: Collection[str] | None = None) -> None:
+        """From now on, post each unit as soon as its gradients are final.
+
+        Args:
+            coming: The parameters that get gradients from now on; None for all of them.
+        """
+        awaited = {unit: set(names) for unit, names in self._counted.items()}
+        if coming is not None:
+            awaited = {unit: names.intersection(coming) for unit, names in awaited.items()}
+        self._awaited = awaited
+        for unit, names in awaited.items():
+            if not names:
+                self.unit_ready(unit)
 
     def end_last_backward(self) -> None:
         """Post the units that are left."""

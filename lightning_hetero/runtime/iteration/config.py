@@ -11,6 +11,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
@@ -68,6 +69,8 @@ class EngineConfig:
     standby_check_steps: int = 100
     """Optimizer steps after which slices and standbys are compared; 0 never compares them."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """The order of a pipeline's passes."""
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
     node_of_rank: tuple[int, ...] = ()

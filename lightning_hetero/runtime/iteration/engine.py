@@ -36,6 +36,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch, RunningPlan
+from lightning_hetero.runtime.iteration.schedule_choice import ScheduleChoice
 from lightning_hetero.runtime.iteration.split_run import SplitRun
 from lightning_hetero.runtime.iteration.step_results import LossScale, StepResults
 from lightning_hetero.runtime.random_state import PreservedRandomState
@@ -124,6 +125,7 @@ class Engine:
         )
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
+        self.schedules = ScheduleChoice(config.schedule, communicators, clock)
         self._late = LateNumbers(device)
         self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
         self.gradients: dict[str, Tensor] = {}
@@ -165,14 +167,13 @@ class Engine:
         microbatches, first_index = self._cut(batch)
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
         seed = self.config.seed, key.phase, key.epoch, key.batch_idx
-        if is_training and is_cut and self._split.is_due():
-            self._check_split(step, microbatches, running, seed)
-        scale = self._split.scale if is_cut or not is_training else LossScale(is_sum=True)
+        is_all = is_training and not is_cut
+        scale = LossScale(is_sum=True) if is_all else self._scale(step, microbatches, running, seed)
         self.buffers.begin(key.phase)
         results = StepResults(
             self.module, self.logs, self.device, scale=scale, is_training=is_training
         )
-        schedule = running.schedule(len(microbatches), is_training=is_training)
+        schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
         passes = StagePasses(
             running,
             self.boundary,
@@ -181,6 +182,7 @@ class Engine:
             self._recomputation.of(running.stage, microbatches, schedule),
             first_index=first_index,
             seed=seed,
+            splitter=running.splitter if is_training and self.schedules.is_split else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
@@ -216,6 +218,8 @@ class Engine:
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
+        if is_training:
+            self.schedules.learn(running)
         del running, passes, begin  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         self._recomputation.learn(agreed.reports.measured)
@@ -232,17 +236,19 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
-    def _check_split(
+    def _scale(
         self,
         step: Callable[[Any], Any],
         microbatches: Sequence[Any],
         running: RunningPlan,
         seed: tuple[int, ...],
-    ) -> None:
-        """Check how losses of this batch's parts combine; see `results.split_check`."""
+    ) -> LossScale:
+        """Return how losses count; in few iterations of training check it first, collectively."""
+        if seed[1] != Phase.TRAIN or not self._split.is_due():
+            return self._split.scale
 
         def recompute(parts: Sequence[Any]) -> list[Recomputation]:
-            schedule = running.schedule(len(parts), is_training=True)
+            schedule = self.schedules.of(running, len(parts), is_training=True)
             return self._recomputation.of(running.stage, parts, schedule)
 
         is_last = running.link.following is None
@@ -250,6 +256,7 @@ class Engine:
             running.start_pull(self._calls)
             self._split.run(step, microbatches, running, seed=seed, recompute=recompute)
             running.finish_exchange(is_training=False)
+        return self._split.scale
 
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses

@@ -1,6 +1,7 @@
 """Run forward and backward passes on one stage: the user's step forward, autograd backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_hetero.runtime.stage.microbatch_pass import (
     seeds_of_pass,
 )
 from lightning_hetero.runtime.stage.recomputation import Recomputation
+from lightning_hetero.runtime.stage.split_linear import LinearSplitter
 
 __all__ = ["StagePasses"]
 
@@ -48,6 +50,7 @@ class StagePasses:
         recomputations: What each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
+        splitter: Splits backward passes; None where none is split.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -60,6 +63,7 @@ class StagePasses:
         *,
         first_index: int,
         seed: tuple[int, ...],
+        splitter: LinearSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
@@ -74,6 +78,7 @@ class StagePasses:
         self._sizes = [sizes_of(item)[0] for item in microbatches]
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
+        self._splitter = splitter
         self._in_flight: dict[int, _InFlight] = {}
         self._has_run_backward = False
 
@@ -90,6 +95,17 @@ class StagePasses:
         Raises:
             StepError, ModelError: The step or the model does something that a stage can't do.
         """
+        with nullcontext() if self._splitter is None else self._splitter.active():
+            self._run_all(schedule, step, clock=clock, look=look)
+
+    def _run_all(
+        self,
+        schedule: Sequence[Action],
+        step: Callable[[Any], Any],
+        *,
+        clock: ComputeClock,
+        look: Callable[[], None],
+    ) -> None:
         are_traced, gets_gradients = is_traced(), self._running.link.following is not None
         for action, upcoming in zip_longest(schedule, schedule[1:]):
             if gets_gradients:
@@ -103,21 +119,29 @@ class StagePasses:
                 look()
 
     def _run_action(self, action: Action, step: Callable[[Any], Any]) -> None:
+        index = action.microbatch_index
         if action.kind is ActionKind.FORWARD:
-            self._forward(step, action.microbatch_index)
+            self._forward(step, index)
+        elif action.kind is ActionKind.WEIGHT:
+            self._weights(index)
+        elif self._splitter is None:
+            self._backward(index, is_whole=True)
         else:
-            self._backward(action.microbatch_index)
+            with self._splitter.collecting(index):
+                self._backward(index, is_whole=False)
+            if action.kind is ActionKind.BACKWARD:
+                self._weights(index)
 
     def _expect_gradient(self, action: Action, upcoming: Action | None) -> None:
         """Begin to receive the gradient that the next action needs, while this one computes.
 
-        Only when this action is a forward pass: after a backward pass, the order on the
-        communicator must stay receive, send, receive, send.
+        Not when this action sends a gradient itself: the order on the communicator must stay
+        receive, send, receive, send.
         """
         if (
             upcoming is not None
-            and upcoming.kind is ActionKind.BACKWARD
-            and action.kind is ActionKind.FORWARD
+            and upcoming.kind in (ActionKind.BACKWARD, ActionKind.INPUT)
+            and action.kind in (ActionKind.FORWARD, ActionKind.WEIGHT)
             and upcoming.microbatch_index in self._in_flight
         ):
             outputs = self._in_flight[upcoming.microbatch_index].outputs
@@ -190,7 +214,17 @@ class StagePasses:
             if count > self.peak_in_flight:
                 self.peak_in_flight = count
 
-    def _backward(self, index: int) -> None:
+    def _weights(self, index: int) -> None:
+        """Compute the gradients of weights that a micro-batch's backward has left."""
+        assert self._splitter is not None
+        is_last = index + 1 == len(self._microbatches)
+        if is_last:
+            self._running.push.begin_last_backward(self._splitter.names_waiting(index))
+        self._splitter.run_weights(index)
+        if is_last:
+            self._running.push.end_last_backward()
+
+    def _backward(self, index: int, *, is_whole: bool) -> None:
         held, link = self._in_flight.pop(index), self._running.link
         self._running.num_in_flight = len(self._in_flight)
         gradients = [] if held.gradient is None else [held.gradient]
@@ -198,7 +232,8 @@ class StagePasses:
             link.expect_gradient(index, held.outputs)
             gradients = link.receive_gradient(index)
         # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
-        is_last = index + 1 == len(self._microbatches) and not held.forward.is_reentrant
+        is_last = is_whole and index + 1 == len(self._microbatches)
+        is_last = is_last and not held.forward.is_reentrant
         if is_last:
             self._running.push.begin_last_backward()
         if held.outputs:

@@ -8,13 +8,12 @@ iterations.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
@@ -36,6 +35,7 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
+from lightning_hetero.runtime.stage.split_linear import LinearSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
@@ -80,16 +80,12 @@ class RunningPlan:
         """Layers of this rank's stage; none if it is idle."""
         return range(0) if self.stage is None else self.stage.layers
 
-    def schedule(self, num_microbatches: int, *, is_training: bool) -> tuple[Action, ...]:
-        """Return the actions of this rank's stage for a number of micro-batches."""
-        if self.place is None:
-            return ()
-        index, num_stages = self.place.stage_index, len(self.stages)
-        if not is_training:
-            return schedule_forward(stage_index=index, num_microbatches=num_microbatches)
-        return schedule_1f1b(
-            stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
-        )
+    @cached_property
+    def splitter(self) -> LinearSplitter:
+        """Splits the backward of linear layers with weights of one place in the module."""
+        slots = self.weights.store.layout.slots
+        own = {p: name for name, p in self.weights.shards.items() if len(slots[name]) == 1}
+        return LinearSplitter(own)
 
     def start_pull(self, calls: ModuleCalls) -> None:
         """Post the pull of all weights; wait for outer ones only when the module is first called.

@@ -2,15 +2,13 @@
 
 Forward, backward and exchange traffic have communicators of their own, so that the order of one
 never blocks another; control messages travel on CPU (gloo) whatever the device is. Checkpoints are
-saved and recovered beside training, from another thread, on a group of their own: `GroupTransport`
-implements `checkpoint.transport.Transport`.
+saved and recovered beside training without a group, through the ranks' store.
 """
 
-import json
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from lightning_hetero.core.errors import HeteroError, PeerError
+from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.last_values import LastValues
@@ -32,7 +30,6 @@ from lightning_hetero.runtime.ranks.step_end import StepEnd
 __all__ = [
     "MAX_EXCHANGE_GROUPS",
     "Communicators",
-    "GroupTransport",
     "all_gather_single",
     "init_process_group",
     "reduce_over",
@@ -117,6 +114,7 @@ class Communicators:
     """Tells whether the device had ended the last step before an abort."""
     last_values: LastValues | None = field(default=None, repr=False, compare=False)
     """What ranks act on before a step, if they outlive others."""
+    _is_aborted: bool = field(default=False, repr=False, compare=False)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -172,12 +170,17 @@ class Communicators:
         NCCL's kernels would wait for it until NCCL's own timeout, even in a teardown.
         """
         self.step_end.cut()
+        self._is_aborted = True
         made = (self.forward, self.backward, self.exchange, self.values, self.control)
         later = (*self._groups.values(), *self._exchange_groups.values())
         for group in (*made, *later, dist.group.WORLD):
             if group is not None:
                 with suppress(Exception):
                     group.abort()
+
+    def is_aborted(self) -> bool:
+        """Whether they were aborted, because a peer is dead."""
+        return self._is_aborted
 
     def gather_objects(self, value: _T) -> list[_T]:
         """Return every rank's value, by rank; collective over all ranks."""
@@ -264,60 +267,6 @@ def _group_of_all(
     return made
 
 
-class GroupTransport:
-    """Blocking exchange over gloo, on the CPU; made by all ranks together.
-
-    One thread at a time may use it. A rank that is gone, or silent for longer than `timeout`, is a
-    `PeerError`.
-
-    Args:
-        timeout: How long one operation waits for another rank.
-        connections: Where to note what it opens.
-    """
-
-    def __init__(self, timeout: timedelta, connections: Connections | None = None) -> None:
-        connections = connections or Connections()
-        make = partial(dist.new_group, backend="gloo", timeout=timeout)
-        self._group = connections.open(make)
-        self.global_rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        connections.share(self._gather)
-
-    def _gather(self, value: list[Any]) -> list[list[Any]]:
-        return [json.loads(item) for item in self.all_gather(json.dumps(value).encode())]
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Give `data` to all ranks; return what each gave, by rank."""
-        with self._naming("another rank"):
-            return _gather_bytes(data, self._group, self.world_size)
-
-    def send(self, data: bytes, destination: int) -> None:
-        """Send bytes to a rank that calls `receive`."""
-        with self._naming(f"rank {destination}"):
-            dist.send(torch.tensor([len(data)]), destination, group=self._group)
-            if data:
-                dist.send(_as_tensor(data), destination, group=self._group)
-
-    def receive(self, source: int) -> bytes:
-        """Return the next bytes that a rank sends here."""
-        with self._naming(f"rank {source}"):
-            length = torch.zeros(1, dtype=torch.int64)
-            dist.recv(length, source, group=self._group)
-            data = torch.empty(int(length), dtype=torch.uint8)
-            if data.numel():
-                dist.recv(data, source, group=self._group)
-        return data.numpy().tobytes()
-
-    @contextmanager
-    def _naming(self, peer: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerError(
-                f"Rank {self.global_rank} lost {peer} while they exchanged checkpoint data: {error}"
-            ) from error
-
-
 def _gather_bytes(data: bytes, group: dist.ProcessGroup | None, world_size: int) -> list[bytes]:
     """Return what each rank of a group gives, by rank; one collective where all give little."""
     head = len(data).to_bytes(8, "little") + data[:_SHORT_BYTES]
@@ -340,8 +289,3 @@ def _gather_rows(
     into = torch.frombuffer(rows, dtype=torch.uint8)
     all_gather_single(into, own, group)
     return [bytes(rows[start : start + length]) for start in range(0, len(rows), length)]
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    # By way of a bytearray, because a tensor over bytes could be written to, of which torch warns.
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()

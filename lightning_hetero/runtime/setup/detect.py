@@ -42,6 +42,8 @@ _CPU_LINK_LATENCY_S = 200e-6
 _CPU_NETWORK_BYTES_PER_S = 1.25e9
 # 16-bit FLOPs of one multiprocessor per cycle, as on Ampere.
 _SM_FLOPS_PER_CYCLE = 2048
+_AMPERE = 8
+"""The first compute capability with bf16 units."""
 _UNKNOWN_CLOCK_HZ = 1.5e9
 _UNKNOWN_GPU_BYTES_PER_S = 500e9
 _PCIE_BYTES_PER_S = 16e9
@@ -189,6 +191,7 @@ def describe_device(device: torch.device) -> DeviceSpec:
             memory_bytes=properties.total_memory,
             memory_bytes_per_s=_UNKNOWN_GPU_BYTES_PER_S,
             intra_node_bytes_per_s=_PCIE_BYTES_PER_S,
+            has_bf16=getattr(properties, "major", _AMPERE) >= _AMPERE,
         )
     return DeviceSpec(
         name=f"{device.type}-{_slug(_processor_name())}",
@@ -230,11 +233,13 @@ def slowed(device: DeviceSpec, slowdown: float) -> DeviceSpec:
     """Return a device that is slower by a factor, which is appended to its name."""
     if slowdown == 1:
         return device
+    fp32 = device.fp32_flops_per_s
     return replace(
         device,
         name=f"{device.name}/{slowdown:g}",
         peak_flops_per_s=device.peak_flops_per_s / slowdown,
         memory_bytes_per_s=device.memory_bytes_per_s / slowdown,
+        fp32_flops_per_s=None if fp32 is None else fp32 / slowdown,
     )
 
 

@@ -8,7 +8,7 @@ from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.planner import plan_costs
-from lightning_hetero.simulator.roofline import RooflineCost
+from lightning_hetero.simulator.device_costs import RooflineCost
 
 CLUSTER = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="H800-80GB", count=4)))
 MODEL = RooflineCost(CLUSTER, ModelSpec.load("llama-7b"))

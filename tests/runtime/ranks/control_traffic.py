@@ -20,7 +20,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.broken import is_broken_connection
-from lightning_hetero.runtime.ranks.communicators import GroupTransport, init_process_group
+from lightning_hetero.runtime.ranks.communicators import init_process_group
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.runtime.ranks.tree import RankTree
@@ -61,14 +61,12 @@ def count_sockets(rank: int, *, is_lazy: bool) -> int:
         processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
         comms = processes.comms
         comms.connect_stages()
-        transport = GroupTransport(_TIMEOUT)
         tree = RankTree(comms.control)
         tree.share(tree.begin_up(torch.zeros(8)))
         comms.gather_objects(rank)
         comms.on_rank_0(lambda: rank)
         processes.broadcast(rank)
         processes.most(rank)
-        transport.all_gather(b"manifest")
         _hand_on(comms.forward, rank, 1)
         _hand_on(comms.backward, rank, -1)
         processes.barrier()

@@ -13,51 +13,11 @@ from torch.distributed import distributed_c10d
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
-    GroupTransport,
     init_process_group,
 )
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.meeting import _meet
 from tests.processes import ProcessPool
-
-LENGTHS = (0, 1, 70_001)
-
-
-def exchange(rank: int) -> tuple[list[bytes], list[bytes]]:
-    dist.init_process_group("gloo")
-    transport = GroupTransport(timedelta(seconds=120))
-    gathered = transport.all_gather(bytes([65 + rank]) * LENGTHS[rank])
-    if rank == 0:
-        for length in LENGTHS:
-            transport.send(b"x" * length, 2)
-    received = [transport.receive(0) for _ in LENGTHS] if rank == 2 else []
-    return gathered, received
-
-
-@pytest.mark.dist
-def test_bytes_of_any_length_arrive_in_order(pool: ProcessPool) -> None:
-    results = pool.run(exchange, 3)
-    for gathered, _ in results:
-        assert gathered == [bytes([65 + rank]) * LENGTHS[rank] for rank in range(3)]
-    assert results[2][1] == [b"x" * length for length in LENGTHS]
-
-
-def wait_for_silent_peer(rank: int) -> str:
-    dist.init_process_group("gloo")
-    # Long enough for a busy machine: the ranks have to meet in it, too.
-    transport = GroupTransport(timedelta(seconds=5))
-    message = ""
-    if rank == 0:
-        with pytest.raises(PeerError) as caught:
-            transport.receive(1)
-        message = str(caught.value)
-    dist.barrier()
-    return message
-
-
-@pytest.mark.dist
-def test_a_silent_rank_is_named(pool: ProcessPool) -> None:
-    assert "Rank 0 lost rank 1" in pool.run(wait_for_silent_peer, 2)[0]
 
 
 def test_ranks_meet_in_a_store_full_of_their_forerunners_words() -> None:

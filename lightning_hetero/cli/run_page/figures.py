@@ -1,0 +1,175 @@
+"""Lay out a run's figures; the template draws them as SVG."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.cli.run_page.story import Happening, Story
+
+__all__ = ["Chart", "Lane", "charts", "lanes", "plan_rows"]
+
+WIDTH, HEIGHT = 900.0, 220.0
+_MOST_POINTS = 500
+_MOST_MARKS = 300
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series: a path through medians, and a band from the least to the largest."""
+
+    name: str
+    path: str
+    band: str
+    points: tuple[tuple[float, float, str], ...]
+    """(x, y, words) of a few points, for the pointer and the keyboard."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure over steps."""
+
+    title: str
+    lines: tuple[Line, ...]
+    ticks: tuple[tuple[float, str], ...]
+    """(y, label) of the vertical axis."""
+    steps: tuple[tuple[float, str], ...]
+    marks: tuple[tuple[float, str, str], ...]
+    """(x, kind, words) of events."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One kind of events on the time axis."""
+
+    kind: str
+    marks: tuple[tuple[float, str], ...]
+
+
+def charts(story: Story) -> list[Chart]:
+    """Return the figures that the run has numbers for."""
+    scalars = story.scalars
+    per_second = scalars.get("run/tokens_per_s", {})
+    ideal = {
+        step: value * story.times_s[step] / story.predicted_s[step]
+        for step, value in per_second.items()
+        if story.times_s.get(step) and story.predicted_s.get(step)
+    }
+    iteration = scalars.get("run/iteration_s", {})
+    shares: dict[str, dict[int, float]] = {"not computing": scalars.get("run/bubble_share", {})}
+    for name, label in (
+        ("exchange_wait_s", "waiting for weights and gradients"),
+        ("planning_stall_s", "waiting for an assignment"),
+    ):
+        shares[label] = {
+            step: value / iteration[step]
+            for step, value in scalars.get(f"run/{name}", {}).items()
+            if iteration.get(step)
+        }
+    wanted: list[tuple[str, dict[str, Mapping[int, float]]]] = [
+        ("Seconds of an iteration", {"measured": story.times_s, "predicted": story.predicted_s}),
+        ("Tokens per second", {"measured": per_second, "as predicted": ideal}),
+        ("Share of an iteration, by cause", {**shares}),
+    ]
+    found = []
+    for title, series in wanted:
+        present = {name: values for name, values in series.items() if values}
+        if present:
+            found.append(_chart(title, present, story.happenings))
+    return found
+
+
+def _chart(
+    title: str, series: Mapping[str, Mapping[int, float]], happenings: Sequence[Happening]
+) -> Chart:
+    first = min(min(values) for values in series.values())
+    last = max(max(values) for values in series.values())
+    # A single stalled iteration mustn't flatten the rest of the curve.
+    tops = [sorted(values.values())[int(0.995 * (len(values) - 1))] for values in series.values()]
+    top = 1.1 * max(tops) or 1.0
+    span = max(last - first, 1)
+
+    def x_of(step: float) -> float:
+        return (step - first) / span * WIDTH
+
+    def y_of(value: float) -> float:
+        return HEIGHT - min(max(value, 0.0), top) / top * HEIGHT
+
+    lines = []
+    for name, values in series.items():
+        rows = list(_bins(values))
+        path = " ".join(f"{x_of(step):.1f},{y_of(mid):.1f}" for step, _, mid, _ in rows)
+        upper = [f"{x_of(step):.1f},{y_of(high):.1f}" for step, _, _, high in rows]
+        lower = [f"{x_of(step):.1f},{y_of(low):.1f}" for step, low, _, _ in reversed(rows)]
+        shown = rows[:: max(1, len(rows) // 40)]
+        points = tuple(
+            (x_of(step), y_of(mid), f"{name}, step {step}: {mid:.4g}") for step, _, mid, _ in shown
+        )
+        lines.append(Line(name, path, " ".join(upper + lower), points))
+    marks = [
+        (x_of(happening.step), happening.kind, f"step {happening.step}: {happening.kind}")
+        for happening in happenings
+        if first <= happening.step <= last and happening.kind not in ("started", "validated")
+    ]
+    return Chart(
+        title=title,
+        lines=tuple(lines),
+        ticks=tuple((y_of(top * part), _label(top * part)) for part in (0.0, 0.25, 0.5, 0.75, 1.0)),
+        steps=tuple(
+            (x_of(first + span * part), f"{first + span * part:.0f}") for part in (0, 0.5, 1)
+        ),
+        marks=tuple(marks[:_MOST_MARKS]),
+    )
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"
+
+
+def _bins(values: Mapping[int, float]) -> "list[tuple[int, float, float, float]]":
+    """Return (step, least, median, largest) of at most `_MOST_POINTS` runs of steps."""
+    steps = sorted(values)
+    size = math.ceil(len(steps) / _MOST_POINTS)
+    rows = []
+    for begin in range(0, len(steps), size):
+        part = [values[step] for step in steps[begin : begin + size]]
+        rows.append((steps[begin], min(part), statistics.median(part), max(part)))
+    return rows
+
+
+def lanes(story: Story) -> list[Lane]:
+    """Return the events that have a time, by kind, along the run's seconds."""
+    if story.first_s is None or story.last_s is None:
+        return []
+    span = max(story.last_s - story.first_s, 1e-9)
+    found: dict[str, list[tuple[float, str]]] = {}
+    for happening in story.happenings:
+        if happening.at_s is not None:
+            x = (happening.at_s - story.first_s) / span * WIDTH
+            after_s = happening.at_s - story.first_s
+            words = f"{after_s:.1f} s, step {happening.step}: {happening.kind} {happening.text}"
+            found.setdefault(happening.kind, []).append((x, words[:300]))
+    return [Lane(kind, tuple(marks[:_MOST_MARKS])) for kind, marks in found.items()]
+
+
+def plan_rows(plan: Mapping[str, Any], nodes: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Return each pipeline's stages with their layers, ranks and share of the width."""
+    rows = []
+    for pipeline in plan.get("pipelines", ()):
+        stages = pipeline.get("stages", ())
+        counts = [max(1, stage["layers"][1] - stage["layers"][0]) for stage in stages]
+        left, row = 0.0, []
+        for stage, count in zip(stages, counts, strict=True):
+            width = count / sum(counts) * WIDTH
+            ranks = list(stage["ranks"])
+            where = sorted({nodes[rank] for rank in ranks if rank < len(nodes)})
+            low, high = stage["layers"]
+            layers = f"layer {low}" if high - low == 1 else f"layers {low} to {high - 1}"
+            who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            text = f"{who}: {layers}"
+            at = f" on {', '.join(where)}" if where else ""
+            row.append({"x": left, "width": width, "text": text, "words": text + at})
+            left += width
+        rows.append(row)
+    return rows

@@ -1,0 +1,168 @@
+"""Gather what callbacks wrote into a folder: event logs, recordings and operation traces."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.core.errors import ConfigurationError, HeteroError
+from lightning_hetero.core.event_log import read_entries
+from lightning_hetero.straggler import find_changes, read_times, to_entry
+from lightning_hetero.straggler.any_job.job_times import is_event_log
+from lightning_hetero.straggler.operations.answer import answer
+from lightning_hetero.straggler.operations.trace import read_operations
+from lightning_hetero.straggler.operations.what_if import explain
+
+__all__ = ["Happening", "Story", "read_story"]
+
+_TRACES = ("*.parquet", "operations*.jsonl", "operations*.jsonl.gz")
+_SILENT_S = 600.0
+"""A run that has written nothing for this long, and hasn't ended, is called silent."""
+_TIME_LESS = ("event", "at_s", "step")
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One event that isn't a number of every step."""
+
+    kind: str
+    step: int
+    at_s: float | None
+    text: str
+
+
+@dataclass
+class Story:
+    """All that is known of a run."""
+
+    folder: str
+    times_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of each iteration, by step."""
+    predicted_s: dict[int, float] = field(default_factory=dict)
+    scalars: dict[str, dict[int, float]] = field(default_factory=dict)
+    """What `RunMetrics` logged, by name and step."""
+    happenings: list[Happening] = field(default_factory=list)
+    plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Each plan with the first step that ran under it."""
+    nodes: tuple[str, ...] = ()
+    verdicts: list[str] = field(default_factory=list)
+    first_s: float | None = None
+    last_s: float | None = None
+    state: str = "recorded"
+    """`running`, `silent`, `failed`, `ended`, or `recorded` where no log says."""
+    _numbered: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add one event of a log."""
+        event, at_s = str(entry.get("event")), _number(entry.get("at_s"))
+        step = entry.get("step")
+        step = step if isinstance(step, int) else 0
+        if at_s is not None:
+            self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
+            self.last_s = at_s if self.last_s is None else max(self.last_s, at_s)
+        if event == "iteration":
+            self._add_iteration(step, entry)
+        elif event == "metrics":
+            self._add_scalars(step, entry)
+        else:
+            if event in ("started", "plan"):
+                self._add_plans(event, step, entry)
+            self.happenings.append(Happening(event, step, at_s, _text(entry)))
+            self.state = event if event in ("failed", "ended") else "running"
+
+    def _add_iteration(self, step: int, entry: dict[str, Any]) -> None:
+        for name, values in (("iteration_s", self.times_s), ("predicted_s", self.predicted_s)):
+            seconds = _number(entry.get(name))
+            if seconds is not None:
+                values[step] = seconds
+
+    def _add_scalars(self, step: int, entry: dict[str, Any]) -> None:
+        scalars = entry.get("scalars")
+        for name, value in scalars.items() if isinstance(scalars, dict) else ():
+            number = _number(value)
+            if number is not None:
+                self.scalars.setdefault(str(name), {})[step] = number
+
+    def _add_plans(self, event: str, step: int, entry: dict[str, Any]) -> None:
+        if event == "started":
+            self._numbered = [plan for plan in entry.get("plans", ()) if isinstance(plan, dict)]
+            self.nodes = tuple(map(str, entry.get("nodes", ())))
+            return
+        number, plan = entry.get("number"), entry.get("plan")
+        if isinstance(plan, dict):
+            self._numbered.append(plan)
+        elif isinstance(number, int) and 0 <= number < len(self._numbered):
+            plan = self._numbered[number]
+        if isinstance(plan, dict):
+            self.plans.append((step, plan))
+
+
+def read_story(folder: Path) -> Story:
+    """Read all logs, recordings and traces of a folder.
+
+    Raises:
+        ConfigurationError: It is no folder, or holds nothing that callbacks write.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is no folder. Give the folder that the run wrote to.")
+    story = Story(str(folder))
+    traces = sorted({path for pattern in _TRACES for path in folder.rglob(pattern)})
+    logs = [path for path in sorted(folder.rglob("*.jsonl")) if path not in traces]
+    entries = [entry for path in logs for entry in _entries(path, story)]
+    # Several logs of one run are told in one order; recordings have no times.
+    for entry in sorted(entries, key=lambda entry: _number(entry.get("at_s")) or 0.0):
+        story.add(entry)
+    for path in traces:
+        try:
+            story.verdicts.append(f"{path.name}: {answer(explain(read_operations(path)))}")
+        except HeteroError as error:
+            story.verdicts.append(f"{path.name}: {error}")
+    if not entries and not traces:
+        raise ConfigurationError(
+            f"{folder} holds no event log, recording or operation trace. RunLog(), "
+            f"StragglerMonitor() and lightning_hetero.straggler.record() write .jsonl files."
+        )
+    if story.state == "running" and time.time() - (story.last_s or 0.0) > _SILENT_S:
+        story.state = "silent"
+    elif story.state == "recorded" and story.last_s is not None:
+        story.state = "running" if time.time() - story.last_s <= _SILENT_S else "silent"
+    if not story.times_s:
+        story.times_s = dict(story.scalars.get("run/iteration_s", {}))
+    return story
+
+
+def _entries(path: Path, story: Story) -> Iterator[dict[str, Any]]:
+    """Yield the events of a log, or those found in a recording of one rank."""
+    try:
+        if is_event_log(path):
+            yield from (entry for _, entry in read_entries(path) if isinstance(entry, dict))
+            return
+        found = read_times(path)
+    except (OSError, UnicodeDecodeError, HeteroError) as error:
+        story.verdicts.append(f"{path.name} was left out: {error}")
+        return
+    story.verdicts.append(f"{path.name}: found {found.source}.")
+    yield from map(to_entry, find_changes(found.times_s))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    number = float(value)
+    return number if abs(number) < float("inf") else None
+
+
+def _text(entry: dict[str, Any]) -> str:
+    """Return an event's fields in one line; plans are drawn instead."""
+    shown = {k: v for k, v in entry.items() if k not in (*_TIME_LESS, "plan", "plans")}
+    return ", ".join(f"{name} {_short(value)}" for name, value in shown.items())
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(part)}" for name, part in list(value.items())[:8])
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]} …"

@@ -1,0 +1,123 @@
+"""The order of a stage's passes: 1F1B, or one that is solved for the times measured in this run.
+
+A plan's first iterations run 1F1B. Then ranks share the seconds that a forward and a backward took
+on each stage, and each rank solves the same problem (see `lightning_hetero.schedules`), so all know
+the same orders without another message. They are solved once per plan and number of micro-batches.
+"""
+
+from collections import defaultdict
+from functools import lru_cache
+from statistics import median
+
+from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b, schedule_forward
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.schedules import StageTimes, solve_actions
+
+__all__ = ["Schedule", "ScheduleChoice"]
+
+_MEASURED_ITERATIONS = 3
+"""Training iterations under 1F1B that are measured; the first one, which warms up, isn't used."""
+_LEAST_GAIN = 0.01
+"""Share of an iteration that a solved order must save over 1F1B to run instead."""
+_DEEP = 1.5
+"""Micro-batches that "deep" may hold on each stage, as a multiple of the number of stages."""
+
+
+class Schedule(Choice):
+    """How the passes of a pipeline's micro-batches are ordered."""
+
+    ONE_F_ONE_B = "1f1b"
+    """One forward and one backward in turn."""
+    SPLIT = "split"
+    """Backward passes of linear layers are split; stages hold no more than under 1F1B."""
+    DEEP = "deep"
+    """The same, and stages run ahead: each holds up to 1.5 micro-batches a stage of the pipeline,
+    where 1F1B holds one on the first stage and fewer on later ones."""
+
+
+class ScheduleChoice:
+    """The actions of one rank's stage in each training iteration.
+
+    Args:
+        kind: The user's choice.
+        comms: Share the measured times.
+        clock: Has the times of the last iteration.
+    """
+
+    def __init__(self, kind: Schedule, comms: Communicators, clock: ComputeClock) -> None:
+        self.kind = kind
+        self._comms = comms
+        self._clock = clock
+        self._plan: ParallelPlan | None = None
+        self._num_iterations = 0
+        self._own_s: dict[ActionKind, list[float]] = defaultdict(list)
+        self._times: dict[ParallelPlan, list[tuple[float, float]]] = {}
+        """By plan: seconds of a forward and a backward, by rank."""
+        self._solve = lru_cache(maxsize=64)(self._solved)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backward passes may be split."""
+        return self.kind is not Schedule.ONE_F_ONE_B
+
+    def of(
+        self, running: RunningPlan, num_microbatches: int, *, is_training: bool
+    ) -> tuple[Action, ...]:
+        """Return the actions of this rank's stage for a number of micro-batches."""
+        if running.place is None:
+            return ()
+        index, num_stages = running.place.stage_index, len(running.stages)
+        if not is_training:
+            return schedule_forward(stage_index=index, num_microbatches=num_microbatches)
+        if running.plan in self._times and num_stages > 1 and num_microbatches:
+            orders = self._solve(running.plan, running.place.pipeline_index, num_microbatches)
+            if orders is not None:
+                return orders[index]
+        return schedule_1f1b(
+            stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
+        )
+
+    def learn(self, running: RunningPlan) -> None:
+        """Note the times of a training iteration; called by every rank after each.
+
+        Collective over all ranks after a plan's last measured iteration.
+        """
+        plan = running.plan
+        if self.kind is Schedule.ONE_F_ONE_B or plan.max_stages == 1 or plan in self._times:
+            return
+        if plan is not self._plan:
+            self._plan, self._num_iterations = plan, 0
+            self._own_s.clear()
+        self._num_iterations += 1
+        last = self._clock.last
+        if self._num_iterations > 1 and last is not None:
+            for action in last.actions:
+                self._own_s[action.kind].append(action.compute_s)
+        if self._num_iterations == _MEASURED_ITERATIONS:
+            kinds = ActionKind.FORWARD, ActionKind.BACKWARD
+            own = [median(self._own_s[kind]) if self._own_s[kind] else 0.0 for kind in kinds]
+            gathered = self._comms.gather_objects(own)
+            self._times[plan] = [(forward_s, backward_s) for forward_s, backward_s in gathered]
+
+    def _solved(
+        self, plan: ParallelPlan, pipeline_index: int, num_microbatches: int
+    ) -> tuple[tuple[Action, ...], ...] | None:
+        times = self._times[plan]
+        stages = [
+            # Ranks of a tensor-parallel group wait for the slowest.
+            StageTimes(
+                forward_s=max(times[rank][0] for rank in stage.ranks),
+                backward_s=max(times[rank][1] for rank in stage.ranks),
+            )
+            for stage in plan.pipelines[pipeline_index].stages
+        ]
+        return solve_actions(
+            stages,
+            num_microbatches,
+            most_held=[_DEEP * len(stages)] * len(stages) if self.kind is Schedule.DEEP else (),
+            least_gain=_LEAST_GAIN,
+        )

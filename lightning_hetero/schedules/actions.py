@@ -1,0 +1,61 @@
+"""Solved orders as the lists of actions that the runtime executes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.schedules.dispatch import end_s
+from lightning_hetero.schedules.problem import Edge, ScheduleProblem
+from lightning_hetero.schedules.solve import order_1f1b, solve
+
+__all__ = ["StageTimes", "solve_actions"]
+
+_WEIGHT_SHARE = 0.5
+"""Share of a backward that W takes: a linear layer's two products take the same time."""
+_KINDS = ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT
+"""The kinds of passes, by their number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of a micro-batch on a stage."""
+
+    forward_s: float
+    backward_s: float
+    edge: Edge = field(default_factory=Edge)
+    """The link to the next stage, both ways."""
+
+
+def solve_actions(
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
+    *,
+    most_held: Sequence[float] = (),
+    least_gain: float = 0.0,
+) -> tuple[tuple[Action, ...], ...] | None:
+    """Return each stage's actions, backwards split; None if they don't gain enough over 1F1B.
+
+    Args:
+        stages: Seconds of a micro-batch, by stage.
+        num_microbatches: Micro-batches of the iteration.
+        most_held: Micro-batches that each stage has room for; by default as many as 1F1B holds.
+        least_gain: What an order must gain, as a share of 1F1B's seconds.
+    """
+
+    def problem_of(weight_share: float) -> ScheduleProblem:
+        return ScheduleProblem.equal(
+            forward_s=[stage.forward_s for stage in stages],
+            input_s=[stage.backward_s * (1 - weight_share) for stage in stages],
+            weight_s=[stage.backward_s * weight_share for stage in stages],
+            num_microbatches=num_microbatches,
+            most_held=most_held,
+            edges=[stage.edge for stage in stages[:-1]],
+        )
+
+    whole = problem_of(0.0)
+    found = solve(problem_of(_WEIGHT_SHARE))
+    if found.end_s > end_s(whole, order_1f1b(whole)) * (1 - least_gain):
+        return None
+    return tuple(
+        tuple(Action(_KINDS[kind], stage, m) for kind, stage, m in order) for order in found.orders
+    )

@@ -1,0 +1,1 @@
+"""Operation traces: what each rank did when, replayed, and what would have been faster."""

@@ -1,0 +1,127 @@
+"""Read an operation trace: one row for each operation of each rank and step.
+
+Columns: `step`, `rank`, `dp_rank` (the pipeline), `stage`, `optype`, `start_ts` and `duration` in
+seconds, `mb_id` (the micro-batch), and optionally `mc` (the chunk of an interleaved schedule). As
+Parquet (with pyarrow installed) or as JSON lines, plain or compressed by gzip.
+"""
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
+from lightning_hetero.core.errors import ConfigurationError
+
+__all__ = ["OperationTrace", "grouped", "read_operations"]
+
+_NEEDED = ("step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration", "mb_id")
+
+
+@dataclass(frozen=True)
+class OperationTrace:
+    """The columns of a trace, sorted by step, rank and start."""
+
+    step: IntArray
+    rank: IntArray
+    pipeline: IntArray
+    stage: IntArray
+    chunk: IntArray
+    microbatch: IntArray
+    kind: IntArray
+    """Index into `kinds`."""
+    kinds: tuple[str, ...]
+    start_s: FloatArray
+    end_s: FloatArray
+
+    @classmethod
+    def from_columns(cls, columns: dict[str, Any]) -> "OperationTrace":
+        """Make a trace of columns by name.
+
+        Raises:
+            ConfigurationError: A column is missing, or there is no operation.
+        """
+        missing = [name for name in _NEEDED if name not in columns]
+        if missing:
+            raise ConfigurationError(
+                f"The trace has no column {', '.join(missing)}. It has {', '.join(columns)}; "
+                f"an operation trace needs {', '.join(_NEEDED)}."
+            )
+        if not len(columns["step"]):
+            raise ConfigurationError("The trace holds no operation.")
+        start = np.asarray(columns["start_ts"], float)
+        end = start + np.asarray(columns["duration"], float)
+        if not np.isfinite(end).all() or (end < start).any():
+            raise ConfigurationError("A start or duration in the trace is negative or not finite.")
+        whole = {name: np.asarray(columns[name], np.int64) for name in _NEEDED[:4]}
+        whole["mb_id"] = np.asarray(columns["mb_id"], np.int64)
+        whole["mc"] = np.asarray(columns.get("mc", np.zeros(len(start))), np.int64)
+        kinds, kind = np.unique(np.asarray(columns["optype"], str), return_inverse=True)
+        order = np.lexsort((end, start, whole["rank"], whole["step"]))
+        return cls(
+            step=np.unique(whole["step"], return_inverse=True)[1][order],
+            rank=whole["rank"][order],
+            pipeline=whole["dp_rank"][order],
+            stage=whole["stage"][order],
+            chunk=np.maximum(whole["mc"], 0)[order],
+            microbatch=whole["mb_id"][order],
+            kind=kind[order],
+            kinds=tuple(map(str, kinds)),
+            start_s=start[order],
+            end_s=end[order],
+        )
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def are(self, *kinds: str) -> BoolArray:
+        """Return which operations are of one of the kinds."""
+        return np.isin(self.kind, [i for i, kind in enumerate(self.kinds) if kind in kinds])
+
+
+def grouped(*keys: IntArray) -> IntArray:
+    """Return a number for each combination of keys, from 0."""
+    number = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        _, values = np.unique(key, return_inverse=True)
+        number = number * (int(values.max(initial=0)) + 1) + values
+    numbers: IntArray = np.unique(number, return_inverse=True)[1]
+    return numbers
+
+
+def read_operations(path: Path) -> OperationTrace:
+    """Read a trace from a file.
+
+    Raises:
+        ConfigurationError: The file can't be read, or isn't an operation trace.
+    """
+    try:
+        columns = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+        return OperationTrace.from_columns(columns)
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise ConfigurationError(f"Can't read the operation trace {path}: {error}") from error
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigurationError(
+            "Reading Parquet needs pyarrow: pip install 'lightning-hetero[report]'."
+        ) from error
+    try:
+        table = parquet.read_table(path)
+    except ArrowException as error:
+        raise ConfigurationError(f"Can't read {path} as Parquet: {error}") from error
+    return {name: table[name].to_numpy() for name in table.column_names if name in {*_NEEDED, "mc"}}
+
+
+def _json_lines(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    rows = [json.loads(line) for line in lines if line.strip()]
+    names = [name for name in (*_NEEDED, "mc") if rows and name in rows[0]]
+    return {name: [row[name] for row in rows] for name in names}

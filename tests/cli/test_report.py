@@ -1,0 +1,138 @@
+"""`lightning-hetero report`: one page of a run."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.cli import main
+from lightning_hetero.cli.report import render
+from lightning_hetero.cli.run_page.story import read_story
+from tests.straggler.operations.emulated import Planted
+
+pytest.importorskip("jinja2")
+
+EVIL = "<script>alert(1)</script>"
+PLAN = {
+    "pipelines": [
+        {"stages": [{"ranks": [0], "layers": [0, 4]}]},
+        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}]},
+    ]
+}
+
+
+def write_run(
+    folder: Path, *, num_steps: int = 60, ends: bool = True, now_s: float = 1.7e9
+) -> None:
+    """Write the log of a run that is slow for a while, changes its plan and loses a rank."""
+    folder.mkdir(exist_ok=True)
+    entries = [
+        {"event": "started", "step": 0, "nodes": [EVIL, "node-b", "node-b"], "plans": [PLAN]},
+        {"event": "plan", "step": 1, "number": 0},
+    ]
+    for step in range(1, num_steps + 1):
+        seconds = 1.8 if num_steps // 3 < step < num_steps // 2 else 1.0
+        iteration = {"iteration_s": seconds, "predicted_s": 0.9}
+        entries.append({"event": "iteration", "step": step, **iteration})
+        if step % 10 == 0:
+            scalars = {"run/iteration_s": seconds, "run/tokens_per_s": 9e3 / seconds}
+            scalars |= {"run/bubble_share": 0.3, "run/exchange_wait_s": 0.05}
+            entries.append({"event": "metrics", "step": step, "scalars": scalars})
+    lost = {"generation": 1, "ranks": 2, "idle_s": 2.0, "steps_again": 0, "lost": [2], "joined": []}
+    entries.append({"event": "generation", "step": num_steps, **lost})
+    if ends:
+        entries.append({"event": "ended", "step": num_steps})
+    lines = [
+        json.dumps({"at_s": now_s - len(entries) + i, **entry}) for i, entry in enumerate(entries)
+    ]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def page_of(folder: Path) -> str:
+    return render(read_story(folder))
+
+
+def test_the_page_shows_the_run_and_escapes_names(tmp_path):
+    write_run(tmp_path / "run")
+    output = tmp_path / "run.html"
+    assert main(["report", str(tmp_path / "run"), "--output", str(output)]) == 0
+    page = output.read_text()
+    assert EVIL not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    for words in ("Ended as planned", "rank 0: layers 0 to 3", "rank 1: layer 0", "lost [2]"):
+        assert words in page
+    for title in ("Seconds of an iteration", "Tokens per second", "Share of an iteration"):
+        assert title in page
+    # Nothing is loaded from elsewhere.
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+
+
+def test_every_figure_is_well_formed_and_within_its_frame(tmp_path):
+    write_run(tmp_path)
+    figures = re.findall(r"<svg viewBox.*?</svg>", page_of(tmp_path), flags=re.DOTALL)
+    assert len(figures) == 5
+    for figure in figures:
+        left, top, width, height = map(float, ET.fromstring(figure).attrib["viewBox"].split())
+        for points in re.findall(r'points="([^"]+)"', figure):
+            for point in points.split():
+                x, y = map(float, point.split(","))
+                assert left <= x <= left + width
+                assert top <= y <= top + height
+
+
+def test_it_tells_running_and_dead_runs_apart(tmp_path):
+    write_run(tmp_path / "dead", ends=False)
+    write_run(tmp_path / "running", ends=False, now_s=time.time())
+    assert "the run has died" in page_of(tmp_path / "dead")
+    assert "Still running" in page_of(tmp_path / "running")
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    write_run(tmp_path, ends=False, now_s=time.time())
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "iterat')
+    assert "Still running" in page_of(tmp_path)
+
+
+def test_recordings_of_any_job_and_operation_traces_are_shown(tmp_path):
+    times = [0.5] * 60 + [0.9] * 60
+    (tmp_path / "times.jsonl").write_text("\n".join(map(str, times)))
+    columns = Planted(slow_rank=(2, 2.0)).columns()
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
+    (tmp_path / "operations.jsonl").write_text("\n".join(lines))
+    page = page_of(tmp_path)
+    assert "slowdown" in page
+    assert "rank 2" in page
+
+
+def test_a_folder_without_logs_is_refused(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no event log" in capsys.readouterr().err
+
+
+def test_100_000_steps_take_five_seconds_and_three_megabytes(tmp_path):
+    write_run(tmp_path, num_steps=100_000)
+    began = time.process_time()
+    page = page_of(tmp_path)
+    assert time.process_time() - began < 5.0
+    assert len(page.encode()) < 3e6
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_shows_it_without_errors(tmp_path):
+    write_run(tmp_path / "run")
+    page, profile, picture = (tmp_path / name for name in ("run.html", "profile", "page.png"))
+    page.write_text(page_of(tmp_path / "run"))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]
+    command += [f"--screenshot={picture}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    assert picture.stat().st_size > 10_000

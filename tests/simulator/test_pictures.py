@@ -1,0 +1,118 @@
+import itertools
+import json
+from unittest import mock
+
+import pytest
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator import (
+    TERM_NAMES,
+    MemoryTerms,
+    RooflineCost,
+    StageFacts,
+    plot_timeline,
+    save_trace,
+    simulate,
+    split_batch,
+    trace_events,
+)
+from lightning_hetero.simulator.pictures import draw_memory
+
+PLAN = ParallelPlan.even(world_size=4, num_layers=24, num_stages=2)
+
+
+COST = RooflineCost(
+    Cluster(nodes=(Node(device="A100-80GB", count=4),)), ModelSpec.load("bert-large")
+)
+
+
+def run(*, record: bool = True):
+    batches = split_batch(PLAN, global_batch_size=6, sequence_length=512)
+    return simulate(PLAN, COST, batches, record_events=record)
+
+
+def draw(path, plan, simulation):
+    plot_timeline(path, plan, COST, simulation)
+
+
+def test_trace_holds_every_action_once_on_its_lane(tmp_path):
+    simulation = run()
+    save_trace(tmp_path / "t.json", PLAN, simulation)
+    rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    actions = [row for row in rows if row.get("cat") in ("F", "B")]
+    assert len(actions) == 6 * 2 * 2
+    assert {(row["pid"], row["tid"]) for row in actions} == {(0, 0), (0, 5), (1, 0), (1, 5)}
+    end_us = max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X")
+    assert end_us == pytest.approx(simulation.iteration_time_s * 1e6)
+
+
+@pytest.mark.parametrize("bytes_per_s", [50e9, 1e7])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_no_row_of_a_trace_overlaps_itself(num_stages, bytes_per_s):
+    plan = ParallelPlan.even(world_size=4, num_layers=24, num_stages=num_stages)
+    names = ("T4", "A10", "V100-16GB", "A100-80GB")
+    nodes = tuple(Node(device=name, count=1) for name in names)
+    cost = RooflineCost(Cluster(nodes=nodes, inter_node_bytes_per_s=bytes_per_s), COST.model)
+    batches = split_batch(plan, global_batch_size=16, sequence_length=512)
+    simulation = simulate(plan, cost, batches, record_events=True)
+    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for row in trace_events(plan, simulation):
+        if row["ph"] == "X":
+            lanes.setdefault((row["pid"], row["tid"]), []).append((row["ts"], row["dur"]))
+    for spans in lanes.values():
+        spans.sort()
+        for (start, length), (following, _) in itertools.pairwise(spans):
+            assert start + length <= following * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_picture_is_drawn(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"timeline.{suffix}"
+    draw(path, PLAN, run())
+    assert path.stat().st_size > 5_000
+
+
+def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    for write in (save_trace, draw):
+        with pytest.raises(ConfigurationError, match="record_events"):
+            write(tmp_path / "x.svg", PLAN, run(record=False))
+        with pytest.raises(ConfigurationError, match="Can't write"):
+            write(tmp_path / "missing" / "x.svg", PLAN, run())
+    with pytest.raises(ConfigurationError, match="Can't draw"):
+        draw(tmp_path / "x.nothing", PLAN, run())
+
+
+def test_bars_of_memory_are_stacked_by_term_and_end_where_the_device_does():
+    axes, terms = mock.MagicMock(), MemoryTerms(*(n * 2.0**30 for n in range(1, 9)))
+    facts = [[StageFacts(device="A", memory=terms, device_bytes=80 * 2**30)] * 2]
+    draw_memory(axes, {(0, 0): 1.0, (0, 1): 2.0}, facts)
+    bars = [call.kwargs["left"] + call.args[1] for call in axes.barh.call_args_list]
+    assert [call.kwargs["label"] for call in axes.barh.call_args_list] == list(TERM_NAMES.values())
+    widths = [*range(1, 9), 4.2]
+    for width, left, (first, second, *both) in zip(
+        widths, itertools.accumulate(widths, initial=0), bars, strict=False
+    ):
+        assert first == second == pytest.approx(left)
+        assert both == pytest.approx([width, width])
+    edges = [call.args for call in axes.plot.call_args_list]
+    assert edges == [([80, 80], [1.0, 1.8]), ([80, 80], [2.0, 2.8])]
+
+
+def test_a_picture_draws_like_pipelines_once_and_says_so(tmp_path):
+    pytest.importorskip("matplotlib")
+    texts = []
+    for sizes in (6, 7):  # 7 micro-batches make the two pipelines unlike
+        path = tmp_path / f"{sizes}.svg"
+        batches = split_batch(PLAN, global_batch_size=sizes, sequence_length=512)
+        draw(path, PLAN, simulate(PLAN, COST, batches, record_events=True))
+        texts.append(path.read_text())
+    assert "pipelines 0-1 (2 ×), 3 micro-batches each" in texts[0]
+    assert "pipeline 0, 4 micro-batches" in texts[1]
+    assert "pipeline 1, 3 micro-batches" in texts[1]
+    for text, lanes in zip(texts, (1, 2), strict=True):
+        assert text.count("stage 0: 1 × A100-80GB, layers 0-11") == lanes
