@@ -47,6 +47,7 @@ README
 examples/README
 examples/how-it-works
 examples/migrating
+docs/contract
 docs/files
 examples/measured
 CHANGELOG

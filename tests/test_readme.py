@@ -98,15 +98,15 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/test_weights_in_steps.py::test_weights_that_a_stage_does_not_hold_are_refused_by_name",
     ),
     "losses that are means or sums": (
-        "runtime/test_loss_weights.py::test_losses_and_logs_are_recognised_for_what_they_are",
-        "runtime/test_loss_weights.py::test_what_is_not_recognised_can_be_declared_and_is_warned_of",
-        "runtime/test_loss_weights.py::test_samples_that_meet_are_refused_where_batches_are_cut",
+        "runtime/test_loss_weights.py::test_losses_count_as_on_one_device",
+        "runtime/test_loss_weights.py::test_what_is_declared_is_checked",
+        "runtime/results/test_split_check.py::test_nearly_all_losses_and_layers_are_judged_right",
         "runtime/results/test_iteration_loss.py::test_a_microbatch_without_targets_adds_exactly_nothing",
     ),
     "what steps return": (
         "runtime/results/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
         "runtime/results/test_metrics.py::test_metrics_are_those_of_one_device",
-        "runtime/results/test_metrics.py::test_metrics_get_numbers_of_the_batch",
+        "runtime/results/test_step_logs.py::test_what_steps_log_is_what_one_device_logs",
     ),
     "`torch.utils.checkpoint` in the model": (
         "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
@@ -120,7 +120,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "buffers from the rank that computes": (
         "runtime/iteration/test_buffers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
         "runtime/iteration/test_buffers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_or_accepted_on_every_rank",
-        "runtime/stage/test_layer_trial.py::test_runs_refuse_such_layers_on_every_rank_unless_that_is_wanted",
+        "runtime/test_loss_weights.py::test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted",
     ),
     "fit, validate, test, predict": (
         "test_lightning_features.py::test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank",

@@ -26,6 +26,7 @@ __all__ = [
     "AssignedBatch",
     "EmptyBatch",
     "SplittableBatch",
+    "concatenated",
     "count_samples",
     "cut_batch",
     "epoch_weight",
@@ -161,6 +162,44 @@ def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
     if count == 1:
         return [batch]
     return _parts(batch, [num_samples * index // count for index in range(count + 1)])
+
+
+def concatenated(batches: Sequence[Any]) -> Any:
+    """Return one batch of the samples of several; None if it can't be made.
+
+    Batches that cut themselves are put together only if they are one that has `repeat(times)`.
+
+    Raises:
+        BatchError: Tensors differ in other dims than the first.
+    """
+    first = batches[0]
+    if type(first) not in (list, tuple) and _is_splittable(first):
+        repeat = getattr(first, "repeat", None)
+        is_one = all(item is first for item in batches)
+        return repeat(len(batches)) if repeat is not None and is_one else None
+
+    def is_column(value: Any) -> bool:
+        return isinstance(value, list) and not any(
+            isinstance(item, Tensor) for item in tree_flatten(value)[0]
+        )
+
+    def together(values: Sequence[Any]) -> Any:
+        value = values[0]
+        if isinstance(value, Tensor) and value.ndim:
+            if any(item.shape[1:] != value.shape[1:] for item in values):
+                raise BatchError(f"Shapes {[tuple(item.shape) for item in values]} don't join.")
+            return torch.cat(list(values))
+        if is_column(value):
+            return [item for column in values for item in column]
+        if not _has_fields(value):
+            return value
+        made = copy(value)
+        vars(made).update(concatenated([vars(item) for item in values]))
+        return made
+
+    forms = [tree_flatten(item, is_leaf=is_column) for item in batches]
+    columns = zip(*(leaves for leaves, _ in forms), strict=True)
+    return forms[0][1].unflatten([together(column) for column in columns])
 
 
 def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:

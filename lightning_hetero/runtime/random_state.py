@@ -15,6 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 
 __all__ = [
+    "GeneratorStates",
     "GlobalSeed",
     "PreservedRandomState",
     "RandomState",
@@ -204,3 +205,22 @@ class PreservedRandomState:
         random.setstate(self._python)
         _set_numpy_state(self._numpy)
         self._torch.put_back()
+
+
+class GeneratorStates:
+    """The states of all generators that `seed_everything` seeds, as they are when it is made."""
+
+    def __init__(self) -> None:
+        self._torch = TorchState.now()
+        self._others = _numpy_state(), random.getstate()
+
+    def have_changed(self) -> bool:
+        """Whether anything was drawn or seeded since."""
+        for before, after in zip(self._torch, TorchState.now(), strict=True):
+            is_same = before is None or (after is not None and torch.equal(before, after))
+            if not is_same:
+                return True
+        (kind, keys, *rest), python = self._others
+        other_kind, other_keys, *others = _numpy_state()
+        same = kind == other_kind and rest == others and np.array_equal(keys, other_keys)
+        return not same or python != random.getstate()

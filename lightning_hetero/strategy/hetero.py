@@ -44,8 +44,8 @@ from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.iteration.schedule_choice import Schedule
+from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
-from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.strategy.engine_options import EngineOptions
@@ -131,14 +131,15 @@ class HeteroStrategy(HookedStrategy):
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
             micro-batches in fp32. False saves 2 bytes per parameter, but rounds every sum.
-        loss_reduction: Whether a loss is the "mean" or "sum" over its batch; None infers it, and
-            warns if it can't. A module whose loss is a mean over something other than samples may
-            have `num_target_tokens(batch)`.
+        loss_reduction: Whether a loss is the "mean" or "sum" over its batch; None measures it. What
+            is declared is measured, too. A module whose loss is a mean over something that its
+            batch doesn't show may have `num_target_tokens(batch)`.
         share_outputs: Whether every rank gets what steps return and append to the module's lists.
         nonfinite_gradients: What happens if gradients are NaN or infinite on any rank: "error" ends
             the run and names the rank, "skip" leaves the iteration out on all ranks.
-        local_buffers: Whether buffers, and what layers return for a sample, may depend on the rest
-            of a micro-batch, as in DDP (the first pipeline's buffers are kept), or that's refused.
+        allow_mixing: Whether samples of a micro-batch may affect each other (batch statistics,
+            in-batch negatives, routers), as samples of a rank's batch do under DDP. The first
+            pipeline's buffers are kept. If not, what the gradient shows of it is refused.
         whole_after_run: Whether every rank's module has whole parameters after a run. If not, it
             keeps its slices: see `whole_state_dict`.
         timeout: How long a rank waits for another before it gives up, in set-up and in steps. Must
@@ -186,7 +187,7 @@ class HeteroStrategy(HookedStrategy):
         loss_reduction: LossReduction | Literal["mean", "sum"] | None = None,
         share_outputs: bool = True,
         nonfinite_gradients: NonfiniteGradients | Literal["error", "skip"] = "error",
-        local_buffers: bool = False,
+        allow_mixing: bool = False,
         whole_after_run: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         start_timeout: timedelta = timedelta(minutes=10),
@@ -237,7 +238,7 @@ class HeteroStrategy(HookedStrategy):
                 loss_reduction=loss_reduction and LossReduction(loss_reduction),
                 share_outputs=share_outputs,
                 nonfinite_gradients=NonfiniteGradients(nonfinite_gradients),
-                local_buffers=local_buffers,
+                allow_mixing=allow_mixing,
             ),
         )
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
@@ -338,7 +339,6 @@ class HeteroStrategy(HookedStrategy):
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
-        self._attach_logs()
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.norm_of_gradients = self.hooked_slices.norm
         self.precision_plugin.begin_change = self._begin_change
@@ -397,12 +397,6 @@ class HeteroStrategy(HookedStrategy):
         self.hooked_slices.leave()
         for checkpoint in self.run.checkpoints:
             checkpoint.begin_change()
-
-    def _attach_logs(self) -> None:
-        """Give callbacks the module's present `log`; Lightning gave them an earlier one."""
-        self._processes.compare_hooks()
-        for callback in self._trainer.callbacks:
-            callback.log = self._module.log
 
 
 HeteroStrategy.register_strategies(StrategyRegistry)

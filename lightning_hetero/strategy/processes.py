@@ -5,7 +5,6 @@ processes. Every wait for another rank can end in `PeerError`, which names the r
 """
 
 import os
-import uuid
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -38,8 +37,7 @@ from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
-from lightning_hetero.runtime.results.hook_logs import HookLogs
-from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
+from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
 from lightning_hetero.strategy.devices import check_queues
 from lightning_hetero.strategy.trainable import facts_of_fit
 
@@ -84,7 +82,6 @@ class Processes:
         self._store: Store | None = None
         self._comms: Communicators | None = None
         self._detector: FailureDetector | None = None
-        self._hook_logs: HookLogs | None = None
         self._silence: timedelta | None = None
         self._membership: Membership | None = None
         self._connections = Connections()
@@ -163,15 +160,6 @@ class Processes:
             self._comms.abort()
         if self._membership is not None:
             connections.hang_up()
-
-    def compare_hooks(self) -> None:
-        """From now on compare the values that hooks log on the ranks; collective."""
-        if self._is_several:
-            # With a prefix of its own: another Trainer of these processes may have used the store.
-            store, rank = self._connect_store(), self.comms.global_rank
-            own = store.add(f"hooks/{rank}", 1) if self.outlives_ranks else 0
-            store = PrefixStore(f"hook logs {own or self.broadcast(uuid.uuid4().hex)}", store)
-            self._hook_logs = HookLogs(store, global_rank=rank, timeout=self._timeout)
 
     @property
     def _is_several(self) -> bool:
@@ -322,7 +310,7 @@ class Processes:
         self._abort()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._comms = self._hook_logs = None
+        self._comms = None
 
     def _stop_judging(self) -> None:
         if self._detector is not None:
@@ -384,15 +372,11 @@ class Processes:
 
         Args:
             tensor: The tensor; anything else is returned as it is.
-            group: A process group, or a text that names what a hook logs.
+            group: A process group, or `ALREADY_REDUCED`.
             reduce_op: "mean", "sum" or another name of a `ReduceOp`.
         """
         if not self._is_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
-        if isinstance(group, str) and self._hook_logs is not None:
-            logged = group.removeprefix(SAME_EVERYWHERE)
-            with self.watching():
-                return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
         with self.watching():
             return reduce_over(tensor, group, reduce_op)
 

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.runtime.generation.entering import is_joiner
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
 from lightning_hetero.runtime.slices.rows import HookedSlices
@@ -89,8 +88,6 @@ class SlicedState:
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the slices' values have yet to be recovered."""
-        self._knows_loss = is_joiner()
-        """Whether an earlier generation has tried the loss; see `LossTrials`."""
         self._step_trials: dict[bytes, Trial] = {}
 
     @property
@@ -115,7 +112,6 @@ class SlicedState:
             reduce: Returns a "sum", "max" or "min" over all ranks.
         """
         self.engine, self._comms, self._kept = engine, engine.comms, None
-        engine.loss_trials.is_known = self._knows_loss
         if trains:
             self._trained = engine.store
             self._standbys = StandbyCheck(
@@ -145,7 +141,6 @@ class SlicedState:
         self._leave_hooks()
         if self.engine is not None:
             engine, self.engine = self.engine, None
-            self._knows_loss = engine.loss_trials.is_known
             self._awaited = stand_for_awaited(engine.store)
             engine.remove()
         for slot, awaited in self._awaited:
@@ -163,7 +158,6 @@ class SlicedState:
             self._cut_when_loading = None
         if self.engine is None:
             return
-        self._knows_loss = False
         engine, self.engine = self.engine, None
         if not failed:
             engine.buffers.share()

@@ -18,9 +18,7 @@ from lightning_hetero.models.batches import AssignedBatch, fingerprint_of, tenso
 from lightning_hetero.runtime.embedding_rows import explain_unknown_rows
 from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.results.appended_lists import extend_lists
-from lightning_hetero.runtime.results.batch_watch import BatchWatch
-from lightning_hetero.runtime.results.outputs import Records, join_outputs
+from lightning_hetero.runtime.results.outputs import Records, extend_lists, join_outputs
 from lightning_hetero.strategy.sigterm import heed_sigterm, note_sigterm
 
 __all__ = ["Steps", "epoch_to_load", "explained", "sees_early"]
@@ -55,7 +53,6 @@ class Steps:
         self._context = context
         self._engine = engine
         self._dealer = dealer
-        self._batches = BatchWatch()
         note_sigterm(module.trainer, engine)
 
     def to_device(
@@ -75,11 +72,7 @@ class Steps:
         def move_part(part: Any) -> Any:
             return move(part, device, dataloader_idx)
 
-        is_part = len(parts) > 1 or self._engine.plan.num_pipelines > 1
-        if is_part and self._batches.begin(self._module.trainer.state.stage):
-            moved = [self._batches.move(part, move_part) for part in parts]
-        else:
-            moved = [move_part(part) for part in parts]
+        moved = [move_part(part) for part in parts]
         self._engine.rows.note_batch(tensors_of(parts), tensors_of(moved))
         if isinstance(batch, AssignedBatch):
             return replace(batch, microbatches=tuple(moved))
@@ -129,7 +122,6 @@ class Steps:
             with self._context():
                 return step(microbatch, *args, **kwargs)
 
-        self._batches.check_unchanged()
         made = self._engine.run(run_step, batch, self._key())
         heed_sigterm(self._module.trainer, self._engine)
         return made

@@ -223,7 +223,8 @@ class FuzzedModule(L.LightningModule):
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, : logits.shape[1]].flatten())
         self.log("val_loss", loss)
         if self.recipe.outer == "decoded in validation":
-            self.log("decoded", (logits @ self.model.embed.weight).square().mean())
+            decoded = (logits @ self.model.embed.weight).square().mean()
+            self.log("decoded", decoded, batch_size=len(ids))
         if self.recipe.metric in ("mean", "list"):
             self.validated.update(logits.detach().mean((1, 2)))
         if self.recipe.metric == "collected":
@@ -271,7 +272,9 @@ class DeclaredModule(FuzzedModule):
     """Says by what its loss's mean is taken."""
 
     def num_target_tokens(self, batch: Any) -> Tensor:
-        return (batch[1] != -100).sum()
+        labels = batch[1]
+        shorter = self.recipe.shape == "shorter"
+        return (labels[:, : (labels.shape[1] + 1) // 2 if shorter else None] != -100).sum()
 
 
 class SeededModule(FuzzedModule):
@@ -300,7 +303,10 @@ class SeededModule(FuzzedModule):
 
 
 def module_of(recipe: Recipe) -> FuzzedModule:
-    declared = recipe.reduction == "declared masked mean"
+    declared = recipe.reduction == "declared masked mean" or (
+        # Which of the labels count isn't to be seen in the batch.
+        recipe.shape == "shorter" and recipe.reduction in ("mean", "masked mean")
+    )
     return DeclaredModule(recipe) if declared else FuzzedModule(recipe)
 
 

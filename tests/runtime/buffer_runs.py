@@ -29,7 +29,7 @@ class BufferCase:
     and a "cache" that grows and is filled again with what it holds.
     """
     plans: tuple[dict[str, Any], ...] = ()
-    local_buffers: bool = False
+    allow_mixing: bool = False
 
 
 class Layer(nn.Module):
@@ -115,9 +115,7 @@ def keep(rank: int, case: BufferCase, folder: Path) -> dict[str, Any] | str:
     num_batches = 1
     if plans:
         num_batches = len(plans[0]["pipelines"])
-        strategy = HeteroStrategy(
-            ParallelPlan.from_dict(plans[0]), local_buffers=case.local_buffers
-        )
+        strategy = HeteroStrategy(ParallelPlan.from_dict(plans[0]), allow_mixing=case.allow_mixing)
         options = {"devices": 2, "strategy": strategy, "callbacks": [Changes(plans)]}
     generator = torch.Generator().manual_seed(1)
     rows = TensorDataset(

@@ -217,6 +217,9 @@ class MaskingModule(Recorded):
         self.model.ln_f = nn.Sequential(self.model.ln_f, nn.Dropout(0.3))
         self.drawn: list[tuple[float, ...]] = []
 
+    def num_target_tokens(self, batch: Any) -> int:
+        return batch[0].numel()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, _ = batch
         draws = (random.random(), float(np.random.rand()), float(torch.rand(())))

@@ -4,9 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -14,9 +12,6 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.generation.worker import JOIN
-from lightning_hetero.runtime.results.loss_trial import LossTrials
-from lightning_hetero.strategy.sliced_state import SlicedState
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
@@ -149,38 +144,3 @@ def test_whole_weights_are_given_to_rank_0_or_to_all(pool: ProcessPool) -> None:
     first, second = pool.run(make_whole, 2)
     for name, value in first.items():
         assert (value == second[name]).all()
-
-
-def test_what_first_steps_are_watched_for_is_known_to_later_generations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their code is the same; where a run ends it is forgotten, for another module may follow."""
-    monkeypatch.setattr("lightning_hetero.strategy.sliced_state.stand_for_awaited", lambda _: [])
-    slices = SlicedState(whole_after_run=False)
-
-    def begin() -> Any:
-        engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
-        slices.begin(engine, trains=False, reduce=mock.Mock())
-        return engine
-
-    engine = begin()
-    for index in range(2):
-        assert engine.loss_trials.begin(index) == (index == 0)
-    slices.await_recovery()
-    engine = begin()
-    assert not engine.loss_trials.begin(5)
-    slices.end(None, failed=True)
-    assert begin().loss_trials.begin(5)
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_a_newcomer_does_not_try_what_its_run_has_tried(
-    monkeypatch: pytest.MonkeyPatch, *, joins: bool
-) -> None:
-    if joins:
-        monkeypatch.setenv(JOIN, "127.0.0.1:1")
-    slices = SlicedState(whole_after_run=False)
-    monkeypatch.delenv(JOIN, raising=False)  # It has joined when its engine is made.
-    engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
-    slices.begin(engine, trains=False, reduce=mock.Mock())
-    assert engine.loss_trials.begin(7) is not joins

@@ -30,24 +30,13 @@ from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.ranks.tree import RankTree
-from lightning_hetero.runtime.results.log_entries import LogEntry
-from lightning_hetero.runtime.results.numbers.kinds import Kind
-from lightning_hetero.runtime.results.padded_means import (
-    WholeMean,
-    counting_pads,
-    warn_of_padding,
-)
+from lightning_hetero.runtime.results.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 
 _NUM_INTEGERS = 5
-_BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8, Kind.TOGETHER: 16}
-_KINDS = [
-    frozenset(kind for kind, bit in _BITS.items() if bits & bit) for bits in range(2 ** len(_BITS))
-]
-"""Kinds by the sum of their bits."""
-_LEAVES, _SEES_JOINERS, _RETURNS = (len(_KINDS) << place for place in range(3))
-"""Bits of flags, above those of kinds."""
+_LEAVES, _SEES_JOINERS, _RETURNS = 1, 2, 4
+"""Bits of flags."""
 _MAX_KNOWN = 64
 
 
@@ -65,8 +54,6 @@ class Report:
     """Parameters outside the layers that it used, if that was watched."""
     measured: MeasuredBytes | None = None
     """The bytes that one of its layers keeps, if they were counted."""
-    means: tuple[WholeMean, ...] = ()
-    """Means over all positions of samples, if these were looked at."""
 
 
 class Reports:
@@ -87,8 +74,6 @@ class Reports:
         """The outer parameters that ranks have used."""
         self.measured = [item.measured for item in reports if item.measured is not None]
         """The bytes that ranks have counted in their layers."""
-        self.counting_pads = counting_pads(mean for item in reports for mean in item.means)
-        """Descriptions of means that count pads differently than one device does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +90,14 @@ class Header:
     """Whether this rank's machine is about to be taken away."""
     sees_joiners: bool
     """Whether this rank knows of processes that wait to be let in."""
-    loss_kinds: frozenset[Kind]
-    """Kinds of the losses of this rank's micro-batches."""
     returns: bool
     """Whether this rank's steps returned, or appended, anything that other ranks must get."""
 
     @property
     def bits(self) -> int:
-        """The loss kinds and the flags as bits of one number."""
-        kinds = sum(_BITS[kind] for kind in self.loss_kinds)
+        """The flags as bits of one number."""
         flags = self.is_leaving * _LEAVES | self.sees_joiners * _SEES_JOINERS
-        return kinds | flags | self.returns * _RETURNS
+        return flags | self.returns * _RETURNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +111,6 @@ class Agreed:
     """Ranks whose machines are about to be taken away."""
     has_joiners: bool
     """Whether processes wait to be let in."""
-    loss_kinds: frozenset[Kind]
-    """Kinds of the losses of all ranks."""
     returns: bool
     """Whether any rank's steps returned, or appended, anything that others must get."""
     sums: Tensor
@@ -210,7 +190,6 @@ class Agreement:
             num_samples=int(num_samples.sum()),
             leaving=frozenset(leaving),
             has_joiners=bool(any_bits & _SEES_JOINERS),
-            loss_kinds=_KINDS[any_bits % len(_KINDS)],
             returns=bool(any_bits & _RETURNS),
             sums=sums,
         )
@@ -221,7 +200,6 @@ class Agreement:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
             self._known[digests] = Reports(self._comms.gather_objects(self._report))
-            warn_of_padding(self._known[digests].counting_pads)
         return self._known[digests]
 
     def _gather(self, sums: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ class BufferWatch:
             f"{'several times' if is_repeated else 'once'} in an iteration; one device changes "
             "it once, with the whole batch, and would train otherwise. Use one pipeline and "
             "num_microbatches=1 (without activation checkpointing), a layer such as LayerNorm or "
-            "GroupNorm, or accept it as DDP does: HeteroStrategy(local_buffers=True) keeps the "
+            "GroupNorm, or accept it as DDP does: HeteroStrategy(allow_mixing=True) keeps the "
             "first pipeline's values."
         )
 

@@ -12,8 +12,8 @@ from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.schedule_choice import Schedule
+from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
-from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 
 __all__ = ["EngineConfig", "IterationKey", "OwnedDevice", "Phase"]
@@ -89,11 +89,11 @@ class EngineConfig:
     scales_loss: bool = False
     """Whether losses are scaled for fp16; then an overflow leaves the iteration out silently."""
     loss_reduction: LossReduction | None = None
-    """How losses reduce over their batches; None detects it."""
+    """How losses reduce over their batches; None measures it."""
     share_outputs: bool = True
     """Whether every rank gets what steps return and append."""
-    local_buffers: bool = False
-    """Whether buffers and layers may mix the samples of a micro-batch, as BatchNorm does."""
+    allow_mixing: bool = False
+    """Whether samples of a micro-batch may affect each other, as in BatchNorm."""
 
     def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
         """Return the dtype of gradients: at least fp32 for sums over micro-batches, if wanted."""

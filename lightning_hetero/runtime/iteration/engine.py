@@ -15,7 +15,6 @@ Outside of training there is no backward and no push.
 Design: optimization separate from propagation (Hydraulis §5), asymmetric pipelines (AutoHet §III).
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
+from lightning_hetero.models.batches import AssignedBatch, cut_batch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
@@ -36,39 +35,34 @@ from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
-from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch, RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import ScheduleChoice
-from lightning_hetero.runtime.iteration.step_results import StepResults
+from lightning_hetero.runtime.iteration.split_run import SplitRun
+from lightning_hetero.runtime.iteration.step_results import LossScale, StepResults
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.runtime.results.iteration_loss import (
-    GUESSED_LOSS,
     NUM_TOTALS,
     IterationLoss,
+    LateNumbers,
     NonfiniteGradients,
     answer_nonfinite,
     describe_ranks,
     nonfinite_ranks,
-    power_of_two_near,
     without_sums,
 )
-from lightning_hetero.runtime.results.late_numbers import LateNumbers
-from lightning_hetero.runtime.results.log_entries import LogEntry
-from lightning_hetero.runtime.results.loss_trial import LossTrial, LossTrials
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
-from lightning_hetero.runtime.results.padded_means import NUM_LOOKED_AT
-from lightning_hetero.runtime.results.step_logs import StepLogs
+from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.setup.frozen import find_frozen
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
-from lightning_hetero.runtime.slices.digests import is_looked_at
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
+from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -116,7 +110,7 @@ class Engine:
         self.logs = StepLogs(module, device, StepMetrics(module, communicators, self._speaks))
         self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
-        self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
+        self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
         self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
         self.rows = EmbeddingRows(module)
         """Must be told of each batch before it runs."""
@@ -135,14 +129,12 @@ class Engine:
         self._recomputation = RecomputationChoice(config.layer_options)
         self.schedules = ScheduleChoice(config.schedule, communicators, clock)
         self._late = LateNumbers(device)
-        self.loss_trials = LossTrials()
+        self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
         self.loss_scale = 1.0
         """Factor of the losses in backward passes; the same on every rank."""
-        self._usual_weight = 0.0
-        """Power of two near the last iteration's targets; 0 before there was any."""
         self.unused: set[str] = set()  # Parameters that got no gradient in it, on any rank.
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
@@ -188,22 +180,20 @@ class Engine:
         """
         is_training = key.phase is Phase.TRAIN
         running = self.plans.begin(key.phase, key.epoch)
-        self.buffers.begin(key.phase)
         # Cut.
         microbatches, first_index = self._cut(batch)
-        is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
-        is_shared_out = len(microbatches) > 1 or len(self.plan.pipelines) > 1
-        is_tried = is_training and is_cut and self.loss_trials.begin(key.batch_idx)
+        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
+        seed = self.config.seed, key.phase, key.epoch, key.batch_idx
+        is_all = is_training and not is_cut
+        scale = LossScale(is_sum=True) if is_all else self._scale(step, microbatches, running, seed)
+        self.buffers.begin(key.phase)
         results = StepResults(
             self.module,
             self.logs,
             self.device,
-            loss_reduction=self.config.loss_reduction,
+            scale=scale,
             is_training=is_training,
-            ends_early=running.link.following is not None,
-            make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
-            looks_at_means=is_shared_out and (is_tried or key.batch_idx < NUM_LOOKED_AT),
-            loss_scale=self._factor_of_losses(microbatches) if is_training else 1.0,
+            factor=self.loss_scale,
         )
         schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
         passes = StagePasses(
@@ -213,10 +203,7 @@ class Engine:
             microbatches,
             self._recomputation.of(running.stage, microbatches, schedule),
             first_index=first_index,
-            seed=(self.config.seed, key.phase, key.epoch, key.batch_idx),
-            layer_trial=partial(LayerTrial, tries_shared=is_looked_at(key.batch_idx + 1))
-            if is_tried and is_shared_out and not self.config.local_buffers
-            else None,
+            seed=seed,
             splitter=running.splitter if is_training and self.schedules.is_split else None,
         )
         if is_training:
@@ -224,7 +211,7 @@ class Engine:
         with self.clock.iteration():
             with (
                 PreservedRandomState(),
-                self.logs.recording(is_cut=is_cut, is_last=running.link.following is None),
+                self.logs.recording(is_last=running.link.following is None),
                 running.weights,
                 self._calls,
             ):
@@ -234,7 +221,7 @@ class Engine:
                 if is_training:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
-                results.finish(running.push.gradients, is_cut=is_cut, is_shared_out=is_shared_out)
+                results.finish(running.push.gradients)
                 # Agree: rows are sent now, and read after the push. With standbys they are sent
                 # after it: then all ranks have their gradients, and either all step or none.
                 begin = partial(self._begin_agreement, key.phase, results, passes)
@@ -249,9 +236,8 @@ class Engine:
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
-        loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
+        loss = None if sums is None else self._settle_training(sums, agreed, scale, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
-        self._late.judge(logged, partial(self.logs.check, entries))
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         if is_training:
@@ -272,18 +258,27 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
-    def _factor_of_losses(self, microbatches: Sequence[Any] = ()) -> float:
-        """Return the factor of losses in backward passes; collective in the first iteration.
+    def _scale(
+        self,
+        step: Callable[[Any], Any],
+        microbatches: Sequence[Any],
+        running: RunningPlan,
+        seed: tuple[int, ...],
+    ) -> LossScale:
+        """Return how losses count; in few iterations of training check it first, collectively."""
+        if seed[1] != Phase.TRAIN or not self._split.is_due():
+            return self._split.scale
 
-        Losses are weighted by their targets, so without it gradients would overflow in fp16.
-        """
-        if not self.config.scales_loss:
-            return 1.0
-        if not self._usual_weight:
-            counts = self.place is not None and self.place.stage_index == self.place.tp_rank == 0
-            own = sum(max(sizes_of(item)) for item in microbatches) if counts else 0
-            self._usual_weight = power_of_two_near(sum(self.comms.gather_objects(own)))
-        return self.loss_scale / self._usual_weight
+        def recompute(parts: Sequence[Any]) -> list[Recomputation]:
+            schedule = self.schedules.of(running, len(parts), is_training=True)
+            return self._recomputation.of(running.stage, parts, schedule)
+
+        is_last = running.link.following is None
+        with self.logs.recording(is_last=is_last), running.weights, self._calls:
+            running.start_pull(self._calls)
+            self._split.run(step, microbatches, running, seed=seed, recompute=recompute)
+            running.finish_exchange(is_training=False)
+        return self._split.scale
 
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
@@ -297,7 +292,6 @@ class Engine:
             fingerprint=0 if place is None else self.fingerprint,
             is_leaving=self._is_leaving,
             sees_joiners=self._sees_joiners,
-            loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )
         report = Report(
@@ -306,7 +300,6 @@ class Engine:
             buffers=(place and self.buffers.report(running.layers, place.pipeline_index)) or (),
             reads=tuple(sorted(running.reads or ())),
             measured=self._recomputation.measured,
-            means=results.means.found() if results.means is not None else (),
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
@@ -322,23 +315,20 @@ class Engine:
         """Whether this rank reports for its tensor-parallel group, whose ranks have the same."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _settle_training(self, sums: Sums, agreed: Agreed, batch: Any, key: IterationKey) -> Tensor:
+    def _settle_training(
+        self, sums: Sums, agreed: Agreed, losses: LossScale, key: IterationKey
+    ) -> Tensor:
         """Scale the summed gradients and keep them for the optimizer; return the iteration's loss.
 
         Raises:
-            StepError: Losses don't go together, or gradients aren't finite.
+            StepError: Gradients aren't finite.
         """
-        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
-        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
-        if loss.is_guessed and is_cut and self.comms.global_rank == 0:
-            warnings.warn(GUESSED_LOSS, stacklevel=2)
+        loss = IterationLoss.of(agreed.sums, is_sum=losses.is_sum, unit=losses.unit)
         self.unused = self.plans.running.unused(agreed.reports.num_missing)
         kept = {name: item for name, item in sums.by_name.items() if name not in self.unused}
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if sums.memory:
-            torch._foreach_mul_(sums.memory, scale / self._factor_of_losses())
-        if self.config.scales_loss:
-            self._usual_weight = power_of_two_near(float(agreed.sums[:, 1].sum()))
+            torch._foreach_mul_(sums.memory, scale / self.loss_scale)
         self.gradients, self.gradients_are_finite = self.store.as_masters(kept), True
         # To skip a step, the host must know before it.
         skips = self.config.nonfinite_gradients is NonfiniteGradients.SKIP

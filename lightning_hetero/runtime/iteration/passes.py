@@ -14,9 +14,7 @@ from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import StepResults
-from lightning_hetero.runtime.stage.backward_trial import trying_functions, trying_hooks
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.microbatch_pass import (
     MicrobatchPass,
     StageEnd,
@@ -38,7 +36,7 @@ class _InFlight:
     outputs: list[Tensor]
     """Tensors sent on, or the loss on the last stage, as far as they have gradients."""
     gradient: Tensor | None
-    """Gradient of the loss: its targets, or 1 for a sum. None on stages that receive gradients."""
+    """Gradient of the loss: its share of targets, or 1 for a sum. None if it is received."""
 
 
 class StagePasses:
@@ -52,7 +50,6 @@ class StagePasses:
         recomputations: What each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
-        layer_trial: Makes the trial that finds layers that mix samples; None tries none.
         splitter: Splits backward passes; None where none is split.
     """
 
@@ -66,7 +63,6 @@ class StagePasses:
         *,
         first_index: int,
         seed: tuple[int, ...],
-        layer_trial: Callable[[Any], LayerTrial] | None = None,
         splitter: LinearSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
@@ -79,15 +75,9 @@ class StagePasses:
         self._recomputations = recomputations
         # For all at once: code that runs once in each action costs ten times what it does here,
         # since the kernels in between have driven it out of the processor's caches.
-        self._sizes = [sizes_of(item) for item in microbatches]
+        self._sizes = [sizes_of(item)[0] for item in microbatches]
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
-        self._trials: dict[int, LayerTrial] = {}
-        """The layer trial of one micro-batch, the first of those with the most samples."""
-        if layer_trial is not None and microbatches:
-            counts = [num_samples for num_samples, _ in self._sizes]
-            index = counts.index(max(counts))
-            self._trials[index] = layer_trial(microbatches[index])
         self._splitter = splitter
         self._in_flight: dict[int, _InFlight] = {}
         self._has_run_backward = False
@@ -171,7 +161,7 @@ class StagePasses:
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch, running, link = self._microbatches[index], self._running, self._running.link
-        watch = self._results.begin(microbatch, self._sizes[index])
+        self._results.begin(microbatch, self._sizes[index])
         forward = MicrobatchPass(
             layers=self._layers,
             num_layers=self._num_layers,
@@ -179,11 +169,8 @@ class StagePasses:
             drawn=self._drawn[index],
             receive=None if link.previous is None else link.receive_activation,
             wait_unit=running.pull.wait_unit if running.pull.is_under_way else None,
-            loss_watch=watch,
             recomputation=self._recomputations[index],
             reads=running.read_watch(),
-            lists=self._results.lists,
-            layer_trial=self._trials.get(index),
         )
         try:
             output = self._run_step(forward, step, microbatch)
@@ -194,17 +181,13 @@ class StagePasses:
             self._hold(index, forward, end.handed_on.tensors)
             return
         self._expect_activation(index + 1)
-        losses, gradient = self._results.keep(output, microbatch, watch)
+        losses, gradient = self._results.keep(output, microbatch)
         self._hold(index, forward, losses, gradient)
 
     def _run_step(
         self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
     ) -> Any:
-        hiding, results = self._running.weights.in_step(), self._results
-        if results.draws is not None:
-            tried = trying_hooks(results.module)
-            with hiding or nullcontext(), self._boundary.forward_of(forward), tried, results.draws:
-                return step(microbatch)
+        hiding = self._running.weights.in_step()
         if hiding is not None:
             with hiding, self._boundary.forward_of(forward):
                 return step(microbatch)
@@ -254,8 +237,6 @@ class StagePasses:
         if is_last:
             self._running.push.begin_last_backward()
         if held.outputs:
-            if self._results.is_tried and not self._has_run_backward:
-                trying_functions(held.outputs)
             self._has_run_backward = True
             self._boundary.run_backward(held.forward, held.outputs, gradients)
         if is_last:

@@ -4,9 +4,8 @@ Each rank checks the gradients that it made, before they travel, and reports the
 totals. So if any gradient is NaN or infinite, all ranks know of it, and none steps on it.
 """
 
-import math
 import warnings
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,34 +15,23 @@ from torch._utils import _flatten_dense_tensors
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.reading.choices import Choice
-from lightning_hetero.runtime.results.numbers.kinds import Kind, check_ratios, ends_of, ratio_of
-from lightning_hetero.runtime.results.targets import LossWeight
 
 __all__ = [
-    "GUESSED_LOSS",
     "NUM_TOTALS",
     "IterationLoss",
+    "LateNumbers",
     "LossSums",
     "NonfiniteGradients",
     "answer_nonfinite",
     "describe_ranks",
     "has_nonfinite",
     "nonfinite_ranks",
-    "power_of_two_near",
     "without_sums",
 ]
 
 NUM_TOTALS = 5
-"""Totals of a rank: the sums of losses (means times their targets) and of target tokens, the least
-and the largest ratio of further means (see `kinds.ratio_of`), whether gradients aren't finite."""
-
-GUESSED_LOSS = (
-    "What the loss of training_step is over the samples of its batch isn't known, so micro-batches "
-    "count as if it were a mean over the targets of its largest loss function, or over samples. "
-    'Say what it is: HeteroStrategy(loss_reduction="mean") or "sum"; for a mean over other targets '
-    "let the module have num_target_tokens(batch)."
-)
-"""The warning for a loss that isn't recognised."""
+"""Totals of a rank: the sums of losses (means times their targets) and of targets, the sum and the
+number of losses without targets, whether gradients aren't finite."""
 
 _SMALL_NUMEL = 2**14
 """Largest tensors, in elements, that are copied end to end before they are summed: 49 gradients of
@@ -59,64 +47,30 @@ class IterationLoss:
     """Factor for sums of gradients."""
     has_nonfinite: Tensor
     """Whether some rank made gradients that aren't finite."""
-    is_guessed: bool
-    """Whether some rank didn't know how its losses count."""
 
     @classmethod
-    def of(cls, totals: Tensor, kinds: Set[Kind], *, is_cut: bool) -> "IterationLoss":
+    def of(cls, totals: Tensor, *, is_sum: bool, unit: float) -> "IterationLoss":
         """Return the loss that the ranks' totals give.
+
+        If nobody has a target, it is the mean of what the steps made of none.
 
         Args:
             totals: The totals of each rank, (num_ranks, NUM_TOTALS or more).
-            kinds: Kinds of the losses of all ranks.
-            is_cut: Whether the iteration may have several micro-batches.
-
-        Raises:
-            StepError: No weights of the micro-batches' losses give the loss of one device.
+            is_sum: Whether losses are sums.
+            unit: By what the targets that backward passes begin with were divided.
         """
-        if is_cut and (Kind.MIXED in kinds or (Kind.SUM in kinds and len(kinds) > 1)):
-            raise StepError(
-                "The loss is a sum over samples and something else, in one micro-batch or from one "
-                "to another, so no weight of micro-batches gives what one device would. Return a "
-                "sum or a mean, or say what it is: "
-                'HeteroStrategy(loss_reduction="mean") or "sum".'
-            )
-        if is_cut and Kind.TOGETHER in kinds:
-            raise StepError(
-                "The loss needs all samples of a batch at once: they meet each other in it or in "
-                "what the layers get (products or differences of samples, statistics or a "
-                "reordering of the batch), or it is no mean or sum over them (a root, a norm, a "
-                "maximum), or counts their places in the batch. Micro-batches have only their own "
-                "samples. Use one pipeline and num_microbatches=1; or say "
-                'HeteroStrategy(loss_reduction="mean") to train on the mean of the micro-batches\' '
-                "losses, as data parallelism does."
-            )
-        loss, weight = totals[:, :2].sum(0).unbind()
+        loss, weight, empty, num_empty = totals[:, : NUM_TOTALS - 1].sum(0).unbind()
         broken = totals[:, NUM_TOTALS - 1].any()
-        if Kind.SUM in kinds:
-            return cls(loss.float(), torch.ones_like(loss), broken, is_guessed=False)
-        scale = weight.reciprocal().nan_to_num_(0.0, 0.0, 0.0)  # Of no targets: 0.
-        return cls((loss / weight).float(), scale, broken, is_guessed=Kind.UNKNOWN in kinds)
+        if is_sum:
+            return cls(loss.float(), torch.ones_like(loss), broken)
+        value = torch.where(weight > 0, loss / weight, empty / num_empty)
+        return cls(value.float(), (unit / weight).nan_to_num_(0.0, 0.0, 0.0), broken)
 
 
 def nonfinite_ranks(totals: Tensor) -> list[int]:
-    """Return the ranks that made gradients that aren't finite.
-
-    Args:
-        totals: As in `IterationLoss.of`, on the CPU.
-
-    Raises:
-        StepError: Losses are sums of means whose shares differ between micro-batches.
-    """
-    columns = totals.numpy().T
-    check_ratios(columns[2].min(), columns[3].max(), "loss")
-    ranks: list[int] = columns[NUM_TOTALS - 1].nonzero()[0].tolist()
+    """Return the ranks that made gradients that aren't finite; totals on the CPU."""
+    ranks: list[int] = totals[:, NUM_TOTALS - 1].nonzero()[:, 0].tolist()
     return ranks
-
-
-def power_of_two_near(weight: float) -> float:
-    """Return the power of two next to a number above 0; 1 for any other."""
-    return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
 class LossSums:
@@ -124,53 +78,39 @@ class LossSums:
 
     Args:
         device: Where they are summed.
+        is_sum: Whether losses are sums.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.kinds: set[Kind] = set()
-        """Kinds of the losses."""
+    def __init__(self, device: torch.device, *, is_sum: bool) -> None:
         self.has_nonfinite: Tensor | None = None
         """What the function returns for the rank's gradients; None if there are none."""
         self._device = device
-        self._sums: list[Tensor] = []
-        self._means: list[tuple[Tensor, Tensor]] = []
-        """With their weights."""
+        self._is_sum = is_sum
+        self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
-        self._ratios: list[Tensor] = []
-        self._alone: list[Tensor] = []
-        """The weights of means to which no other was added, so that their ratio is 0."""
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._losses)
 
-    def add(self, loss: Tensor, judged: LossWeight, weight: Tensor) -> None:
+    def add(self, loss: Tensor, weight: Tensor) -> None:
         """Add the loss of a micro-batch; `weight` is its number of targets."""
-        self.kinds.add(judged.kind)
-        if judged.kind is Kind.SUM:
-            self._sums.append(loss.detach())
-        else:
-            self._means.append((loss.detach(), weight))
+        self._losses.append(loss.detach())
         self._weights.append(weight)
-        self._ratios += ratio_of(judged.others, weight)
-        if judged.kind is Kind.MEAN and not judged.others:
-            self._alone.append(weight)
 
     def totals(self) -> Tensor:
         """Return this rank's totals of losses and gradients, (NUM_TOTALS,)."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        loss = weight = nothing
-        if self._sums:
-            loss = loss + torch.stack(self._sums).double().sum()
-        if self._means:
-            losses, weights = map(torch.stack, zip(*self._means, strict=True))
-            # The mean of no targets is NaN, and must count nothing.
-            loss = loss + torch.where(weights > 0, losses * weights, 0.0).sum()
-        if self._weights:
-            weight = torch.stack(self._weights).sum()
         broken = nothing if self.has_nonfinite is None else self.has_nonfinite
-        alone = [nothing / torch.stack(self._alone).sum()] if self._alone else []
-        ends = ends_of([*self._ratios, *alone], self._device)
-        return torch.stack([loss, weight, *ends, broken])
+        if not self._losses:
+            return torch.stack([nothing] * (NUM_TOTALS - 1) + [broken])
+        losses, weights = torch.stack(self._losses).double(), torch.stack(self._weights)
+        if self._is_sum:
+            return torch.stack([losses.sum(), weights.sum(), nothing, nothing, broken])
+        # The mean of no targets may be NaN, and must count nothing where others have any.
+        has_any = weights > 0
+        total = torch.where(has_any, losses * weights, 0.0).sum()
+        empty = torch.where(has_any, 0.0, losses).sum()
+        return torch.stack([total, weights.sum(), empty, (~has_any).double().sum(), broken])
 
 
 def without_sums(row: Tensor) -> Tensor:
@@ -244,3 +184,41 @@ def describe_ranks(global_ranks: Iterable[int], plan: ParallelPlan) -> str:
         f"rank {names[index]} (pipeline {index}, stage {place.stage_index})"
         for index, place in furthest.items()
     )
+
+
+class LateNumbers:
+    """Numbers on their way from one device to its host, which judges them without waiting.
+
+    A host that reads a number which the device has yet to compute waits, and then the device idles.
+    So numbers that only decide whether a run may go on are judged one iteration later: by then they
+    have arrived. On a CPU they are judged at once. Called by every rank alike, on numbers that all
+    ranks have, so that all raise the same error in the same iteration.
+
+    Args:
+        device: Where they are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_late = device.type != "cpu"
+        """Whether `judge` leaves its judgement to the next `settle`."""
+        self._pending: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = []
+
+    def judge(
+        self, numbers: Tensor, judgement: Callable[[Tensor], None], *, now: bool = False
+    ) -> None:
+        """Call `judgement` with the numbers on the CPU; `now` waits for the device."""
+        if now or not self.is_late:
+            judgement(numbers.cpu())
+            return
+        arriving = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        arriving.copy_(numbers.detach(), non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        self._pending.append((arriving, arrived, judgement))
+
+    def settle(self) -> None:
+        """Call the judgements that `judge` has left; raises what they raise."""
+        pending, self._pending = self._pending, []
+        for numbers, arrived, judgement in pending:
+            if arrived is not None:
+                arrived.synchronize()
+            judgement(numbers)

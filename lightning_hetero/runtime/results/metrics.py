@@ -4,13 +4,10 @@ Last stages update them, each with its pipeline's micro-batches. When a metric c
 of those ranks are merged by its own reductions; other ranks have no states. Its value for a step is
 that of all micro-batches of the iteration.
 
-A metric that gets single numbers, such as a loss, would get those of micro-batches. So such a call
-is deferred: its numbers are joined as logged ones are (`step_logs`), and then every rank calls the
-metric once, with the batch's numbers. States that hooks update are the same on every rank, too, and
-count once.
+States that hooks update are the same on every rank, and count once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,32 +21,12 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.results.numbers.kinds import Kind
-from lightning_hetero.runtime.results.numbers.reductions import Reductions
-from lightning_hetero.runtime.results.numbers.written_numbers import Rows, may_count, rows_counted
 
-__all__ = ["Argument", "MetricCall", "StepMetrics"]
+__all__ = ["StepMetrics"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-Argument = int | str
-"""Position or name of an argument."""
-
-_OF_BATCH = (Kind.MEAN, Kind.MAX, Kind.MIN)
-"""Kinds of a micro-batch's numbers from which a metric can't make the batch's."""
 _ALIKE = "_same_on_every_rank"
 """Attribute of a metric whose states are the same on every rank; copies of the metric have it."""
-
-
-@dataclass(frozen=True)
-class MetricCall:
-    """A call of a metric with single numbers."""
-
-    metric: str
-    """Name of the submodule."""
-    verb: str
-    """ "forward" or "update"."""
-    index: int
-    """Index among such calls of the step."""
 
 
 class StepMetrics:
@@ -69,15 +46,8 @@ class StepMetrics:
         self._metrics = {
             name: item for name, item in module.named_modules() if isinstance(item, Metric)
         }
-        self._names = {id(item): name for name, item in self._metrics.items()}
         self._is_cut = self._is_last = True
         self._calls: dict[int, list[_Call]] = {}
-        self._fed: set[int] = set()
-        """Metrics that were called with the batch's numbers."""
-        self._numbers: list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]] = []
-        """Deferred calls of the micro-batch."""
-        self._given: list[tuple[Metric, Tensor]] = []
-        """Tensors that were arguments of other calls."""
         self._under_way: list[list[tuple[Metric, dict[str, Any], int]]] = []
         """For each running call: the states to restore after it, if it was run for its value."""
         self._hooks, self._own = [], []
@@ -123,7 +93,6 @@ class StepMetrics:
             is_last: Whether the rank's stage is a last one.
         """
         self._calls.clear()
-        self._fed.clear()
         self._under_way.clear()
         self._is_cut, self._is_last = is_cut or self._has_ranks, is_last
         self.in_step = True
@@ -141,7 +110,7 @@ class StepMetrics:
         if not self.in_step:
             return
         before = []
-        if self._under_way or self._counts_now(metric, "forward", args, kwargs):
+        if self._under_way or self._counts_now(metric):
             self._calls.setdefault(id(metric), []).append((args, kwargs))
         else:
             inside = (item for item in metric.modules() if isinstance(item, Metric))
@@ -159,7 +128,7 @@ class StepMetrics:
     ) -> None:
         if not self.in_step:
             vars(metric)[_ALIKE] = True
-        elif not self._under_way and not self._counts_now(metric, "update", args, kwargs):
+        elif not self._under_way and not self._counts_now(metric):
             return
         update(*args, **kwargs)
 
@@ -172,95 +141,28 @@ class StepMetrics:
             )
         return compute()
 
-    def _counts_now(
-        self, metric: Metric, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Return whether a call changes the metric now; defer it if it has single numbers only.
+    def _counts_now(self, metric: Metric) -> bool:
+        """Return whether a step's call changes the metric.
 
         Raises:
-            StepError: The metric has the batch's numbers already, and now gets samples.
+            StepError: Hooks have updated it, too.
         """
-        if not self._is_cut or not self._is_last:
-            return self._is_last
-        given: dict[Argument, Any] = {}
-        given.update(enumerate(args))
-        given.update(kwargs)
-        if given and all(map(_is_number, given.values())):
-            call = MetricCall(self._names[id(metric)], verb, len(self._numbers))
-            rows = {place: rows_counted(place) for place in given if may_count(given[place])}
-            told = {place: (value, rows.get(place)) for place, value in given.items()}
-            self._numbers.append((call, told))
-            return False
-        if self._has_ranks and metric._update_count and vars(metric).get(_ALIKE):
-            raise _mixed(metric)
-        vars(metric)[_ALIKE] = False
-        self._given += [(metric, item) for item in given.values() if isinstance(item, Tensor)]
-        return True
-
-    def take_numbers(
-        self, reductions: Reductions | None = None
-    ) -> list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]]:
-        """Return the deferred calls of the micro-batch that ends, and forget them.
-
-        Each number comes with the rows that it counts.
-
-        Args:
-            reductions: What is known of its numbers; None if the micro-batch is dropped.
-
-        Raises:
-            StepError: A mean or extreme of the micro-batch went into a metric that wasn't deferred.
-        """
-        numbers, given = self._numbers, self._given
-        self._numbers, self._given = [], []
-        for metric, item in given if reductions is not None else ():
-            known = reductions.of(item) if reductions is not None else None
-            if known is not None and known.kind in _OF_BATCH:
+        if self._is_cut and self._is_last:
+            if self._has_ranks and metric._update_count and vars(metric).get(_ALIKE):
                 raise StepError(
-                    f"{type(metric).__name__} gets a {known.kind} over the samples of a "
-                    "micro-batch among its arguments, where one device has that of the whole "
-                    "batch. Give it samples, or numbers without dims alone, such as "
-                    "`metric.update(loss)`; or log the number by self.log."
+                    f"{type(metric).__name__} is updated in steps, where each rank has its own "
+                    "samples, and in hooks, where all ranks have the same. Use one metric for each."
                 )
-        return numbers
-
-    # -- the batch's numbers ------------------------------------------------------------------
-
-    def feed(self, calls: Mapping[MetricCall, Mapping[Argument, Tensor]]) -> None:
-        """Make the deferred calls with the numbers of a batch; every rank makes the same calls.
-
-        Raises:
-            StepError: A metric has got samples before.
-        """
-        for call, given in calls.items():
-            metric = self._metrics[call.metric]
-            if self._has_ranks and metric._update_count and not vars(metric).get(_ALIKE):
-                raise _mixed(metric)
-            args = [given[place] for place in sorted(i for i in given if isinstance(i, int))]
-            kwargs = {name: item for name, item in given.items() if isinstance(name, str)}
-            (metric if call.verb == "forward" else metric.update)(*args, **kwargs)
-            self._fed.add(id(metric))
+            vars(metric)[_ALIKE] = False
+        return self._is_last
 
     def set_step_value(self, metric: Metric) -> None:
         """Let the metric's last value be that of the whole iteration; collective."""
-        if id(metric) in self._fed:
-            return
         alone = metric.clone()
         alone.reset()
         for args, kwargs in self._calls.get(id(metric), ()):
             alone.update(*args, **kwargs)
         metric._forward_cache = alone.compute()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
-
-
-def _mixed(metric: Metric) -> StepError:
-    return StepError(
-        f"{type(metric).__name__} gets samples in steps, of which each rank has its own, and also "
-        "single numbers, such as a loss, or what hooks give it, of which all ranks have the same. "
-        "Use one metric for each."
-    )
 
 
 @dataclass(frozen=True)

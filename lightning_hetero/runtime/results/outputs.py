@@ -1,63 +1,41 @@
-"""Join what the steps of micro-batches returned into what one device's step would return.
+"""Join what the steps of micro-batches returned, or appended to the module's lists.
 
-Tensors of samples are joined along dim 0, numbers as `reductions` says. Other values become
-`Unjoined`, which refuses to be used: the value that one device would have is unknown.
+Tensors are concatenated along dim 0; numbers without dims are averaged as the loss is. Lists are
+concatenated; mappings, tuples and dataclasses are joined item by item. Other values must be equal.
+What can't be joined becomes `Unjoined`, which refuses to be used.
+
+Steps run to their end on last stages only, once per micro-batch. So the items that they append to
+lists of the module are taken out, joined, and appended on every rank, one item per batch.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.results.numbers.kinds import JOINABLE, Kind, join_values
-from lightning_hetero.runtime.results.numbers.reductions import Reductions
 
-__all__ = ["Path", "Records", "StepRecord", "Unjoined", "join", "join_outputs", "records_of"]
+__all__ = [
+    "AppendedLists",
+    "Records",
+    "StepRecord",
+    "Unjoined",
+    "extend_lists",
+    "join_outputs",
+    "records_of",
+]
 
 Path = tuple[Any, ...]
 """Where a list is in a module: the attribute, then the index or key in it."""
-
 _MANY_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class _Number:
-    """A reduction over the samples of a micro-batch."""
-
-    value: Any
-    kind: Kind
-    count: Any
-
-
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to all leaves, also those in dataclasses and mappings of any kind."""
-    if type(tree) is dict and not tree:
-        return tree
-
-    def enter(leaf: Any) -> Any:
-        if is_dataclass(leaf) and not isinstance(leaf, type | _Number):
-            changed = copy(leaf)
-            for each in fields(leaf):
-                value = _map(function, getattr(leaf, each.name))
-                object.__setattr__(changed, each.name, value)
-            return changed
-        if isinstance(leaf, Mapping):
-            mapped: Any = copy(leaf)
-            for key, value in leaf.items():
-                mapped[key] = _map(function, value)
-            return mapped
-        return function(leaf)
-
-    return tree_map(enter, tree)
 
 
 class Unjoined:
@@ -77,9 +55,9 @@ class Unjoined:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         shown = [tuple(v.shape) if isinstance(v, Tensor) and v.ndim else v for v in self.values]
         raise StepError(
-            f"A step returned, or appended to a list, {shown[:4]} in its micro-batches, and nobody "
-            "can say what one device would have for the whole batch. Return or append tensors "
-            "whose dim 0 are samples, or means, sums or extremes over samples as tensors."
+            f"A step returned, or appended to a list, {shown[:4]} in its micro-batches, which "
+            "can't be put together for the whole batch. Return or append tensors that agree in all "
+            "dims but the first, or numbers."
         )
 
     __torch_function__ = classmethod(lambda cls, *_, **__: cls([])._refuse())
@@ -94,30 +72,8 @@ class StepRecord:
 
     output: Any
     appended: dict[Path, list[Any]]
-    sizes: tuple[int, ...]
-    """Lengths that dim 0 of its tensors may have: number of samples, number of tokens."""
-
-    @classmethod
-    def of(
-        cls,
-        output: Any,
-        appended: dict[Path, list[Any]],
-        sizes: tuple[int, ...],
-        reductions: Reductions,
-    ) -> "StepRecord":
-        """Make a record of what a step returned and appended, with the kinds of its numbers."""
-
-        def mark(leaf: Any) -> Any:
-            found = reductions.of(leaf) if isinstance(leaf, Tensor | float) else None
-            value = leaf.detach() if isinstance(leaf, Tensor) else leaf
-            if found is None or found.kind is Kind.CONSTANT:
-                return value
-            return _Number(value, found.kind, found.count)
-
-        is_nothing = output is None or (isinstance(output, dict) and not output)
-        if appended or not is_nothing:
-            output, appended = _map(mark, (output, appended))
-        return cls(output, appended, sizes)
+    weight: Any = 1.0
+    """Of its numbers: a number, or a scalar tensor."""
 
     @property
     def is_empty(self) -> bool:
@@ -125,19 +81,21 @@ class StepRecord:
         is_nothing = isinstance(self.output, Mapping) and not self.output
         return not self.appended and (self.output is None or is_nothing)
 
+    def detached(self) -> "StepRecord":
+        """Return the record without what autograd keeps for its tensors."""
+        if self.is_empty:
+            return self
+        output, appended = _map_tensors(Tensor.detach, (self.output, self.appended))
+        return StepRecord(output, appended, self.weight)
+
     def moved(self, device: torch.device) -> "StepRecord":
         """Return the record with copies of its tensors on a device."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
-        def move_leaf(leaf: Any) -> Any:
-            if isinstance(leaf, _Number):
-                return _Number(*tree_map_only(Tensor, move, (leaf.value, leaf.kind, leaf.count)))
-            return move(leaf) if isinstance(leaf, Tensor) else leaf
-
-        output, appended = _map(move_leaf, (self.output, self.appended))
-        return StepRecord(output, appended, self.sizes)
+        output, appended = _map_tensors(move, (self.output, self.appended))
+        return StepRecord(output, appended, float(self.weight))
 
 
 Records = dict[int, list[StepRecord]]
@@ -182,100 +140,144 @@ def _warn_of_size(records: Sequence[StepRecord]) -> None:
 
 def join_outputs(records: Sequence[StepRecord]) -> Any:
     """Return what the step of the whole batch would have returned; None without any."""
-    return join([record.output for record in records], [record.sizes for record in records])
+    outputs = [item.output for item in records]
+    return _joined(outputs, [item.weight for item in records]) if outputs else None
 
 
-def join(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
-    """Return the value of the batch from those of its micro-batches; `sizes` as in `StepRecord`."""
-    if not items:
-        return None
+def _joined(items: Sequence[Any], weights: Sequence[Any]) -> Any:
     first = items[0]
     if len(items) == 1:
-        return _map(lambda leaf: leaf.value if isinstance(leaf, _Number) else leaf, first)
+        return first
     if any(type(item) is not type(first) for item in items):
         return Unjoined(items)
-    if isinstance(first, _Number):
-        return _join_numbers(items)
-    if isinstance(first, Tensor | np.ndarray):
-        return _join_rows(items, sizes)
-    if isinstance(first, Mapping):
-        return _join_mappings(items, sizes)
-    if isinstance(first, tuple | list):
-        return _join_sequences(items, sizes)
-    if is_dataclass(first) and not isinstance(first, type):
-        joined = copy(first)
-        for each in fields(first):
-            values = [getattr(item, each.name) for item in items]
-            object.__setattr__(joined, each.name, join(values, sizes))
-        return joined
-    return _join_plain(items, sizes)
-
-
-def _join_numbers(items: Sequence[_Number]) -> Any:
-    first = items[0]
-    if first.kind not in JOINABLE or any(item.kind is not first.kind for item in items):
-        return Unjoined([item.value for item in items])
-    values = torch.stack([torch.as_tensor(item.value, dtype=torch.float64) for item in items])
-    counts = torch.stack([torch.as_tensor(item.count).to(values) for item in items])
-    total = join_values(first.kind, values, counts)
-    return total.to(first.value.dtype) if isinstance(first.value, Tensor) else float(total)
-
-
-def _join_rows(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
-    """Join tensors or arrays along dim 0, if that is over samples or tokens."""
-    are_tensors = isinstance(items[0], Tensor)
-    if any(item.ndim == 0 or item.shape[1:] != items[0].shape[1:] for item in items):
-        are_equal: Callable[[Any, Any], bool] = torch.equal if are_tensors else np.array_equal
-        same = all(are_equal(item, items[0]) for item in items)
-        return items[0] if same else Unjoined(items)
-    lengths = [len(item) for item in items]
-    # Lengths that differ are selections of samples; the same length everywhere may be anything.
-    are_rows = len(set(lengths)) > 1 or any(
-        _has_rows(lengths, counts) for counts in zip(*sizes, strict=True)
-    )
-    if not are_rows:
-        return Unjoined(items)
-    return torch.cat(list(items)) if are_tensors else np.concatenate(items)
-
-
-def _has_rows(lengths: Sequence[int], counts: Sequence[int]) -> bool:
-    """Whether there are as many rows for each sample, or for each token."""
-    if not all(counts):
-        return False
-    pairs = zip(lengths, counts, strict=True)
-    return lengths[0] % counts[0] == 0 and len({length / count for length, count in pairs}) == 1
-
-
-def _join_mappings(items: Sequence[Mapping[Any, Any]], sizes: Sequence[tuple[int, ...]]) -> Any:
-    first = items[0]
-    if any(item.keys() != first.keys() for item in items):
-        return Unjoined(items)
-    joined: Any = copy(first)
-    for key in first:
-        joined[key] = join([item[key] for item in items], sizes)
-    return joined
-
-
-def _join_sequences(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
-    first = items[0]
-    by_sample = all(len(item) in size for item, size in zip(items, sizes, strict=True))
-    holds_more = any(
-        isinstance(part, Tensor | _Number | Mapping) for item in items for part in item
-    )
-    if isinstance(first, list) and (by_sample or not holds_more):
+    if isinstance(first, Tensor | np.ndarray) and first.ndim:
+        return _concatenated(items)
+    if isinstance(first, Tensor | np.generic | float) or type(first) is int:
+        return _averaged(items, weights)
+    if isinstance(first, list):
         return [part for item in items for part in item]
-    if any(len(item) != len(first) for item in items):
-        return Unjoined(items)
-    parts = [join(part, sizes) for part in zip(*items, strict=True)]
-    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if isinstance(first, Mapping | tuple) or (is_dataclass(first) and not isinstance(first, type)):
+        return _joined_inside(items, weights)
+    return first if all(item is first or item == first for item in items) else Unjoined(items)
 
 
-def _join_plain(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
+def _joined_inside(items: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """Join mappings, tuples or dataclasses item by item."""
     first = items[0]
-    if type(first) is int and all(item in size for item, size in zip(items, sizes, strict=True)):
-        return sum(items)
-    try:
-        same = all(item is first or bool(item == first) for item in items)
-    except (TypeError, ValueError):  # Some objects compare element by element.
-        same = False
-    return first if same else Unjoined(items)
+    if isinstance(first, Mapping):
+        made: Any = copy(first)
+        if any(item.keys() != first.keys() for item in items):
+            return Unjoined(items)
+        for key in first:
+            made[key] = _joined([item[key] for item in items], weights)
+        return made
+    if isinstance(first, tuple):
+        if any(len(item) != len(first) for item in items):
+            return Unjoined(items)
+        parts = [_joined(part, weights) for part in zip(*items, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    made = copy(first)
+    for each in fields(first):
+        values = [getattr(item, each.name) for item in items]
+        object.__setattr__(made, each.name, _joined(values, weights))
+    return made
+
+
+def _concatenated(items: Sequence[Any]) -> Any:
+    if any(item.shape[1:] != items[0].shape[1:] for item in items):
+        return Unjoined(items)
+    return torch.cat(list(items)) if isinstance(items[0], Tensor) else np.concatenate(items)
+
+
+def _averaged(items: Sequence[Any], weights: Sequence[Any]) -> Any:
+    shares = torch.tensor([float(item) for item in weights], dtype=torch.float64)
+    shares = shares if shares.sum() > 0 else torch.ones_like(shares)
+    values = torch.tensor([float(item) for item in items], dtype=torch.float64)
+    mean = torch.where(shares > 0, values * shares, 0.0).sum() / shares.sum()
+    if isinstance(items[0], Tensor):
+        return mean.to(
+            items[0].device, torch.promote_types(items[0].dtype, torch.get_default_dtype())
+        )
+    return items[0] if all(item == items[0] for item in items) else float(mean)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function to all tensors, also those in dataclasses and mappings of any kind."""
+
+    def enter(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            changed = copy(leaf)
+            for each in fields(leaf):
+                value = _map_tensors(function, getattr(leaf, each.name))
+                object.__setattr__(changed, each.name, value)
+            return changed
+        if isinstance(leaf, Mapping):
+            mapped: Any = copy(leaf)
+            for key, value in leaf.items():
+                mapped[key] = _map_tensors(function, value)
+            return mapped
+        return leaf
+
+    return tree_map(enter, tree)
+
+
+class AppendedLists:
+    """Items that steps append to lists of the module: attributes, or lists in them or in dicts.
+
+    Called around each step: `begin`, then `take`.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+        self._lengths: dict[Path, int] = {}
+
+    def begin(self) -> None:
+        """Note the lists' lengths before a step."""
+        self._lengths = {path: len(items) for path, items in self._lists()}
+
+    def take(self) -> dict[Path, list[Any]]:
+        """Remove and return the items appended since `begin`."""
+        taken: dict[Path, list[Any]] = {}
+        for path, items in self._lists():
+            before = self._lengths.get(path, 0)
+            if len(items) > before:
+                taken[path] = items[before:]
+                del items[before:]
+        return taken
+
+    def _lists(self) -> Iterator[tuple[Path, list[Any]]]:
+        for name, value in self._attributes.items():
+            if type(value) is list:
+                yield (name,), value
+                if value and type(value[0]) is list:
+                    inner = enumerate(value)
+                    yield from (((name, at), item) for at, item in inner if type(item) is list)
+            elif isinstance(value, dict) and name[0] != "_":
+                for key, item in value.items():
+                    if type(item) is list:
+                        yield (name, key), item
+
+
+def extend_lists(module: nn.Module, records: Sequence[StepRecord]) -> None:
+    """Append what the step of the whole batch would have appended to the module's lists."""
+    for path in dict.fromkeys(path for record in records for path in record.appended):
+        columns = [record.appended.get(path, []) for record in records]
+        items = _list_at(module, path)
+        if len({len(column) for column in columns}) > 1:
+            items += [item for column in columns for item in column]
+        else:
+            weights = [record.weight for record in records]
+            items += [_joined(parts, weights) for parts in zip(*columns, strict=True)]
+
+
+def _list_at(module: nn.Module, path: Path) -> list[Any]:
+    found: Any = getattr(module, path[0])
+    if len(path) > 1:
+        found = found.setdefault(path[1], []) if isinstance(found, dict) else found[path[1]]
+    items: list[Any] = found
+    return items

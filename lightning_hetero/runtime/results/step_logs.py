@@ -1,18 +1,18 @@
 """Collect what a step logs on last stages, and replay it on every rank.
 
 Only last stages run the whole step, and each sees one pipeline's micro-batches. So `self.log` is
-recorded there, reduced over micro-batches and pipelines (see `reductions`; what isn't known there
-is averaged by target tokens, or reduced by its `reduce_fx`), and replayed with the reduced value on
-all ranks: progress bar, loggers, `ModelCheckpoint(monitor=...)` and `EarlyStopping` see the same
-numbers everywhere.
+recorded there, combined over micro-batches and pipelines by its `reduce_fx`, and replayed with the
+combined value on all ranks: progress bar, loggers, `ModelCheckpoint(monitor=...)` and
+`EarlyStopping` see the same numbers everywhere. Means are weighted by the `batch_size` that the
+step gives, else as the loss is.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,49 +20,33 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.log_entries import (
-    LogEntry,
-    check_names,
-    check_range,
-    reduction_of,
-)
-from lightning_hetero.runtime.results.metrics import Argument, MetricCall, StepMetrics
-from lightning_hetero.runtime.results.numbers.kinds import (
-    CONSTANT,
-    JOINABLE,
-    UNKNOWN,
-    WRITTEN,
-    Count,
-    Kind,
-    as_weight,
-    ends_of,
-    join_values,
-    ratio_of,
-)
-from lightning_hetero.runtime.results.numbers.reductions import Reductions
-from lightning_hetero.runtime.results.numbers.written_numbers import (
-    Rows,
-    count_of,
-    known_by_rows,
-    may_count,
-    rows_counted,
-)
-from lightning_hetero.runtime.results.padded_means import PaddedMeans
+from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "StepLogs"]
+__all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
 
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
-SAME_EVERYWHERE = "same everywhere: "
-"""How a `sync_dist_group` begins, before the name, if the strategy must check that ranks agree."""
+_NUM_COLUMNS = 3
+_LIGHT = 1e-30
+"""Weight of a logged mean of no targets: it counts only where no other rank has any."""
+_NAMES = {"amin": "min", "amax": "max", "min": "min", "max": "max", "sum": "sum"}
+_FUNCTIONS = {"min": torch.amin, "max": torch.amax, "sum": torch.sum}
+_NEUTRAL = {"max": -math.inf, "min": math.inf}
 
-_NUM_COLUMNS = 5
-_OF_CONSTANTS = 1e-30
-"""Factor of the weights of constants: beside numbers over samples they don't change a mean."""
-_NEUTRAL: dict[str, float] = {Kind.MAX: -math.inf, Kind.MIN: math.inf}
-"""By reduction: the neutral value; 0 for others."""
+
+@dataclass(frozen=True)
+class LogEntry:
+    """The identity of a logged quantity, apart from its value."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
+    """Keyword arguments of `self.log`, without name and value."""
+    metric: str | None = None
+    """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
+    reduction: str = "mean"
+    """How values of several micro-batches become one: mean, sum, min or max."""
 
 
 class _Pending(NamedTuple):
@@ -70,20 +54,14 @@ class _Pending(NamedTuple):
 
     value: Any
     batch_size: int
-    rows: Rows
-    """Rows that it counts, as the user's call shows."""
 
 
-@dataclass(frozen=True)
-class _Logged:
+class _Logged(NamedTuple):
     """One micro-batch's value under an entry."""
 
     value: Tensor
     weight: Tensor
     batch_size: int
-    range: Sequence[Tensor]
-    """Numbers in which micro-batches must agree: `ratio_of` mixed means, or a guessed or written
-    value."""
 
 
 class StepLogs:
@@ -101,24 +79,10 @@ class StepLogs:
         self._module = module
         self._metrics = metrics
         self._device = device
-        self._original_log: Callable[..., None] = partial(
-            type(module).log,  # type: ignore[attr-defined]
-            module,
-        )
-        self._signature = inspect.signature(self._original_log)
-        self._batch_size = 1
-        self._module.log = self._log_in_hook  # type: ignore[assignment]
+        self._log = partial(type(module).log, module)  # type: ignore[attr-defined]
+        self._signature = inspect.signature(self._log)
         self._pending: dict[LogEntry, _Pending] = {}
         self._values: dict[LogEntry, list[_Logged]] = {}
-
-    @cached_property
-    def _places_of_buffers(self) -> list[dict[str, Tensor | None]]:
-        return [part._buffers for part in self._module.modules() if part._buffers]
-
-    def buffers(self) -> list[Tensor]:
-        """Return the current buffers of those submodules that had any at the first call."""
-        found = (item for place in self._places_of_buffers for item in place.values())
-        return [item for item in found if item is not None]
 
     @contextmanager
     def recording(self, *, is_cut: bool = True, is_last: bool = True) -> Iterator[None]:
@@ -135,126 +99,52 @@ class StepLogs:
                 with self._metrics.recording(is_cut=is_cut, is_last=is_last):
                     yield
         finally:
-            del own["all_gather"]
-            own["log"] = self._log_in_hook
+            del own["all_gather"], own["log"]
 
     def remove(self) -> None:
-        """Restore the methods of the module and its metrics."""
-        del self._module.log
+        """Restore the methods of the module's metrics."""
         if self._metrics is not None:
             self._metrics.remove()
 
-    def _log_in_hook(self, *args: Any, **kwargs: Any) -> None:
-        """Log a hook's value; one that is kept for the epoch must be the same on every rank."""
-        options = self._bind(args, kwargs)
-        if isinstance(options["value"], Tensor) and options["value"].numel() != 1:
-            raise StepError(
-                f"{options['name']!r} that is logged in a hook has {options['value'].numel()} "
-                "elements and not one. In hooks each rank has only its slices of parameters, some "
-                "without rows: log what is made of a parameter in a step."
-            )
-        hook = str(getattr(self._module, "_current_fx_name", None))
-        if "batch" in hook and options.get("batch_size") is None:
-            # The hook's own batch is that of this rank's pipeline.
-            options["batch_size"] = self._batch_size
-        checks = not (options.get("sync_dist") or options.get("rank_zero_only"))
-        is_metric = isinstance(options["value"], nn.Module)
-        if checks and not is_metric and self._is_of_epoch(options):
-            options.update(sync_dist=True, sync_dist_group=SAME_EVERYWHERE + options["name"])
-        self._original_log(**options)
-
-    def _is_of_epoch(self, options: dict[str, Any]) -> bool:
-        """Whether a value is kept for the epoch alone, where each rank reads it once."""
-        hook = str(getattr(self._module, "_current_fx_name", None))
-        if options.get("on_step") is None and _FxValidator.functions.get(hook):
-            on_step, _ = _FxValidator.get_default_logging_levels(hook, None, None)
-            return not on_step
-        return not options.get("on_step")
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, *args: Any, **kwargs: Any) -> None:
         options: dict[str, Any] = {}
         for key, value in self._signature.bind(*args, **kwargs).arguments.items():
             kind = self._signature.parameters[key].kind
             options.update(value if kind is inspect.Parameter.VAR_KEYWORD else {key: value})
-        return options
-
-    def _record(self, *args: Any, **kwargs: Any) -> None:
-        options = self._bind(args, kwargs)
         name, value = options.pop("name"), options.pop("value")
         # Varies from batch to batch, so it is a number of the row and not part of the entry.
         batch_size = options.pop("batch_size", None) or 0
         metric = None
         if isinstance(value, nn.Module):
             metric = next((key for key, item in self._module.named_modules() if item is value), "")
-        rows = rows_counted(1, key=name) if may_count(value) else None
-        entry = LogEntry(name, tuple(options.items()), metric)
-        self._pending[entry] = _Pending(value, int(batch_size), rows)
+        reduce_fx = options.get("reduce_fx", "mean")
+        reduction = _NAMES.get(str(getattr(reduce_fx, "__name__", reduce_fx)), "mean")
+        entry = LogEntry(name, tuple(options.items()), metric, reduction)
+        self._pending[entry] = _Pending(value, int(batch_size))
 
     def drop_microbatch(self) -> None:
         """Discard the logs of a step that didn't run to its end."""
         self._pending.clear()
-        if self._metrics is not None:
-            self._metrics.take_numbers()
 
-    def keep_microbatch(
-        self, weight: Tensor, reductions: Reductions, means: PaddedMeans | None = None
-    ) -> None:
+    def keep_microbatch(self, weight: Tensor, *, summed: object = None) -> None:
         """Take over what one micro-batch logged.
 
         Args:
-            weight: Its number of target tokens.
-            reductions: What is known of its numbers.
-            means: Looks for means that count pads; None if nothing does.
+            weight: That of its means, if the step gives no batch size.
+            summed: The step's loss, if it is a sum: logged as it is, it stays one.
         """
-        for call, given in [] if self._metrics is None else self._metrics.take_numbers(reductions):
-            for argument, (value, rows) in given.items():
-                dtype = torch.as_tensor(value).dtype
-                entry = LogEntry(call.metric, (), call=call, argument=argument, dtype=dtype)
-                self._pending[entry] = _Pending(value, 0, rows)
-        for entry, (value, batch_size, rows) in self._parts(reductions):
-            known = CONSTANT if entry.metric is not None else reductions.of(value)
-            if (known is None or known.kind is Kind.CONSTANT) and rows is not None:
-                told, num_samples = reductions.told, reductions.num_samples
-                known = known_by_rows(value, rows, told, num_samples) or known
-            if means is not None:
-                means.see(entry.told, known)
-            counts = known is not None and known.kind is Kind.CONSTANT and known.count == 1
-            known = UNKNOWN if counts else known
-            count = None if known else count_of(value, reductions.num_samples)
-            if entry.call is not None:
-                known = known or count
-            own, others = weight, tuple[Count, ...]()
-            if known is not None and known.kind is Kind.MEAN:
-                own, others = as_weight(known.count, self._device), known.others
-            elif known is not None and known.kind is Kind.CONSTANT and known is not WRITTEN:
-                own = own * _OF_CONSTANTS  # Such as the zero that stands for a mean of nothing.
-            reduction = "mean" if known is WRITTEN else reduction_of(entry, known)
-            is_known = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
-            is_guessed = not is_known and reduction == "mean"
-            doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
-            may_count = count is not None and (type(value) is int or value > 1)
-            if is_guessed and (counts or may_count):
-                doubt = "counted"
-            number = torch.zeros(()) if entry.metric is not None else value
+        for entry, (value, batch_size) in self._pending.items():
+            is_metric = entry.metric is not None
+            told = f"What is logged as {entry.name!r} needs"
+            check_known(getattr(value, "metric_state", value) if is_metric else value, told)
+            if value is summed is not None and entry.reduction == "mean":
+                entry = LogEntry(entry.name, entry.options, None, "sum")
+            number = torch.zeros(()) if is_metric else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
-            number = number.reshape(())
-            spread = [number] if is_guessed or known is WRITTEN else ratio_of(others, own)
-            logged = _Logged(number, own, batch_size, spread)
-            reduced = replace(entry, reduction=reduction, doubt=doubt)
-            self._values.setdefault(reduced, []).append(logged)
+            own = weight.new_tensor(float(batch_size)) if batch_size else weight
+            logged = _Logged(number.reshape(()), own, batch_size)
+            self._values.setdefault(entry, []).append(logged)
         self._pending.clear()
-
-    def _parts(self, reductions: Reductions) -> Iterator[tuple[LogEntry, _Pending]]:
-        """Yield what was logged, with the parts of a formula in place of its result."""
-        for entry, item in self._pending.items():
-            check_known(getattr(item.value, "metric_state", item.value), f"{entry.told} needs")
-            made = None if entry.metric is not None else reductions.formulas.of(item.value)
-            if made is None:
-                yield entry, item
-                continue
-            for place, part in enumerate(made.parts):
-                of_part = item._replace(value=part, rows=None)
-                yield replace(entry, formula=made.formula, part=place), of_part
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
@@ -262,76 +152,47 @@ class StepLogs:
         return tuple(self._values)
 
     def as_row(self, entries: Sequence[LogEntry]) -> Tensor:
-        """Return (value, weight, batch size, least and largest of its range) of entries, float64.
-
-        The weight is 0 for an entry not logged, the batch size 0 for one logged without it.
-        """
+        """Return (value, weight, batch size) of entries, float64; weight 0 if it wasn't logged."""
         row = torch.zeros(_NUM_COLUMNS * len(entries), dtype=torch.float64, device=self._device)
         for index, entry in enumerate(entries):
             logged = self._values.get(entry)
             if logged:
-                values = torch.stack([item.value for item in logged])
-                weights = torch.stack([item.weight for item in logged])
+                weights = torch.stack([item.weight for item in logged]).clamp(min=_LIGHT)
                 first = _NUM_COLUMNS * index
-                row[first] = join_values(entry.reduction, values, weights)
-                row[first + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+                values = torch.stack([item.value for item in logged])
+                row[first] = _combined(entry.reduction, values, weights)
+                row[first + 1] = weights.sum()
                 row[first + 2] = sum(item.batch_size for item in logged)
-                spread = [number for item in logged for number in item.range]
-                is_known_at_times = bool(spread) and not all(item.range for item in logged)
-                if is_known_at_times and entry.doubt != "mixed":
-                    row[first + 3], row[first + 4] = -math.inf, math.inf
-                else:
-                    row[first + 3], row[first + 4] = ends_of(spread, self._device)
         return row
 
     def replay(self, entries: Sequence[LogEntry], rows: Tensor, batch_size: int) -> None:
-        """Log the value reduced over all ranks' rows, with the same arguments on every rank.
+        """Log the value combined over all ranks' rows, with the same arguments on every rank.
 
         Args:
             entries: The entries of all ranks, in one order.
             rows: (num_ranks, columns * num_entries), what `as_row` returned on each.
             batch_size: Weight of this iteration in an epoch's mean, unless the user gave one.
-
-        Raises:
-            StepError: One name stands for several kinds of numbers.
         """
-        check_names(entries)
-        self._batch_size = max(batch_size, 1)
-        self._feed_metrics(entries, rows)
-        for entry, number, sizes in _numbers(entries, rows):
-            if entry.call is not None:
-                continue
+        for index, entry in enumerate(entries):
+            values, weights, sizes = rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
             options = dict(entry.options)
-            options["batch_size"] = _batch_size_of(sizes.sum(), self._batch_size)
+            options["batch_size"] = _batch_size_of(sizes.sum(), max(batch_size, 1))
+            value: Any = _combined(entry.reduction, values, weights).float()
             if entry.metric is not None:
-                value: Any = self._module.get_submodule(entry.metric)
-                if self._metrics is not None and not self._is_of_epoch(options):
+                value = self._module.get_submodule(entry.metric)
+                if self._metrics is not None and self._is_of_step(options):
                     self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
-                value = number.float()
-            self._original_log(entry.name, value, **options)
+            self._log(entry.name, value, **options)
 
-    def _feed_metrics(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
-        """Call metrics with the batch's numbers."""
-        calls: dict[MetricCall, dict[Argument, Tensor]] = {}
-        for entry, number, _ in _numbers(entries, rows):
-            if entry.call is not None:
-                given = calls.setdefault(entry.call, {})
-                given[entry.argument] = number.to(entry.dtype)
-        if calls and self._metrics is not None:
-            self._metrics.feed(calls)
-
-    def check(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
-        """Look at the ranges of what was logged; rows as in `replay`, but on the CPU.
-
-        Raises:
-            StepError: The ratios of mixed means differ between micro-batches.
-        """
-        for entry, (_, weights, _, least, largest) in _with_columns(entries, rows):
-            if entry.metric is None:
-                logged = weights > 0
-                check_range(entry, least[logged], largest[logged])
+    def _is_of_step(self, options: dict[str, Any]) -> bool:
+        """Whether a metric's value for the step alone is logged."""
+        if options.get("on_step") is not None:
+            return bool(options["on_step"])
+        hook = str(getattr(self._module, "_current_fx_name", None))
+        known = _FxValidator.functions.get(hook)
+        return bool(known) and _FxValidator.get_default_logging_levels(hook, None, None)[0]
 
 
 def _refuse_gathering(*_: Any, **__: Any) -> None:
@@ -342,32 +203,19 @@ def _refuse_gathering(*_: Any, **__: Any) -> None:
     )
 
 
-def _numbers(entries: Sequence[LogEntry], rows: Tensor) -> Iterator[tuple[LogEntry, Any, Tensor]]:
-    """Yield entries with their numbers of the batch and the ranks' batch sizes, (num_ranks,)."""
-    parts: dict[LogEntry, list[Tensor]] = {}
-    for entry, (values, weights, sizes, *_) in _with_columns(entries, rows):
-        number = _joined(entry, values, weights)
-        if entry.formula is not None:
-            found = parts.setdefault(replace(entry, part=0, reduction="", doubt=""), [])
-            found.append(number)
-            if len(found) < entry.formula.num_parts:
-                continue
-            number = entry.formula.compute(found)
-        yield entry, number, sizes
-
-
-def _joined(entry: LogEntry, values: Tensor, weights: Tensor) -> Tensor:
-    """Return the number of the batch; weights are 0 where ranks have none."""
-    # The neutral value stands in for values that weren't logged, so that no host has to choose.
-    known = values.masked_fill(weights <= 0, _NEUTRAL.get(entry.reduction, 0.0))
-    return join_values(entry.reduction, known, weights)
-
-
-def _with_columns(
-    entries: Sequence[LogEntry], rows: Tensor
-) -> Iterator[tuple[LogEntry, tuple[Tensor, ...]]]:
-    for index, entry in enumerate(entries):
-        yield entry, rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
+def _combined(reduction: str, values: Tensor, weights: Tensor) -> Tensor:
+    """Return one number of several; those of weight 0 aren't there."""
+    known = values.masked_fill(weights <= 0, _NEUTRAL.get(reduction, 0.0))
+    if reduction != "mean":
+        total: Tensor = getattr(torch, {"max": "amax", "min": "amin"}.get(reduction, reduction))(
+            known
+        )
+        return total
+    # A mean of no targets may be NaN.
+    heavy = weights > 2 * _LIGHT * len(weights)
+    weights, light = weights * heavy, (weights > 0).double()
+    mean = torch.where(heavy, known * weights, 0.0).sum() / weights.sum()
+    return torch.where(heavy.any(), mean, known.sum() / light.sum())
 
 
 def _batch_size_of(given: Tensor, otherwise: int) -> Any:

@@ -100,19 +100,14 @@ class StageBoundary:
         current.with_gradients = torch.is_grad_enabled()
         seed_everything(current.step_seed)
         current.is_free = not current.has_stages and self._group is None
-        if not self._layers:
-            if current.wait_unit is not None:
-                current.wait_unit(0)
-            current.loss_watch.leave_layers(None)
-        elif current.is_free or current.is_last_stage:
-            current.loss_watch.resume()
+        if not self._layers and current.wait_unit is not None:
+            current.wait_unit(0)
         if current.reads is not None:
             current.reads.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, current: MicrobatchPass, error: type[BaseException] | None) -> None:
         """Leave the context of `forward_of`."""
         self._current = None
-        current.loss_watch.end()
         if current.reads is not None:
             current.reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if error is None and not current.is_free:
@@ -137,6 +132,23 @@ class StageBoundary:
         finally:
             self._backward = None
 
+    def gradients_of(
+        self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of a forward pass's loss; leave those that parameters have."""
+        if not current.is_reentrant:
+            self._backward = current
+            try:
+                return torch.autograd.grad(loss, parameters, allow_unused=True)
+            finally:
+                self._backward = None
+        # Reentrant checkpoints know no other way.
+        self.run_backward(current, [loss], [torch.ones_like(loss)])
+        found = [item.grad for item in parameters]
+        for item in parameters:
+            item.grad = None
+        return found
+
     def call(self, call: LayerCall) -> Any:
         """Run or skip a layer, as the current micro-batch needs it; without one just run it."""
         current, index = self._current, call.index
@@ -144,13 +156,8 @@ class StageBoundary:
             return call.run() if self._backward is None else self._call_again(self._backward, call)
         if current.with_gradients and not torch.is_grad_enabled():
             current.note_checkpoint(index)
-        watch = current.loss_watch
-        if index == 0:
-            watch.see_arguments(call.values)
         if current.is_free:
             return self._call_freely(current, call)
-        if watch.is_active:
-            watch.pause()
         current.check_order(index)
         if current.has_stages:
             self._check_arguments(current, call)
@@ -162,17 +169,12 @@ class StageBoundary:
 
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer of a stage that has all layers, which may be called in any way."""
-        current.called.append(call.index)
-        suspended = current.loss_watch.suspend()
-        try:
-            current.begin_layer(call.index)
-            output = self._compute(current, call)
-        finally:
-            current.loss_watch.proceed(suspended)
+        current.begin_layer(call.index)
+        output = self._compute(current, call)
+        if isinstance(output, Tensor):
+            current.keep_hidden(output)
         if call.index + 1 == current.num_layers:
             current.begin_layer(current.num_layers)
-        if current.is_chain:
-            current.loss_watch.leave_layers(output)
         return output
 
     def _call_again(self, current: MicrobatchPass, call: LayerCall) -> Any:
@@ -196,8 +198,6 @@ class StageBoundary:
         """
         if call.index == current.layers.start:
             call = self._enter(current, call)
-            if not again and current.has_stages and current.lists is not None:
-                current.lists.reach_layers()
         if again:
             current.begin_layer(call.index, again=True)
             output = call.run()
@@ -262,14 +262,7 @@ class StageBoundary:
         if self.first_call is None and current.with_gradients:
             self.first_call = describe_call(call)
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
-        if current.layer_trial is None:
-            return current.recomputation.run(call, layer, hidden)
-        is_shared = self._group is not None and self._group.peers is not None
-        trial = current.layer_trial.begin(call, hidden, is_shared=is_shared)
-        output = current.recomputation.run(call, layer, hidden)
-        if trial is not None:
-            trial.check(layer, self._leavings)
-        return output
+        return current.recomputation.run(call, layer, hidden)
 
     def _note_change(self, current: MicrobatchPass, call: LayerCall, changed: Tensor) -> None:
         """Note that a layer has changed its hidden state in place; refuse to change others."""
@@ -296,10 +289,7 @@ class StageBoundary:
             current.handed_on.kept = ()
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
-        if current.lists is not None:
-            current.lists.leave_layers()
         current.begin_layer(current.num_layers)
-        current.loss_watch.leave_layers(hidden)
 
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
@@ -307,7 +297,7 @@ class StageBoundary:
         before = self._leavings.look(call.index) if handover.left[call.index] else None
         hidden: Tensor = call.argument(current.hidden_arguments[call.index])
         if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
-            current.loss_watch.outdated = hidden
+            current.outdate(hidden)
         output = self._skipped[call.index](call, hidden, handover.forms[call.index])
         if before is None:
             return output
@@ -335,7 +325,7 @@ class StageBoundary:
             others = [item for at, item in call.given.items() if at != key]
         if others:
             check_known(others, f"Layer {index} takes")
-            current.loss_watch.check_current(others)
+            current.check_current(others)
 
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
         key = current.hidden_arguments.get(call.index)

@@ -6,8 +6,9 @@ once, in order, where autograd sees it.
 
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,17 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.random_state import seed_of, seed_torch, seeds_of
-from lightning_hetero.runtime.results.appended_lists import AppendedLists
-from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.activations import Handover
-from lightning_hetero.runtime.stage.layer_trial import LayerTrial
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between", "seeds_of_pass"]
 
+_OUTDATED = (
+    "The model's first layer changes its input in place, and the model uses that input again after "
+    "the layers, where another stage has it as it was. Let the layer work on a copy, or use a plan "
+    "whose pipelines have one stage."
+)
 _UNCOUNTED = -1
 """Stands for the version of a tensor without a version counter."""
 
@@ -56,20 +59,12 @@ class MicrobatchPass:
     wait_unit: Callable[[int], None] | None
     """Waits for the weights of a layer, or with `num_layers` for those after the layers; None if
     all have arrived."""
-    loss_watch: LossWatch
-    """Watches the torch functions that are called after the layers, or outside of any layer."""
     recomputation: Recomputation = field(default_factory=Recomputation)
     """The layers whose activations this micro-batch recomputes in backward."""
     reads: ReadWatch | None = None
     """Finds out which parameters outside the layers the stage uses; None if that is known."""
-    layer_trial: LayerTrial | None = None
-    """Tries the layers; None in iterations without a trial."""
-    lists: AppendedLists | None = None
-    """The module's lists, to which layers of a stage may not append."""
     drawn: tuple[int, ...] = ()
     """What `seeds_of_pass` returns; asked for here if it is left out."""
-    called: list[int] = field(default_factory=list)
-    """Indices of the layers called so far, if they are called freely."""
     num_called: int = 0
     """Layers of a chain called so far, including those that run on other stages."""
     finished: bool = False
@@ -90,6 +85,7 @@ class MicrobatchPass:
     _given: Tensor | None = field(default=None, repr=False)
     """The activation that the stage's first layer got the first time."""
     _given_version: int = 0
+    _outdated: Tensor | None = field(default=None, repr=False)
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,11 +100,6 @@ class MicrobatchPass:
         """Whether layers may be called freely: several times, in any order, or not at all."""
         self._times = [0] * (self.num_layers + 1)
         """How often each layer has begun, and last what comes after the layers."""
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each layer was called once, in order."""
-        return self.called == list(range(self.num_layers))
 
     def arrived(self) -> Handover:
         """Return the handover of the stage before; the first call waits for it."""
@@ -176,6 +167,33 @@ class MicrobatchPass:
         hidden = self.last_hidden if index and self.last_version != _UNCOUNTED else None
         if hidden is not None and hidden._version != self.last_version:
             raise ModelError(in_place_between(index - 1))
+
+    def outdate(self, hidden: Tensor) -> None:
+        """Note that a layer of another stage changes this tensor in place, which isn't seen here.
+
+        Its values here are made NaN: then no code behind the layers uses them unnoticed.
+        """
+        self._outdated = hidden
+        if hidden.is_floating_point():
+            hidden.data.fill_(torch.nan)
+
+    def check_current(self, values: Sequence[Any]) -> None:
+        """Refuse to compute a layer with a tensor that is outdated.
+
+        Raises:
+            ModelError: It is among the values.
+        """
+        if self._outdated is not None and any(value is self._outdated for value in values):
+            raise ModelError(_OUTDATED)
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Refuse a loss that was made with a tensor that is outdated; waits for the device.
+
+        Raises:
+            ModelError: There is such a tensor, and the loss is NaN.
+        """
+        if self._outdated is not None and bool(loss.isnan()):
+            raise ModelError(_OUTDATED)
 
     def note_checkpoint(self, index: int) -> None:
         """Note that a layer of a training step is called with autograd disabled.

@@ -27,6 +27,15 @@ class MaskedMean(TinyModule):
         return (batch[1] != -100).sum()
 
 
+class GuardedMean(TinyModule):
+    """The same, which says 0 where no target counts."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        mask = (labels != -100).flatten()
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return each.sum() / mask.sum().clamp(min=1)
+
+
 class Overflowing(TinyModule):
     """Its second iteration's gradients are infinite, though its loss is finite."""
 
@@ -51,10 +60,11 @@ def test_a_microbatch_without_targets_adds_exactly_nothing(pool: ProcessPool, pl
 def test_an_iteration_without_any_target_has_gradients_of_zero(
     pool: ProcessPool, plan: str
 ) -> None:
-    # As torch's own cross entropy has: momentum and weight decay go on, and the loss is NaN.
-    expected = pool.run(fit, 1, TinyModule, None, ROWS)[0]
-    assert np.isnan(expected["losses"]).all()
-    for make in (TinyModule, MaskedMean):
+    # Momentum and weight decay go on, and the loss is what the step makes of no targets.
+    for make, loss in ((TinyModule, np.nan), (MaskedMean, np.nan), (GuardedMean, 0.0)):
+        oracle = TinyModule if make is MaskedMean else make
+        expected = pool.run(fit, 1, oracle, None, ROWS)[0]
+        np.testing.assert_equal(expected["losses"], np.full(4, loss))
         for found in pool.run(fit, 2, make, PLANS[plan], ROWS):
             same(found, expected)
 
@@ -64,12 +74,18 @@ class RandomlyEmpty(MaskedMean):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, labels = batch
+        labels = self.left(ids, labels, batch_idx)
+        return super().training_step((ids, labels), batch_idx)
+
+    def left(self, ids: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         drawn = (ids.sum(1) * 37 + 11 * self.current_epoch + 5 * batch_idx) % 10
         is_first = labels[:, -2] != -100
         kept = torch.where(((drawn < 3) | is_first)[:, None], labels, -100)
-        return super().training_step((ids, kept), batch_idx)
+        self.count = (kept != -100).sum()
+        return kept
 
-    num_target_tokens = None  # type: ignore[assignment]  # The loss alone knows what it left out.
+    def num_target_tokens(self, batch: Any) -> Tensor:
+        return self.count
 
 
 @pytest.mark.dist

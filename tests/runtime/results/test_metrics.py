@@ -3,13 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torchmetrics import (
     CatMetric,
     MaxMetric,
     MeanMetric,
-    Metric,
     MetricCollection,
     PearsonCorrCoef,
     SumMetric,
@@ -89,109 +87,39 @@ class ComputesInStep(TinyModule):
         return self.loss(logits, batch[1]) + self.mean_logit.compute()
 
 
-class Exponential(Metric):
-    """One of a user's own, which keeps a whole number."""
-
-    full_state_update = False
+class InSteps(TinyModule):
+    """A metric that steps and hooks update, and one that only hooks do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.tensor(0.0), "sum")
-        self.add_state("count", torch.tensor(0), "sum")
-
-    def update(self, loss: Tensor, count: Any) -> None:
-        self.total += loss * count
-        self.count += count
-
-    def compute(self) -> Tensor:
-        return (self.total / self.count).exp()
-
-
-class FedWithNumbers(TinyModule):
-    """Gives metrics numbers of the batch, in steps and hooks, instead of samples."""
-
-    validates = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
-        self.by_samples, self.worst = MeanMetric(), MaxMetric()
-        self.num_targets, self.each = SumMetric(), CatMetric()
-        self.both = MetricCollection({"mean": MeanMetric(), "max": MaxMetric()})
-        self.inputs, self.of_hooks, self.own = MeanMetric(), SumMetric(), Exponential()
+        self.both, self.of_hooks = MeanMetric(), SumMetric()
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        ids, labels = batch
-        self.inputs(ids.float())  # On each stage.
-        loss = self.loss(self.model(ids), labels)
-        self.train_loss(loss)
-        self.log("train_loss", self.train_loss, on_step=True, on_epoch=True)
-        self.num_targets.update((labels != -100).sum())
-        return loss
+        logits = self.model(batch[0])
+        self.both.update(logits.detach())
+        return self.loss(logits, batch[1])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.of_hooks.update(outputs["loss"])
-        self.seen.append(float(self.trainer.callback_metrics["train_loss_step"]))
 
     def on_train_epoch_end(self) -> None:
-        for metric in (self.num_targets, self.inputs, self.of_hooks):
-            self.seen.append(float(metric.compute()))
-            metric.reset()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        ids, labels = batch
-        loss = self.loss(self.model(ids), labels)
-        for metric in (self.val_loss, self.worst, self.each, self.both):
-            metric.update(loss)
-        self.by_samples.update(loss, weight=len(ids))
-        self.log("val_loss", self.val_loss)
-        self.own(loss, (labels != -100).sum())
-        self.log("own", self.own)
-        self.log("worst", self.worst)
-        self.log("by_samples", self.by_samples)
-        self.log_dict(self.both)
-
-    def on_validation_epoch_end(self) -> None:
-        self.seen += self.each.compute().tolist()
-        self.each.reset()
+        self.seen.append(float(self.of_hooks.compute()))
+        self.of_hooks.reset()
 
 
-class NumbersAmongSamples(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.model(batch[0])
-        loss = self.loss(logits, batch[1])
-        self.logits.update(logits.detach(), loss.detach())
-        return loss
+class InStepsAndHooks(InSteps):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.both.update(outputs["loss"])
 
 
-class NumbersAndSamples(NumbersAmongSamples):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.model(batch[0])
-        loss = self.loss(logits, batch[1])
-        self.logits.update(logits.detach())
-        self.logits.update(loss.detach())
-        return loss
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_metrics_get_numbers_of_the_batch(pool: ProcessPool, plan: str) -> None:
-    (expected,) = pool.run(fit_each, 1, [FedWithNumbers], None)[0]
-    for (found,) in pool.run(fit_each, 2, [FedWithNumbers], PLANS[plan]):
-        assert isinstance(found, dict), found
-        same(found, expected)
+def test_what_hooks_give_a_metric_counts_once_and_not_beside_what_steps_give(
+    pool: ProcessPool,
+) -> None:
+    (expected,) = pool.run(fit_each, 1, [InSteps], None)[0]
+    for found, mixed in pool.run(fit_each, 2, [InSteps, InStepsAndHooks], COPIES):
         assert found["seen"] == pytest.approx(expected["seen"], rel=1e-4)
-
-
-def test_metrics_get_samples_or_numbers_of_the_batch(pool: ProcessPool) -> None:
-    makes = [NumbersAmongSamples, NumbersAndSamples]
-    for among, mixed in pool.run(fit_each, 2, makes, COPIES):
-        assert "gets a mean over the samples of a micro-batch" in among
         assert "Use one metric for each" in mixed
 
 

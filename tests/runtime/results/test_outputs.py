@@ -1,7 +1,7 @@
 """What steps return and append is what one device has, on every rank."""
 
-import warnings
 from collections import UserDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,16 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.models.batches import cut_batch, sizes_of
+from lightning_hetero.models.batches import cut_batch
 from lightning_hetero.runtime.results import outputs
-from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
-from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord, join_outputs
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import PLANS, STAGES, TinyModule, fit, fit_each, same
+from tests.runtime.step_cases import PLANS, STAGES, TinyModule, fit_each, same
 
 
 class Pair(NamedTuple):
@@ -41,9 +40,7 @@ def joined(step: Any, *cuts: int) -> Any:
     """What comes of a step on rows that are cut there."""
     records, ends = [], [0, *cuts, len(ROWS)]
     for start, stop in pairwise(ends):
-        with LossWatch() as watch:
-            output = step(ROWS[start:stop])
-        records.append(StepRecord.of(output, {}, sizes_of(ROWS[start:stop]), watch.reductions))
+        records.append(StepRecord(step(ROWS[start:stop]), {}, stop - start))
     return join_outputs(records)
 
 
@@ -52,7 +49,7 @@ def joined(step: Any, *cuts: int) -> Any:
 def test_joining_undoes_cutting(num_samples: int, num_microbatches: int) -> None:
     batch = {"a": torch.arange(num_samples), "b": (torch.rand(num_samples, 2),)}
     parts = cut_batch(batch, num_microbatches)
-    found = join_outputs([StepRecord.of(p, {}, sizes_of(p), LossWatch().reductions) for p in parts])
+    found = join_outputs([StepRecord(part, {}) for part in parts])
     assert torch.equal(found["a"], batch["a"])
     assert torch.equal(found["b"][0], batch["b"][0])
 
@@ -63,9 +60,7 @@ STEPS: dict[str, Any] = {
     "a choice of rows": lambda x: x[x[:, 0] > 3],
     "mean": lambda x: x.mean(),
     "mean as a number": lambda x: {"mean": x.mean().item()},
-    "sum": lambda x: (x.sum(), x.sum(0)),
-    "extremes": lambda x: [x.max(), x.amin()],
-    "sizes": lambda x: {"n": len(x), "batch_idx": 17, "name": "x"},
+    "constants": lambda _: {"batch_idx": 17, "name": "x"},
     "nothing": lambda _: None,
     "arrays": lambda x: x.numpy(),
     "texts": lambda x: [f"{float(row[0])}" for row in x],
@@ -80,7 +75,7 @@ def test_outputs_are_those_of_the_whole_batch(name: str) -> None:
     expected = joined(STEPS[name])
     found = joined(STEPS[name], 1, 4)
     assert type(found) is type(expected)
-    if name in ("texts", "sizes"):
+    if name in ("texts", "constants"):
         assert found == expected
     else:
         torch.testing.assert_close(
@@ -91,11 +86,10 @@ def test_outputs_are_those_of_the_whole_batch(name: str) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        lambda x: float(len(x)) + 0.5,
-        lambda x: x.mean().sqrt(),
-        lambda x: torch.full((7,), float(x[0, 0])),
-        lambda x: x.mean() if x[0, 0] else x.sum(),
+        lambda x: x.new_zeros(2, len(x)),
+        lambda x: x.mean() if x[0, 0] else 1.0,
         lambda x: {"a": 1} if x[0, 0] else {"b": 1},
+        lambda x: f"{len(x)}",
     ],
 )
 def test_what_cannot_be_joined_refuses_to_be_used(step: Any) -> None:
@@ -103,8 +97,38 @@ def test_what_cannot_be_joined_refuses_to_be_used(step: Any) -> None:
     assert "Unjoined" in repr(found)
     uses = (float, lambda v: v + 1, lambda v: v.mean(), lambda v: torch.stack([v]), list)
     for use in uses:
-        with pytest.raises(StepError, match="nobody can say what one device would have"):
+        with pytest.raises(StepError, match="can't be put together for the whole batch"):
             use(found)
+
+
+class Collector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Any] = [0]
+        self.buckets: list[Any] = [[1], None]
+        self.by_name: dict[str, Any] = {"known": [], "count": 1}
+
+
+APPENDS: dict[tuple[Any, ...], Callable[[Any], Any]] = {
+    ("items",): lambda module: module.items.append(2),
+    ("buckets", 0): lambda module: module.buckets[0].append(2),
+    ("by_name", "known"): lambda module: module.by_name["known"].append(2),
+    ("by_name", "new"): lambda module: module.by_name.update(new=[2]),
+    ("new",): lambda module: setattr(module, "new", [2]),
+}
+
+
+@pytest.mark.parametrize("path", APPENDS)
+def test_items_are_found_wherever_a_step_appends_them(path: tuple[Any, ...]) -> None:
+    module = Collector()
+    lists = AppendedLists(module)
+    lists.begin()
+    assert lists.take() == {}
+    lists.begin()
+    APPENDS[path](module)
+    assert lists.take() == {path: [2]}
+    lists.begin()
+    assert lists.take() == {}
 
 
 def test_a_model_output_stays_one() -> None:
@@ -145,7 +169,7 @@ class Collecting(TinyModule):
         ids, labels = batch
         logits = self.model(ids)
         loss = self.loss(logits, labels)
-        self.outputs.append({"logits": logits, "loss": loss, "size": len(ids)})
+        self.outputs.append({"logits": logits, "loss": loss})
         self.by_kind["first"].append(ids[:, 0])
         return {"loss": loss, "pred": logits.argmax(-1)}
 
@@ -155,77 +179,11 @@ class Collecting(TinyModule):
     def on_validation_epoch_end(self) -> None:
         self.log("mean_logit", torch.cat([item["logits"] for item in self.outputs]).mean())
         self.log("mean_loss", torch.stack([item["loss"] for item in self.outputs]).mean())
-        self.log("samples", float(sum(item["size"] for item in self.outputs)))
         self.log("first", torch.cat(self.by_kind["first"]).float().mean())
         self.log("hooked_loss", torch.stack([item["loss"] for item in self.hooked]).mean())
         self.log("predicted", torch.cat([item["pred"] for item in self.hooked]).float().mean())
         self.outputs.clear()
         self.hooked.clear()
-
-
-class Counting(TinyModule):
-    """Keeps numbers that hooks may read, and a larger tensor for the step itself."""
-
-    of_class = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = torch.ones(3)
-        self.steps, self.total, self.last = 0, torch.zeros(()), torch.zeros(())
-        self.kept = {"times": 0, "name": "a"}
-        self._own = self.model.calls = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.steps += 1
-        self.mask = torch.ones(3)
-        self.last = super().training_step(batch, batch_idx)
-        self.total += self.last.detach()
-        self.kept["times"] += 1
-        self._own += 1
-        self.model.calls += 1
-        Counting.of_class += 1
-        count_in_file()
-        return self.last
-
-
-IN_FILE = {"calls": 0, "known": 1}
-
-
-def count_in_file() -> None:
-    IN_FILE["calls"] += 1
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_numbers_that_steps_keep_on_the_module_are_warned_of_where_a_batch_is_cut(
-    num_microbatches: int,
-) -> None:
-    plan = plan_of(pipeline(stage(0, 0, 3)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(0, Counting, plan, options={"num_microbatches": num_microbatches})
-    found = {str(w.message).split(" of ")[0] for w in caught if "A step changes" in str(w.message)}
-    # Submodules and code are looked at in the first iteration.
-    always, first = (
-        ["_own", "kept['times']", "last", "steps", "total"],
-        [
-            "Counting.of_class",
-            "model.calls",
-            f"{__name__}.IN_FILE['calls']",
-        ],
-    )
-    told = {f"A step changes {', '.join(sorted(names))}" for names in (always, always + first)}
-    assert found == (told if num_microbatches > 1 else set())
-
-
-class CollectsInLayers(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.activations: list[Tensor] = []
-        for layer in self.model.layers:
-            layer[0].register_forward_hook(self.keep)
-
-    def keep(self, *args: Any) -> None:
-        self.activations.append(args[2].detach())
 
 
 class ReturnsMapping(Collecting):
@@ -275,12 +233,6 @@ def test_outputs_stay_on_last_stages_where_the_user_spares_the_traffic(pool: Pro
 
 
 def test_what_is_large_to_share_is_warned_of() -> None:
-    records = [StepRecord(torch.zeros(1, dtype=torch.float64).expand(9 << 20), {}, (1, 1))]
+    records = [StepRecord(torch.zeros(1, dtype=torch.float64).expand(9 << 20), {})]
     with pytest.warns(UserWarning, match=r"takes 72 MiB in an iteration.*share_outputs=False"):
         outputs._warn_of_size(records)
-
-
-@pytest.mark.dist
-def test_lists_that_layers_append_to_are_refused_in_stages(pool: ProcessPool) -> None:
-    for (found,) in pool.run(fit_each, 2, [CollectsInLayers], STAGES):
-        assert "Something in the layers appends to activations" in str(found)

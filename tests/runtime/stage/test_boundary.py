@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError, StepError
-from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
@@ -55,9 +54,7 @@ class Model(nn.Module):
         return self.head(hidden) * (1 + torch.rand(()))
 
 
-def run_of(
-    layers: range, received: Tensor | Handover | None, watch: LossWatch | None = None
-) -> MicrobatchPass:
+def run_of(layers: range, received: Tensor | Handover | None) -> MicrobatchPass:
     if isinstance(received, Tensor):
         forms = [(tuple(received.shape), received.dtype)] * layers.start
         received = Handover([received], [pickle.dumps([])] * layers.start, forms)
@@ -67,7 +64,6 @@ def run_of(
         seed=(1, 2, 3),
         receive=None if received is None else lambda: received,
         wait_unit=lambda index: None,
-        loss_watch=watch or LossWatch(),
     )
 
 
@@ -141,7 +137,6 @@ def test_a_step_without_the_model_leaves_the_run_unfinished() -> None:
         pass
     with boundary.forward_of(run):
         pass
-    assert run.called == []
     assert not run.finished
 
 
@@ -229,7 +224,6 @@ def test_outputs_that_are_no_hidden_state_are_refused() -> None:
         seed=(1,),
         receive=None,
         wait_unit=lambda index: None,
-        loss_watch=LossWatch(),
     )
     with pytest.raises(ModelError, match="Layer 0 returns dict"), boundary.forward_of(run):
         layer(torch.zeros(2, 3))
@@ -240,19 +234,6 @@ def test_a_module_without_layers_waits_for_its_weights_before_its_step() -> None
     run = replace(run_of(range(1), None), num_layers=1, wait_unit=waited_for.append)
     with StageBoundary(()).forward_of(run):
         assert waited_for == [0]
-
-
-def test_losses_are_watched_behind_the_layers_only() -> None:
-    model = Model()
-    boundary = StageBoundary(model.layers)
-    watch = LossWatch()
-    x = torch.randn(5, 3)
-    with boundary.forward_of(run_of(range(3), None, watch)):
-        nn.functional.mse_loss(torch.zeros(100), torch.zeros(100))
-        nn.functional.mse_loss(model(x), torch.zeros(5, 2))
-    assert watch.num_targets == 10
-    nn.functional.mse_loss(torch.zeros(100), torch.zeros(100))
-    assert watch.num_targets == 10
 
 
 def test_outside_a_run_and_after_removal_layers_are_their_own() -> None:

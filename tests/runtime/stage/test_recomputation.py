@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
@@ -52,7 +51,6 @@ def whole_pass(num_layers: int, recomputation: Recomputation) -> MicrobatchPass:
         seed=(1,),
         receive=None,
         wait_unit=lambda index: None,
-        loss_watch=LossWatch(),
         recomputation=recomputation,
     )
 

@@ -11,7 +11,6 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.recomputation import LayerBytes
 from lightning_hetero.models import HeteroLM, LMConfig, PackedCollate
 from lightning_hetero.models.huggingface import use_packed_attention
-from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
@@ -31,7 +30,6 @@ def run_pass(layers: nn.ModuleList, step: Callable[[], Any], again: Recomputatio
         seed=(1,),
         receive=None,
         wait_unit=lambda index: None,
-        loss_watch=LossWatch(),
         recomputation=again,
     )
     with counting_layers() as totals, boundary.forward_of(whole):

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
@@ -81,7 +80,6 @@ def in_stages(model: Model, boundary: StageBoundary, x: Tensor) -> Tensor:
             seed=(1,),
             receive=(lambda: handed_on[0]) if handed_on else None,
             wait_unit=lambda index: None,
-            loss_watch=LossWatch(),
         )
         try:
             with boundary.forward_of(run):

@@ -1,0 +1,356 @@
+"""Run the check of `results.split_check` on all ranks: a micro-batch and its halves, forward.
+
+They go through the pipeline as an evaluation's micro-batches do. On last stages gradients of a few
+small parameters follow, of the last layer and of what lies behind it. Nothing is kept of it: no
+log, no buffer, no random state, no gradient.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import BatchError, HeteroError
+from lightning_hetero.models.batches import concatenated, count_samples, cut_batch, sizes_of
+from lightning_hetero.runtime.iteration.config import EngineConfig
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
+from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
+from lightning_hetero.runtime.results.spared import Spared
+from lightning_hetero.runtime.results.split_check import Evidence, Limits, is_due, judge
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.recomputation import Recomputation
+from lightning_hetero.runtime.unknown import check_known
+
+__all__ = ["SplitRun"]
+
+_MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
+"""Most elements, and most parameters, whose gradients are compared; at least one is."""
+Step = Callable[[Any], Any]
+
+
+@dataclass
+class _WatchedPass(MicrobatchPass):
+    """A pass that notes dtypes of hidden states, and whether random numbers are drawn."""
+
+    limits: Limits = field(default_factory=lambda: Limits.of(torch.float32))
+    has_drawn: bool = False
+    _states: GeneratorStates | None = None
+
+    def look(self) -> None:
+        """Compare the generators with how they were at the last look; called around reseeding."""
+        self.has_drawn |= self._states is not None and self._states.have_changed()
+        self._states = None
+
+    def begin_layer(self, index: int, *, again: bool = False) -> None:
+        """See `MicrobatchPass`."""
+        self.look()
+        super().begin_layer(index, again=again)
+        self._states = GeneratorStates()
+
+    def begin_step(self) -> None:
+        """Note the generators' states as the step begins."""
+        self._states = GeneratorStates()
+
+    def keep_hidden(self, hidden: Tensor) -> None:
+        """See `MicrobatchPass`."""
+        super().keep_hidden(hidden)
+        if hidden.is_floating_point():
+            self.limits = _looser(self.limits, Limits.of(hidden.dtype))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank reports."""
+
+    evidence: Evidence | None
+    limits: Limits
+    is_random: bool
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a last stage sees of one part."""
+
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(1))
+    counts: Mapping[Counting, float] = field(default_factory=dict)
+    failure: str = ""
+    error: Exception | None = None
+    """With which the step ended."""
+
+
+class SplitRun:
+    """Runs checks when they are due, and keeps what they have found.
+
+    Args:
+        module: The LightningModule.
+        layout: Its layers and parameters.
+        boundary: The wrapped layers.
+        comms: The communicators.
+        config: The engine's options.
+        device: The rank's device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: ModelLayout,
+        boundary: StageBoundary,
+        comms: Communicators,
+        config: EngineConfig,
+        device: torch.device,
+    ) -> None:
+        self.scale = LossScale()
+        """How losses count from the last check on; the same on every rank."""
+        self._module = module
+        self._layout = layout
+        self._boundary = boundary
+        self._comms = comms
+        self._config = config
+        self._device = device
+        self._by_module = getattr(module, "num_target_tokens", None)
+        self._evaluates = False
+        """Whether the step draws random numbers in train mode, so that eval mode is compared."""
+        self._num_iterations = 0
+
+    def is_due(self) -> bool:
+        """Whether the iteration that begins is to be checked; called once for each cut one."""
+        self._num_iterations += 1
+        return is_due(self._num_iterations - 1)
+
+    def run(
+        self,
+        step: Step,
+        microbatches: Sequence[Any],
+        running: RunningPlan,
+        *,
+        seed: tuple[int, ...],
+        recompute: Callable[[Sequence[Any]], list[Recomputation]],
+    ) -> None:
+        """Check, and decide how losses count; collective, inside the running plan's contexts.
+
+        Args:
+            step: The user's step, of one micro-batch.
+            microbatches: This rank's.
+            running: The plan.
+            seed: What the random numbers depend on.
+            recompute: Returns what parts recompute in backward.
+
+        Raises:
+            StepError: The loss can't be cut; on every rank.
+        """
+        parts = _parts_of(microbatches)
+        found = self._try(step, parts, running, seed, recompute(parts))
+        everyone = self._comms.gather_objects(found)
+        if not self._evaluates and any(item.is_random for item in everyone):
+            self._evaluates = True
+            found = self._try(step, parts, running, seed, recompute(parts))
+            everyone = self._comms.gather_objects(found)
+        self._decide(everyone, sum(running.num_microbatches))
+
+    def _decide(self, everyone: Sequence[_Found], num_microbatches: int) -> None:
+        limits, is_random = everyone[0].limits, any(item.is_random for item in everyone)
+        for item in everyone:
+            limits = _looser(limits, item.limits)
+        seen = [
+            replace(item.evidence, limits=limits, is_random=is_random)
+            for item in everyone
+            if item.evidence is not None
+        ]
+        declared = self._config.loss_reduction
+        counting = next((next(iter(item.counts)) for item in seen), Counting("samples"))
+        before = self.scale.rule or LossRule(declared or LossReduction.MEAN, counting)
+        verdict = judge(seen, before, declared, allow_mixing=self._config.allow_mixing)
+        if verdict.warning:
+            rank_zero_warn(verdict.warning)
+        if verdict.rule != self.scale.rule and self.scale.rule is not None:
+            rank_zero_warn(f"{verdict} Until now it was taken for {before}.")
+        elif self.scale.rule is None:
+            rank_zero_info("%s", verdict)
+        unit = self.scale.unit
+        if self.scale.rule is None:  # A fixed one: what hooks of backward passes see stays alike.
+            targets = [item.counts.get(verdict.rule.counting, (0.0,))[0] for item in seen]
+            unit = 2.0 ** round(math.log2(max([1.0, *targets]) * max(num_microbatches, 1)))
+        self.scale = LossScale(verdict.rule, verdict.rule.is_sum, unit)
+
+    def _try(
+        self,
+        step: Step,
+        parts: Sequence[Any],
+        running: RunningPlan,
+        seed: tuple[int, ...],
+        recomputations: Sequence[Recomputation],
+    ) -> _Found:
+        """Run the parts through this rank's stage."""
+        seen, limits, has_drawn = list[_Seen](), self._limits(), False
+        link, pull = running.link, running.pull
+        with PreservedRandomState(), torch.compiler.set_stance("force_eager"):
+            for part, recomputation in zip(parts, recomputations, strict=True):
+                forward = _WatchedPass(
+                    layers=running.layers,
+                    num_layers=running.plan.num_layers,
+                    seed=seed,
+                    receive=None if link.previous is None else link.receive_activation,
+                    wait_unit=pull.wait_unit if pull.is_under_way else None,
+                    recomputation=recomputation,
+                    limits=limits,
+                )
+                # Each part begins with the same buffers.
+                with Spared(self._module, evaluates=self._evaluates) as spared:
+                    found = self._run_part(step, part, forward, running)
+                    has_drawn |= forward.has_drawn or spared.has_drawn
+                limits = forward.limits
+                if found is not None:
+                    seen.append(found)
+        return self._report(parts, seen, running, _Found(None, limits, has_drawn))
+
+    def _run_part(
+        self, step: Step, part: Any, forward: _WatchedPass, running: RunningPlan
+    ) -> _Seen | None:
+        """Run one part; return what a last stage sees of it."""
+        hiding = running.weights.in_step() or nullcontext()
+        try:
+            with hiding, self._boundary.forward_of(forward):
+                forward.begin_step()
+                output = step(part)
+                check_known(output, "What the step returns needs")
+            forward.look()
+            loss = loss_of(output)
+            forward.check_loss(loss)
+            forward.limits = _looser(forward.limits, Limits.of_graph(loss))
+            with running.weights.in_step() or nullcontext():
+                gradient = self._gradient(loss, forward, running)
+        except StageEnd as end:
+            handed_on = end.handed_on
+        except HeteroError:
+            raise
+        except Exception as error:
+            if running.link.following is not None:
+                raise
+            return _Seen(failure=f"{type(error).__name__}: {error}", error=error)
+        else:
+            countings = Counting.likely(part, self._by_module)
+            counts = {item: float(item.of(part, self._by_module)) for item in countings}
+            return _Seen(gradient=gradient, counts=counts)
+        forward.look()
+        running.link.send_activation(handed_on)
+        return None
+
+    def _report(
+        self, parts: Sequence[Any], seen: Sequence[_Seen], running: RunningPlan, found: _Found
+    ) -> _Found:
+        speaks = running.place is not None and running.place.tp_rank == 0
+        if not seen or not speaks:
+            return found
+        num_samples, is_doubled = sizes_of(parts[0])[0], len(parts) == 2
+        failed = next((item for item in seen if item.failure), None)
+        if failed is not None:
+            whole = seen[-1] if is_doubled else seen[0]
+            if whole.error is not None:
+                raise whole.error  # As it would in the iteration itself.
+            failure = "" if is_doubled else failed.failure
+            nothing = (0.0, 0.0, 0.0)
+            evidence = Evidence(
+                (nothing, nothing, nothing), {}, num_samples, found.limits, failure=failure
+            )
+            return replace(found, evidence=evidence)
+        whole, *halves = seen
+        first, second = halves * 2 if is_doubled else halves
+        counts = {
+            item: (count, first.counts.get(item, 0.0), second.counts.get(item, 0.0))
+            for item, count in whole.counts.items()
+        }
+        evidence = Evidence.of(
+            [whole.gradient, first.gradient, second.gradient],
+            counts,
+            num_samples=num_samples,
+            limits=found.limits,
+            is_random=found.is_random,
+        )
+        return replace(found, evidence=evidence)
+
+    def _limits(self) -> Limits:
+        limits = Limits.of(self._config.compute_dtype)
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            limits = _looser(limits, Limits.of(torch.get_autocast_dtype(kind)))
+        if torch.get_float32_matmul_precision() != "highest":
+            limits = _looser(limits, Limits.of(torch.bfloat16))
+        return limits
+
+    def _gradient(self, loss: Tensor, forward: MicrobatchPass, running: RunningPlan) -> Tensor:
+        """Return the loss's gradient of the parameters that are looked at, as one vector."""
+        chosen = self._chosen(running)
+        gradients = self._boundary.gradients_of(forward, loss, chosen)
+        vectors = [
+            torch.zeros_like(parameter) if item is None else item
+            for parameter, item in zip(chosen, gradients, strict=True)
+        ]
+        real = [torch.view_as_real(i) if i.is_complex() else i for i in vectors]
+        found = [item.detach().reshape(-1).float() for item in real]
+        return torch.cat(found).cpu() if found else torch.zeros(1)
+
+    def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:
+        """Return small parameters of the last layer and behind it; of the stage if it has none."""
+        shards, specs = running.weights.shards, self._layout.specs
+        whole = [
+            spec
+            for spec in specs
+            if spec.name in shards and shards[spec.name].requires_grad and not spec.tp_partial
+        ]
+        indices = [index for index, spec in enumerate(specs) if spec.layer is not None]
+        behind = {spec.name for spec in specs[indices[0] if indices else 0 :] if spec.layer is None}
+        last = running.plan.num_layers - 1
+        chosen = [item for item in whole if item.layer == last or item.name in behind] or whole
+        chosen = sorted(chosen, key=lambda item: item.numel)[:_MOST_PARAMETERS]
+        found: list[nn.Parameter] = []
+        total = 0
+        for spec in chosen:
+            total += spec.numel
+            if not found or total <= _MOST_NUMEL:
+                found.append(shards[spec.name])
+        return found
+
+
+def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
+    """Return a batch and its halves; none if there is nothing to cut or to put together.
+
+    It is the micro-batch with the most samples; two of one sample each, if no other has more; or
+    one sample twice, which is both halves, of which one is returned.
+    """
+    if not microbatches:
+        return []
+    counts = [sizes_of(item)[0] for item in microbatches]
+    chosen = microbatches[counts.index(max(counts))]
+    try:
+        if count_samples(chosen) > 1:
+            parts = [chosen, *cut_batch(chosen, 2)]
+        else:
+            parts = _of_single(chosen, [item for item in microbatches if item is not chosen])
+    except BatchError:
+        return []
+    # A step may change its batch in place.
+    return [copy.deepcopy(part) for part in parts] if parts[0] is not None else []
+
+
+def _of_single(chosen: Any, others: Sequence[Any]) -> list[Any]:
+    for other in others[:1]:
+        with suppress(BatchError):
+            together = concatenated([chosen, other])
+            if together is not None:
+                return [together, chosen, other]
+    return [concatenated([chosen, chosen]), chosen]
+
+
+def _looser(one: Limits, other: Limits) -> Limits:
+    return max(one, other, key=lambda item: item.refuse)

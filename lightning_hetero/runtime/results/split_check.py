@@ -1,0 +1,246 @@
+"""Judge by gradients how the losses of a micro-batch's halves combine into its own loss.
+
+A micro-batch m and its halves a and b run through the step. Of their losses' gradients G, of a few
+small parameters behind or in the last layer, the check asks which weights give
+
+    G_m = w_a · G_a + w_b · G_b.
+
+A sum has weights (1, 1), a mean over targets their shares of the targets. Where no weights fit,
+samples affect each other, in layers or in the loss, and no plan gives the gradient of one device.
+Gradients, because values are blind: at initialisation every part's loss is about the same.
+
+Ranks exchange only `Evidence`: the products of the three gradients, and counts of targets.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
+
+__all__ = ["Evidence", "Limits", "Verdict", "is_due", "judge"]
+
+_DUE = frozenset({0, 1, 10, 100, 1000})
+_FACTOR = 3.0
+"""The usual rule is kept unless another one's residual is smaller by this factor."""
+Triple = tuple[float, float, float]
+
+
+def is_due(num_iterations: int) -> bool:
+    """Whether an iteration begins with a check, given how many have ended."""
+    return num_iterations in _DUE
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Relative residuals above which a check refuses, and above which it warns."""
+
+    refuse: float
+    warn: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Limits":
+        """Return those of a dtype that layers or losses compute in."""
+        if torch.finfo(dtype).eps > 1e-5:
+            return cls(refuse=2e-2, warn=1.2e-2)
+        return cls(refuse=1e-3, warn=1e-4)
+
+    @classmethod
+    def of_graph(cls, loss: Tensor) -> "Limits":
+        """Return those of the coarsest dtype in which autograd computes a loss's gradient."""
+        waiting: list[Any] = [loss.grad_fn]
+        seen, dtypes = set(waiting), {loss.dtype}
+        while waiting:
+            node = waiting.pop()
+            dtypes.update(item.dtype for item in getattr(node, "_input_metadata", ()))
+            found = {item for item, _ in node.next_functions if item is not None} - seen
+            seen |= found
+            waiting += found
+        limits = [cls.of(item) for item in dtypes if item.is_floating_point]
+        return max(limits, key=lambda item: item.refuse)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the check has found on one last stage."""
+
+    products: tuple[Triple, Triple, Triple]
+    """Scalar products of G_m, G_a and G_b with each other."""
+    counts: Mapping[Counting, Triple]
+    """Targets of m, a and b, by each way to count them; the usual one first."""
+    num_samples: int
+    """Samples of m; one sample is its own half, twice."""
+    limits: Limits
+    is_random: bool = False
+    """Whether the step has drawn random numbers, so that gradients can't be compared."""
+    failure: str = ""
+    """The error that the step ended with on a half."""
+
+    @classmethod
+    def of(
+        cls,
+        gradients: Sequence[Tensor],
+        counts: Mapping[Counting, Triple],
+        *,
+        num_samples: int,
+        limits: Limits,
+        is_random: bool,
+    ) -> "Evidence":
+        """Make it of the three gradients, each a vector.
+
+        The gradient of a half without targets may be NaN, where its mean divides by zero, and
+        counts as zero.
+        """
+        whole, *halves = (item.double() for item in gradients)
+        halves = [item if item.isfinite().all() else torch.zeros_like(item) for item in halves]
+        rows = torch.stack([whole, *halves])
+        first, second, third = (tuple(row) for row in (rows @ rows.T).tolist())
+        return cls((first, second, third), counts, num_samples, limits, is_random)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether it shows nothing: no gradients, infinite ones, or random ones."""
+        whole = self.products[0][0]
+        parts = max(self.products[1][1], self.products[2][2])
+        return (
+            bool(self.is_random or self.failure)
+            or not math.isfinite(whole)
+            or max(whole, parts) < 1e-30
+        )
+
+    def residual(self, weights: tuple[float, float]) -> float:
+        """Return the size of G_m - w_a · G_a - w_b · G_b, relative to its summands."""
+        factors = 1.0, -weights[0], -weights[1]
+        pairs = ((i, j) for i in range(3) for j in range(3))
+        square = sum(factors[i] * factors[j] * self.products[i][j] for i, j in pairs)
+        sizes = [abs(factors[i]) * math.sqrt(max(self.products[i][i], 0.0)) for i in range(3)]
+        largest = max(sizes[0], sizes[1] + sizes[2])
+        return math.sqrt(max(square, 0.0)) / largest if largest else 0.0
+
+    def best_weights(self) -> tuple[float, float]:
+        """Return the least squares' w_a and w_b; the smallest where the halves are alike."""
+        gram = torch.tensor([row[1:] for row in self.products[1:]], dtype=torch.float64)
+        wanted = torch.tensor(self.products[0][1:], dtype=torch.float64)
+        first, second = (torch.linalg.pinv(gram, hermitian=True, rtol=1e-10) @ wanted).tolist()
+        return first, second
+
+    def weights_of(self, rule: LossRule) -> tuple[float, float] | None:
+        """Return the weights that a rule gives the halves; None if it counts nothing here."""
+        if rule.is_sum:
+            return 1.0, 1.0
+        whole, first, second = self.counts.get(rule.counting, (0.0, 0.0, 0.0))
+        return (first / whole, second / whole) if whole > 0 else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check, the same on every rank."""
+
+    rule: LossRule
+    is_verified: bool
+    residual: float = 0.0
+    warning: str = ""
+
+    def __str__(self) -> str:
+        how = f"residual {self.residual:.1g}" if self.is_verified else "unverified"
+        return f"The loss of training_step is {self.rule} ({how})."
+
+
+def judge(
+    found: Sequence[Evidence],
+    before: LossRule,
+    declared: LossReduction | None,
+    *,
+    allow_mixing: bool,
+) -> Verdict:
+    """Return how losses count from now on.
+
+    Args:
+        found: The evidence of all last stages.
+        before: The rule until now.
+        declared: The user's `loss_reduction`.
+        allow_mixing: Whether samples may affect each other.
+
+    Raises:
+        StepError: No rule fits, or not the one that is declared.
+    """
+    failure = next((item.failure for item in found if item.failure), "")
+    if failure and not allow_mixing:
+        raise StepError(_FAILED.format(failure=failure) + _REMEDIES)
+    seen = [item for item in found if not item.is_blind]
+    if not seen:
+        is_random = any(item.is_random for item in found)
+        text = _RANDOM.format(rule=before) if is_random and declared is None else ""
+        return Verdict(before, is_verified=False, warning=text)
+    residuals = {rule: _largest(seen, rule) for rule in _rules(seen, before, declared)}
+    limits = max((item.limits for item in seen), key=lambda item: item.refuse)
+    best = min(residuals, key=lambda rule: (residuals[rule], rule != before))
+    keeps = residuals.get(before, math.inf) <= max(_FACTOR * residuals[best], limits.warn)
+    rule = before if keeps else next(i for i in residuals if residuals[i] <= residuals[best] * 1.01)
+    size = residuals[rule]
+    if size <= limits.warn or allow_mixing:
+        return Verdict(rule, is_verified=True, residual=size)
+    worst = max(seen, key=lambda item: item.residual(item.weights_of(rule) or (0.0, 0.0)))
+    first, second = worst.best_weights()
+    told = _FOUND.format(
+        size=size, rule=rule, first=first, second=second, least=worst.residual((first, second))
+    )
+    if size <= limits.refuse:
+        return Verdict(rule, is_verified=True, residual=size, warning=told)
+    is_declared = declared is not None or before.counting.how == "module"
+    fits = worst.residual((first, second)) <= limits.refuse
+    raise StepError(told + (_DECLARED.format(rule=before) if is_declared and fits else _REMEDIES))
+
+
+_FAILED = "The step runs on a micro-batch, but not on half of it: {failure}. "
+_FOUND = (
+    "The gradient of a micro-batch isn't that of its halves put together: they differ by "
+    "{size:.2g} of it if the loss is {rule}; by {least:.2g} with the weights that fit best, "
+    "{first:.3g} and {second:.3g}. "
+)
+_DECLARED = (
+    "So the loss isn't {rule}, as it is declared to be. Correct loss_reduction or the module's "
+    "num_target_tokens(batch), or leave them out."
+)
+_REMEDIES = (
+    "So the step treats samples together, in the layers or in the loss (statistics over the batch, "
+    "pairs of samples, the hardest ones), or weighs them in a way that isn't known. Return a sum "
+    "or a mean over samples or targets; or count what a mean is over by num_target_tokens(batch) "
+    "in the module; or accept that samples meet only inside micro-batches, as under DDP inside a "
+    "rank's batch: HeteroStrategy(allow_mixing=True)."
+)
+_RANDOM = (
+    "The step draws random numbers even in eval mode, so whether its loss may be cut can't be "
+    "measured. It is taken for {rule}. If it isn't, say so: HeteroStrategy(loss_reduction=...), or "
+    "num_target_tokens(batch) in the module."
+)
+
+
+def _rules(
+    seen: Sequence[Evidence], before: LossRule, declared: LossReduction | None
+) -> list[LossRule]:
+    """Return the rules that may hold, the usual ones first; only declared ones if any is."""
+    countings = dict.fromkeys(item for evidence in seen for item in evidence.counts)
+    means = [LossRule(LossReduction.MEAN, item) for item in countings]
+    added = LossRule(LossReduction.SUM, before.counting)
+    if declared is LossReduction.SUM:
+        return [added]
+    if before.counting.how == "module":
+        return [before]
+    if declared is LossReduction.MEAN:
+        return list(dict.fromkeys([before, *means]))
+    return list(dict.fromkeys([before, *means[:1], added, *means[1:]]))
+
+
+def _largest(seen: Sequence[Evidence], rule: LossRule) -> float:
+    """Return the largest of the pipelines' residuals under a rule."""
+    sizes = []
+    for item in seen:
+        weights = item.weights_of(rule)
+        sizes.append(math.inf if weights is None else item.residual(weights))
+    return max(sizes)
