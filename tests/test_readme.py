@@ -129,7 +129,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "`32-true`, `bf16-mixed`": (
         "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
         "strategy/test_precision.py::test_steps_compute_in_the_dtypes_of_lightning",
+        "strategy/test_loss_scale.py::",
     ),
+    "frozen weights, which never travel": ("runtime/test_peft.py::",),
     "consolidated checkpoints": (
         "strategy/test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",
         "strategy/test_sliced.py::test_a_trainer_goes_on_behind_a_run_as_on_a_single_device",
@@ -146,6 +148,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "plans that change from one iteration": (
         "runtime/test_change_plan.py::test_losses_and_weights_do_not_depend_on_changes_of_plan",
+        "runtime/test_schedules.py::test_random_plans_change_no_bit",
         "callbacks/test_elastic.py::test_nodes_come_and_go_and_the_loss_curve_stays",
     ),
     "a rank that dies or freezes": (

@@ -141,6 +141,16 @@ class TellsWeights(TinyModule):
         self.told = [float(item.detach().cpu().flatten()[0]) for item in self.parameters()]
 
 
+class MeasuresFrozen(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed.weight.requires_grad_(False)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.norm = float(self.model.embed.weight.norm())
+
+
 class ZeroesRow(TinyModule):
     def on_train_batch_end(self, *arguments: Any) -> None:
         super().on_train_batch_end(*arguments)

@@ -228,8 +228,7 @@ class SplitRun:
             loss = loss_of(output)
             forward.check_loss(loss)
             forward.limits = _looser(forward.limits, Limits.of_graph(loss))
-            with running.weights.in_step() or nullcontext():
-                gradient = self._gradient(loss, forward, running)
+            gradient = self._gradient(loss, forward, running)
         except StageEnd as end:
             handed_on = end.handed_on
         except HeteroError:

@@ -356,8 +356,9 @@ def _num_dims(item: Any) -> int:
 
 def _refuse_frozen(name: str, part: Part) -> NoReturn:
     raise StepError(
-        f"{name} is called in a hook on parameter {part.name}, which is frozen: only steps have "
-        "its values. Let it require gradients if hooks change or measure it."
+        f"{name} is called in a hook on parameter {part.name}, which is frozen, so that only steps "
+        "have its values. If hooks change it, as averages of weights do, or measure it, let it "
+        "require gradients and use it under torch.no_grad(): then it travels in each step."
     )
 
 
