@@ -266,19 +266,6 @@ class SwapsAverages(TinyModule):
             item.data = self.backup[name]
 
 
-class LogsScalar(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(logits * self.scale, labels)
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self.log("scale", self.scale.exp())
-
-
 class Gathers(TinyModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = super().loss(logits, labels)

@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
@@ -14,13 +13,6 @@ from tests.processes import SILENT, ProcessFailed, ProcessPool
 from tests.toy import Block, TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
-
-
-class HalfOnCuda:
-    """Makes the plugin where it is used: a GradScaler can't be sent to another process."""
-
-    def make(self) -> MixedPrecision:
-        return MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
 
 
 ASYMMETRIC = {
@@ -240,8 +232,6 @@ def failures_of(
         (NoLayers, {}, "has no list of layers"),
         (ComputesBetweenLayers, {}, "computes something between layer 0 and layer 1"),
         (RaisesOnLastStage, {}, "a bug of the user's"),
-        # As a plugin, because Lightning itself turns the string "16-mixed" into bf16 on CPU.
-        (ToyModule, {"plugins": HalfOnCuda()}, "GradScaler would skip"),
         (ToyModule, {"ragged": True}, "can't be cut into micro-batches"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,

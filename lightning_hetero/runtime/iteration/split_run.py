@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import BatchError, HeteroError
 from lightning_hetero.models.batches import concatenated, count_samples, cut_batch, sizes_of
+from lightning_hetero.models.packing import PackedBatch, remember_packed
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
@@ -339,7 +340,11 @@ def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
     except BatchError:
         return []
     # A step may change its batch in place.
-    return [copy.deepcopy(part) for part in parts] if parts[0] is not None else []
+    copies = [copy.deepcopy(part) for part in parts] if parts[0] is not None else []
+    for part in copies:
+        if isinstance(part, PackedBatch):
+            remember_packed(part.input_ids, part.cu_seqlens)
+    return copies
 
 
 def _of_single(chosen: Any, others: Sequence[Any]) -> list[Any]:

@@ -173,7 +173,7 @@ def _special(
         return [_whole_norm(item, *args[1:], **kwargs) for item in args[0]]
     if not args or args[0] is not rows[0]:
         return _NOTHING
-    if rows[0]._part.is_frozen and _writes(func):
+    if rows[0]._part.is_frozen and _writes(func) and name not in ("grad", "requires_grad"):
         _refuse_frozen(name, rows[0]._part)
     reduction = Reduction.of(name, args, kwargs)
     if reduction is not None:
