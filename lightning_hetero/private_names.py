@@ -133,7 +133,7 @@ PRIVATE_NAMES = tuple(
         (
             "metrics are summed over micro-batches and ranks, and go on in mid-epoch",
             _METRIC,
-            "_copy_state_dict _forward_cache _reductions _sync_dist _update_count",
+            "_computed _copy_state_dict _forward_cache _reductions _sync_dist _update_count",
         ),
         # -- torch: process groups ----------------------------------------------------------------
         (
@@ -157,38 +157,30 @@ PRIVATE_NAMES = tuple(
         (
             "whether a tensor was written to, and its storage",
             "torch:Tensor",
-            "_version _typed_storage",
+            "_version",
         ),
         ("tensors that tell what is done with them", "torch:Tensor", "_make_subclass"),
         ("as above", "torch:Tensor", "_make_wrapper_subclass"),
         ("a storage's identity", "torch:UntypedStorage", "_cdata"),
         ("the operator behind a call", "torch._ops:OpOverload", "_schema"),
         ("as above", "torch.ops:aten", "_unsafe_view"),
-        (
-            "a loader's draws of random numbers",
-            "torch.utils.data:DataLoader",
-            "_iterator",
-        ),
         ("values inside any nesting of containers", "torch.utils", "_pytree"),
         # -- torch: modules -----------------------------------------------------------------------
         (_HOOKS, "torch.nn:Module", "_forward_hooks _forward_pre_hooks _backward_hooks"),
-        (_HOOKS, "torch.nn:Module", "_backward_pre_hooks _compiled_call_impl"),
+        (_HOOKS, "torch.nn:Module", "_compiled_call_impl"),
         (_HOOKS, "torch:Tensor", "_post_accumulate_grad_hooks"),
         ("slices take the places of parameters", "torch.nn:Module", "_parameters"),
         ("which buffers aren't saved", "torch.nn:Module", "_non_persistent_buffers_set"),
         ("buffers that ranks average", "torch.nn.modules.batchnorm", "_BatchNorm"),
         ("a layer is run with other weights", "torch.nn.utils.stateless", "_reparametrize_module"),
         # -- torch: modes -------------------------------------------------------------------------
-        (_STACKS, "torch", "_C _functorch _dynamo"),
+        (_STACKS, "torch", "_C _dynamo"),
         (
             _STACKS,
             "torch._C",
             "_autograd _SetExcludeDispatchKeyGuard _disabled_torch_function_impl",
         ),
-        (_STACKS, "torch._C", "_get_function_stack_at _len_torch_function_stack"),
-        (_STACKS, "torch._C", "_pop_torch_function_stack _push_on_torch_function_stack"),
         (_STACKS, "torch._C._autograd", "_profiler_enabled _top_saved_tensors_default_hooks"),
-        (_STACKS, "torch.overrides", "_get_current_function_mode"),
         (_STACKS, _MODES, "_disable_current_modes _get_current_dispatch_mode"),
         (_STACKS, _MODES, "_pop_mode_temporarily"),
         (_STACKS, "torch", "_ops"),

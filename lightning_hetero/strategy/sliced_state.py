@@ -199,8 +199,6 @@ class SlicedState:
         check_parameter_hooks(engine.store.masters.items())
         if not engine.plans.follow_freezing():
             return
-        if self.hooked is not None:
-            self.hooked.refresh()
         names = {master: name for name, master in engine.store.masters.items()}
         finetuning = [item for item in callbacks if isinstance(item, BaseFinetuning)]
         for index, optimizer in enumerate(optimizers):

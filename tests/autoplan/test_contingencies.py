@@ -84,7 +84,7 @@ DESCRIBED = AutoPlan(
 DATA = DataFacts(lengths=np.array([8, 12, 40, 64] * 4), tokens_per_step=256)
 
 
-def test_of_a_described_cluster_what_is_left_counts_but_it_knows_no_newcomers() -> None:
+def test_of_a_described_cluster_what_is_left_counts_but_it_knows_no_joiners() -> None:
     cluster = Cluster(
         nodes=tuple(Node(device=name, count=2) for name in ("A100-80GB", "T4", "L4")),
         links=(Link(nodes=(0, 2), bytes_per_s=1e9), Link(nodes=(1, 1), bytes_per_s=2e9)),
@@ -97,7 +97,7 @@ def test_of_a_described_cluster_what_is_left_counts_but_it_knows_no_newcomers() 
         cluster.without(range(6))
     request = PlanRequest.of(DESCRIBED, num_stages=None, num_candidate_plans=1)
     assert request.for_survivors(3, (0, 2, 3)) == request
-    with pytest.warns(UserWarning, match="doesn't name the devices of newcomers"):
+    with pytest.warns(UserWarning, match="doesn't name the devices of joiners"):
         assert request.for_survivors(3, None).plan == AutoPlan()
 
 

@@ -39,7 +39,7 @@ def test_1f1b_runs_every_microbatch_forward_once_and_then_backward_once(
         for m in range(num_microbatches):
             forward = Action(ActionKind.FORWARD, stage_index, m)
             assert position[forward] < position[Action(ActionKind.BACKWARD, stage_index, m)]
-        for kind in ActionKind:
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             order = [action.microbatch_index for action in actions if action.kind is kind]
             assert order == list(range(num_microbatches))
 

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_hetero.runtime import clock
 from lightning_hetero.runtime.iteration.passes import StagePasses
+from lightning_hetero.runtime.iteration.split_run import SplitRun
 from lightning_hetero.runtime.stage.activations import ActivationLink
 from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
@@ -66,6 +67,9 @@ class Recorder:
                 expect(link, index, sent)
 
         self._patch(ActivationLink, "expect_gradient", expect_gradient)
+        # The check of losses sends micro-batches of other sizes, which among CPUs, where headers
+        # travel with them, are shorter than their buffers. On accelerators all sizes are known.
+        self._patch(SplitRun, "is_due", lambda _: False)
         expect_next = StagePasses._expect_activation
 
         def expect_activation(passes: StagePasses, index: int) -> None:

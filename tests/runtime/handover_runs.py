@@ -153,7 +153,7 @@ class Router(Module):
     def loss(self, batch: Any) -> Tensor:
         ids = 1 + (3 * batch[0][..., 0]).long().abs() % 10
         outputs = self.net(input_ids=ids, labels=ids)
-        assert len(outputs.router_logits) == 3
+        assert len(outputs.router_logits) == 3, [tuple(i.shape) for i in outputs.router_logits]
         loss: Tensor = outputs.loss
         return loss
 
@@ -170,7 +170,11 @@ def fit(module: Module, plan: dict[str, Any] | None, batch_size: int = BATCH) ->
     if plan is not None:
         found = ParallelPlan.from_dict(plan)
         strategy = HeteroStrategy(
-            found, num_microbatches=2, layers=module.layers, whole_after_run=True
+            found,
+            num_microbatches=2,
+            layers=module.layers,
+            whole_after_run=True,
+            allow_mixing=True,  # Losses of layers and routers are of a micro-batch.
         )
         options = {"strategy": strategy, "devices": max(found.ranks) + 1}
     trainer = L.Trainer(

@@ -113,15 +113,14 @@ def test_live_activations_never_exceed_the_budget_in_a_real_run(pool: ProcessPoo
     kept, again, half = pool.run(train_watched, 2, cases)[0]
     # Four micro-batches' worth of layers in 6 × 4 forward passes.
     assert [run.num_forwards[-1] for run in (kept, again, half)] == [24, 48, 36]
-    num_trials = 4 * 6  # Calls of each layer in the first iteration: do its samples meet?
-    assert [run.num_forwards[0] for run in (kept, again)] == [24 + num_trials, 48 + num_trials]
+    assert [run.num_forwards[0] for run in (kept, again)] == [24, 48]
     most, least = max(kept.peaks), max(again.peaks)
     assert least < max(half.peaks) < most
     for share in (0.02, 0.4):
         budget = int(least + share * (most - least))
         found = pool.run(train_watched, 2, [packed(activation_budget_bytes=budget)])[0][0]
         assert max(found.peaks) <= budget
-        assert found.num_forwards[0] - num_trials == 47, "the first iteration counts one layer"
+        assert found.num_forwards[0] == 47, "the first iteration counts one layer"
         assert 24 < found.num_forwards[-1] < 48
         assert_equal([found.outcome], [kept.outcome])
     # A little room goes to short micro-batches, more than half of it takes half of the layers.

@@ -22,6 +22,7 @@ from lightning_hetero.models.packing import PackedBatch, remember_packed
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
+from lightning_hetero.runtime.leaves import tensors_in
 from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
@@ -169,7 +170,7 @@ class SplitRun:
             if item.evidence is not None
         ]
         declared = self._config.loss_reduction
-        counting = next((next(iter(item.counts)) for item in seen), Counting("samples"))
+        counting = next((first for item in seen for first in item.counts), Counting("samples"))
         before = self.scale.rule or LossRule(declared or LossReduction.MEAN, counting)
         verdict = judge(seen, before, declared, allow_mixing=self._config.allow_mixing)
         if verdict.warning:
@@ -322,6 +323,11 @@ class SplitRun:
         return found
 
 
+def _copy_of(part: Any) -> Any:
+    """Return a deep copy of a batch; its tensors are cloned by torch, on whatever device."""
+    return copy.deepcopy(part, {id(item): item.clone() for item in tensors_in(part)})
+
+
 def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
     """Return a batch and its halves; none if there is nothing to cut or to put together.
 
@@ -340,7 +346,7 @@ def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
     except BatchError:
         return []
     # A step may change its batch in place.
-    copies = [copy.deepcopy(part) for part in parts] if parts[0] is not None else []
+    copies = [_copy_of(part) for part in parts] if parts[0] is not None else []
     for part in copies:
         if isinstance(part, PackedBatch):
             remember_packed(part.input_ids, part.cu_seqlens)

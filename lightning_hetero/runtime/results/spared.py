@@ -35,6 +35,8 @@ class Spared:
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         """Each of the module's generators, and the copy in its place."""
+        self._copies: dict[int, Any] = {}
+        """By the identity of what is copied: what modules share they share inside, too."""
 
     def __enter__(self) -> Self:
         for part in self._module.modules():
@@ -49,7 +51,7 @@ class Spared:
 
     def __exit__(self, *_: object) -> None:
         for own, before in self._kept:
-            own.clear()
+            # New attributes stay, such as Hugging Face's note that it has registered its hooks.
             own.update(before)
 
     @property
@@ -58,6 +60,11 @@ class Spared:
         return any(_state_of(own) != _state_of(other) for own, other in self._generators)
 
     def _copied(self, value: Any, depth: int = 2) -> Any:
+        if id(value) not in self._copies:
+            self._copies[id(value)] = self._copy(value, depth)
+        return self._copies[id(value)]
+
+    def _copy(self, value: Any, depth: int) -> Any:
         other: Any
         kind = type(value)
         if kind is Tensor and not value.requires_grad and not value.is_nested:

@@ -3,7 +3,7 @@
 See `slices.rows`. `Part` says which rows of which parameter a tensor has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -97,8 +97,13 @@ class Part:
     """Where standbys have rows, too: which elements are counted here. Shaped like the tensor."""
     is_gradient: bool = False
     """Whether it's the gradient itself."""
-    is_frozen: bool = False
-    """Whether no rank owns the parameter, because it never trains."""
+    frozen: Container[str] = ()
+    """Names of the parameters that no rank owns, because they never train."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no rank owns the parameter."""
+        return self.name in self.frozen
 
 
 class Rows(Tensor):

@@ -70,11 +70,14 @@ class HookedSlices:
         """Names of the parameters for which some rank has rows of a gradient."""
         self._given: dict[str, Tensor] = {}
         """Gradients that hooks have asked for."""
-        self.refresh()
+        self._num_frozen = -1
 
-    def refresh(self) -> None:
-        """Note which rows this rank has; called again when parameters get owners."""
+    def _learn_rows(self) -> None:
+        """Note which rows this rank has: at first, and when frozen parameters have got owners."""
         store = self._store
+        if len(store.frozen.sources) == self._num_frozen:
+            return
+        self._num_frozen = len(store.frozen.sources)
         for name, master in store.masters.items() if self._is_needed else ():
             part = _part_of(store, name, self._ranks)
             vars(master).update(_part=part, _ask_gradient=self._ask_gradient)
@@ -82,6 +85,7 @@ class HookedSlices:
     def enter(self) -> None:
         """Give hooks the slices from now on."""
         if self._is_needed:
+            self._learn_rows()
             self._ranks.are_in_hooks = True
             for master in self._store.masters.values():
                 master.__class__ = ParameterRows
@@ -191,5 +195,5 @@ def _part_of(store: SliceStore, name: str, ranks: Ranks) -> Part:
         num_whole=prod(spec.shape),
         dim=spec.cut_dim,
         counted=counted,
-        is_frozen=name in store.frozen,
+        frozen=store.frozen,
     )

@@ -141,6 +141,8 @@ class SliceStore:
         """
         if name in self.frozen:
             self.frozen.replace(self.specs[name], whole.detach())
+            if name in self.masters:
+                return
         rows = self.cut(name, whole.detach())
         if name in self.masters:
             # In place: the slice may be a view of the compute weights.
