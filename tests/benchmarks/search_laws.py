@@ -27,7 +27,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.planner.microbatch_size import plan_best_size
 from lightning_hetero.planner.workload import valid_tp_degrees
-from lightning_hetero.simulator import CostModel, RooflineCost
+from lightning_hetero.simulator import CostModel, RooflineCost, StateLayout
 from tests.simulator.sailor import ROOT, SailorCost, cluster_of, load_profile
 
 __all__ = ["LAWS", "TOLERANCE", "Task", "draw", "slower_by"]
@@ -104,7 +104,9 @@ def _cost(nodes: tuple[tuple[str, int], ...], model: str, bytes_per_s: float | N
         nodes=tuple(Node(device=name, count=count) for name, count in nodes),
         inter_node_bytes_per_s=bytes_per_s,
     )
-    return RooflineCost(cluster, ModelSpec.load(model))
+    # fp16, since some cards compute bf16 much slower.
+    layout = StateLayout.of_precision("16-mixed")
+    return RooflineCost(cluster, ModelSpec.load(model), layout=layout)
 
 
 def draw(seed: int, most: int = 512) -> Task:

@@ -15,13 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.iteration.split_run import SplitRun
 from lightning_hetero.runtime.setup.recomputed_call import computed_again_but_products
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.tensor_parallel import collectives
 from tests.runtime.runs import SEED, Case, Outcome, PackedModule, fit
+from tests.without_check import WITHOUT_CHECK
 
 __all__ = [
     "Counted",
@@ -125,10 +125,6 @@ class WatchedModule(PackedModule):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.peaks.append(self.live.peak)
         self.num_forwards.append(self.live.num_forwards)
-
-
-WITHOUT_CHECK = mock.patch.object(SplitRun, "is_due", return_value=False)
-"""Leaves the passes out that check the loss: what layers keep is counted in iterations."""
 
 
 def train_watched(rank: int, cases: list[Case]) -> list[Watched]:

@@ -112,17 +112,6 @@ def groups_of(labels: Tensor, number: int) -> list[Tensor]:
     return [(labels != -100).sum(1) % number == group for group in range(number)]
 
 
-class ByGroup(TinyModule):
-    """A mean over each group that is there, so that each counts alike."""
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        total: Any = 0.0
-        for mask in groups_of(labels, 3):
-            if mask.any():
-                total = total + F.cross_entropy(logits[mask, 0], labels[mask, 0])
-        return total
-
-
 class AsksOfGroups(TinyModule):
     """Looks at groups whose samples its loss doesn't choose."""
 
@@ -220,11 +209,9 @@ def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
 ) -> None:
     usual = [Contrasts, Centres, PairsByHand, HardestByOrder, LaterOnesMore, Dice]
     usual += [TwoLosses, SumAndMean, ScaledByNumpy]
-    for name, plan in PLANS.items():
-        # Two samples of different groups show no mean over a group.
-        makes = [*usual, ByGroup] if name == "stages" else usual
-        for messages in pool.run(fit_each, 2, makes, plan):
-            for make, told in zip(makes, messages, strict=True):
+    for plan in PLANS.values():
+        for messages in pool.run(fit_each, 2, usual, plan):
+            for make, told in zip(usual, messages, strict=True):
                 assert "HeteroStrategy(allow_mixing=True)" in str(told), make
         for (found,) in pool.run(fit_each, 2, [Contrasts], plan, {"allow_mixing": True}):
             assert len(found["losses"]) == 4

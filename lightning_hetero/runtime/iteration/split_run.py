@@ -289,10 +289,17 @@ class SplitRun:
             limits = _looser(limits, Limits.of(torch.bfloat16))
         return limits
 
-    def _gradient(self, loss: Tensor, forward: MicrobatchPass, running: RunningPlan) -> Tensor:
+    def _gradient(self, loss: Tensor, forward: _WatchedPass, running: RunningPlan) -> Tensor:
         """Return the loss's gradient of the parameters that are looked at, as one vector."""
         chosen = self._chosen(running)
-        gradients = self._boundary.gradients_of(forward, loss, chosen)
+        gradients: Sequence[Tensor | None] = [None] * len(chosen)
+        try:
+            gradients = self._boundary.gradients_of(forward, loss, chosen)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            # Checkpoints around the layers that give no single gradients: nothing is compared.
+            forward.has_drawn = True
         vectors = [
             torch.zeros_like(parameter) if item is None else item
             for parameter, item in zip(chosen, gradients, strict=True)

@@ -3,7 +3,7 @@
 See `slices.rows`. `Part` says which rows of which parameter a tensor has.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.slices import Interval
 from lightning_hetero.runtime.leaves import tensors_in, tree_map
+from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.reductions import Reduction, sum_of_powers
 
 __all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
@@ -97,7 +98,7 @@ class Part:
     """Where standbys have rows, too: which elements are counted here. Shaped like the tensor."""
     is_gradient: bool = False
     """Whether it's the gradient itself."""
-    frozen: Container[str] = ()
+    frozen: FrozenWeights | tuple[()] = ()
     """Names of the parameters that no rank owns, because they never train."""
 
     @property

@@ -136,15 +136,13 @@ class StageBoundary:
         self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[nn.Parameter]
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a forward pass's loss; leave those that parameters have."""
-        self._backward = current
-        try:
-            return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-        finally:
-            self._backward = None
-        # Such checkpoints know no other way.
+        if not current.is_reentrant:
+            self._backward = current
+            try:
+                return torch.autograd.grad(loss, parameters, allow_unused=True)
+            finally:
+                self._backward = None
+        # Reentrant checkpoints know no other way.
         self.run_backward(current, [loss], [torch.ones_like(loss)])
         found = [item.grad for item in parameters]
         for item in parameters:

@@ -67,6 +67,11 @@ class PackedModule(L.LightningModule):
                 self.model = make_model(self.case.model)
         use_packed_attention(self.model)
 
+    def num_target_tokens(self, batch: PackedBatch) -> int:
+        """Return what the loss is a mean over: a masking model has targets of its own."""
+        labels = masked(batch).labels if self.case.model == "bert" else batch.labels
+        return int((labels != -100).sum())
+
     def training_step(self, batch: PackedBatch) -> Tensor:
         if self.case.model == "bert":
             batch = masked(batch)

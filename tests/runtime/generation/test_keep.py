@@ -87,6 +87,7 @@ def test_it_ends_with_the_code_of_a_script_that_fails_before_it_is_a_member(tmp_
 def test_a_script_that_trains_in_place_begins_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     arguments = ["-m", "lightning_hetero.keep", "script.py"]
-    code, output = run_python(arguments, folder=tmp_path, **launcher(free_port()))
+    here = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    code, output = run_python(arguments, folder=tmp_path, **launcher(free_port()), **here)
     assert code == 0, output
     assert (tmp_path / "begun").read_text() == "begun\n"

@@ -54,7 +54,7 @@ def gather(rank: int) -> tuple[list[Any], list[Any], int]:
         assert own.shape == own_of(name).shape
         return own
 
-    store: Any = SimpleNamespace(specs=by_name, slices=slices, rows=rows)
+    store: Any = SimpleNamespace(specs=by_name, slices=slices, rows=rows, frozen=())
     comms: Any = SimpleNamespace(global_rank=rank, world_size=NUM_RANKS, control=None)
     own = {(name, 1): (name, own_of(name)) for name in SHAPES}
     messages = 0
