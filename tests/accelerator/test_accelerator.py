@@ -94,8 +94,10 @@ def test_slices_on_the_host_are_stepped_there(
         ("redundancy", redundancy),
         ("standby_check_steps", 1),
     )
-    changing = Job(plans=(EQUAL, STAGES), options=options, clip=0.3, optimizer="fused adamw")
-    resuming = Job(plans=(EQUAL,), options=options, folder=str(tmp_path), optimizer="fused adamw")
+    # On a CPU the fused one rounds the end of a tensor otherwise, which standbys don't allow.
+    optimizer = "adamw" if redundancy else "fused adamw"
+    changing = Job(plans=(EQUAL, STAGES), options=options, clip=0.3, optimizer=optimizer)
+    resuming = Job(plans=(EQUAL,), options=options, folder=str(tmp_path), optimizer=optimizer)
     for job in (changing, resuming):
         assert [item.owned_on for item in check(processes, job)] == [{"cpu"}] * 2
 

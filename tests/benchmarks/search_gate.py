@@ -7,10 +7,10 @@
     python -m tests.benchmarks.search_gate --record       # append what this tree's search finds
 
 Cases are the planner's benchmarks and 200 random clusters of 2 to 128 devices of 1 to 3 types,
-links of 1 to 400 Gbit/s, all known models; each follows from its number. `gate_record.jsonl` holds
-a line for each case on which the thorough search of commit 818ce66 was run: the seconds of its best
-plan's iteration, infinite if nothing fits, and its processor time. They are by the cost model of
-that commit: where a device's rates have changed since, record its cases again.
+links of 1 to 400 Gbit/s, all known models; each follows from its number. `--record` writes
+`gate_record.jsonl`, a line a case: the seconds of the best plan's iteration, infinite if nothing
+fits, and the search's processor time. Record with the search that is to be replaced, under the cost
+model that judges its successor: it takes about seven seconds a case.
 """
 
 import argparse
