@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.actions import schedule_1f1b
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch
@@ -271,9 +270,7 @@ class Engine:
             return self._split.scale
 
         def recompute(parts: Sequence[Any]) -> list[Recomputation]:
-            # Each part's backward follows its forward: one is in flight.
-            alone = schedule_1f1b(stage_index=0, num_stages=1, num_microbatches=len(parts))
-            return self._recomputation.of(running.stage, parts, alone)
+            return self._recomputation.alone(running.stage, len(parts))
 
         is_last = running.link.following is None
         with self.logs.recording(is_last=is_last), running.weights, self._calls:

@@ -85,6 +85,16 @@ class RecomputationChoice:
             chosen[index] = replace(chosen[index], measured=self._last_layer(window, index))
         return chosen
 
+    def alone(self, stage: StagePlan | None, num_parts: int) -> list[Recomputation]:
+        """Return what a check's parts recompute: under a budget all layers."""
+        if stage is None:
+            return [Recomputation()] * num_parts
+        budget = stage.activation_budget_bytes
+        if not is_said(stage):
+            budget = self._options.activation_budget_bytes
+        chosen = self._fixed(stage) if budget is None else Recomputation(layers=stage.layers)
+        return [chosen] * num_parts
+
     def learn(self, measured: Sequence[MeasuredBytes]) -> None:
         """Take over all ranks' counts; called by every rank with the same, after the agreement."""
         self.measured = None
