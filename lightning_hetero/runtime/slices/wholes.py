@@ -87,11 +87,12 @@ def _gather(
 ) -> dict[_Key, Tensor]:
     """Return whole tensors of one dtype on rank 0, none elsewhere."""
     own_rows: dict[tuple[_Key, int], Tensor] = {}
-    for key, (name, tensor) in batch.items():
-        owned = [item for item in store.slices[name] if item.owner == comms.global_rank]
-        on_cpu = tensor.detach().cpu() if owned else tensor
-        for item in owned:
-            own_rows[key, item.start] = store.rows(name, on_cpu, item.start, item.stop)
+    with torch._C.DisableTorchFunctionSubclass():  # Hooks may save, whose slices are `Rows`.
+        for key, (name, tensor) in batch.items():
+            owned = [item for item in store.slices[name] if item.owner == comms.global_rank]
+            on_cpu = tensor.detach().cpu() if owned else tensor
+            for item in owned:
+                own_rows[key, item.start] = store.rows(name, on_cpu, item.start, item.stop)
     if comms.global_rank != 0:
         if own_rows:
             message = torch.cat([rows.flatten() for rows in own_rows.values()])
