@@ -27,7 +27,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.solvers.patterns import deal_evenly, enumerate_compositions
+from tests.planner.patterns import deal_evenly, enumerate_compositions
 from tests.planner.cover import CoverBound, OutOfProgramsError, cover_bound, solve_cover
 
 _COVER_PROGRAMS = 50
