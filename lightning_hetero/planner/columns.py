@@ -223,7 +223,11 @@ class ColumnTimes:
                 StagePlan(ranks=tuple(range(start, start + degree)), layers=range(index, index + 1))
             )
         tokens = stages.tokens
-        return cost.activation_s(*plans, tokens), cost.activation_s(*reversed(plans), tokens)
+        one_stage, next_stage = plans
+        return (
+            cost.activation_s(one_stage, next_stage, tokens),
+            cost.activation_s(next_stage, one_stage, tokens),
+        )
 
     def first_s(self, option: Option) -> FloatArray:
         """Return [layers] seconds of exchange and step that end a pipeline, for its first stage."""

@@ -224,6 +224,10 @@ class Improver:
                     yield (*before, (node, other), *after)
                 if other * 2 == degree:
                     yield (*before, (node, other), (node, other), *after)
+        yield from self._added_or_swapped(stages, free)
+
+    def _added_or_swapped(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
+        """Yield a pipeline's stages with one added, or two swapped or joined."""
         for node in self._distinct_nodes(free):
             for degree in self._degrees(node, free[node]):
                 for place in range(len(stages) + 1):

@@ -9,7 +9,6 @@ from lightning_hetero.planner.columns import Column, ColumnTimes, Rate
 from lightning_hetero.planner.memory import own_microbatches, settle_memory
 from lightning_hetero.planner.placement import Arrangement, MappingOrder, PipelineNodes, to_plan
 from lightning_hetero.planner.stages import Option, Ownership, Stages
-from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, Simulation, simulate
 
 __all__ = ["Candidate", "Judge", "deal"]
@@ -85,7 +84,7 @@ class Judge:
         self.stages, self.equally = stages, equally
         self.any_stages = next(iter(stages.values()))
         self.cost: CostModel = self.any_stages.cost
-        self.workload: Workload = self.any_stages.workload
+        self.workload = self.any_stages.workload
         self.idle_may_own = idle_may_own
         self._known: dict[Candidate, tuple[ParallelPlan, Simulation] | None] = {}
         self._times: dict[tuple[int, Ownership, MappingOrder], ColumnTimes] = {}

@@ -7,8 +7,9 @@ least T is wanted at which
     subject to  Σ_p x_p·a_p ≤ limits of the nodes,  Σ_p x_p ≤ D,
                 Σ_p x_p·room_p + room of idle devices ≥ parameters   (ownership by room)
 
-reaches M. The value is convex in T, so Newton steps from above, T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p),
-never pass it. Columns that `Pricing` finds for the duals join until none is worth more than it
+reaches M. The value is convex in T, so Newton steps from above never pass it:
+T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
+Columns that `Pricing` finds for the duals join until none is worth more than it
 costs. Whole x_p are then chosen from the columns of the linear programme and those of least reduced
 cost, with whole micro-batches where each pipeline runs few.
 """
@@ -101,22 +102,10 @@ class Master:
         Args:
             upper_s: Seconds beyond which nobody is interested.
         """
-        time_s, duals = self._guess()
-        self.floor = duals.rows
-        least = _CLOSE * self.total
-        if len(self.pool) < _ADDED:
-            for pricing in self.pricing:
-                pricing.is_wide = True
-            for prices in self._guesses(duals.rows):
-                self.add([c for _, c in self._price(time_s, Duals(rows=prices), -np.inf)])
-            for pricing in self.pricing:
-                pricing.is_wide = False
-        if not self.pool:
-            # Nothing ends by the guess; whatever fits will do.
-            for factor in (4, 30, 1000):
-                self.add([c for _, c in self._price(factor * time_s, duals, -np.inf)])
+        self._begin()
         if not self.pool:
             return np.inf
+        least = _CLOSE * self.total
         alone = min(
             rate.fill_s + rate.slope_s * self.total / column.size
             for column, rate in self.pool.items()
@@ -145,7 +134,7 @@ class Master:
         sizes = np.arange(1, stages.num_layers + 1)
         size = stages.workload.sequences_per_microbatch
         rates = size * (sizes / inner[..., 1:]).max(axis=(1, 2, 3))
-        speed = {kind: 0.0 for kind in stages.devices}
+        speed = dict.fromkeys(stages.devices, 0.0)
         for option, rate in zip(stages.options, rates.tolist(), strict=True):
             speed[option.node_class] = max(speed[option.node_class], rate / option.tp_degree)
         power = sum(speed[kind] * count for kind, count in stages.devices.items())
@@ -157,6 +146,22 @@ class Master:
             for kind, degree, _ in stages.rows
         ]
         return time_s, Duals(rows=np.array(rows))
+
+    def _begin(self) -> None:
+        """Fill the pool with columns for guessed prices."""
+        time_s, duals = self._guess()
+        self.floor = duals.rows
+        if len(self.pool) < _ADDED:
+            for pricing in self.pricing:
+                pricing.is_wide = True
+            for prices in self._guesses(duals.rows):
+                self.add([c for _, c in self._price(time_s, Duals(rows=prices), -np.inf)])
+            for pricing in self.pricing:
+                pricing.is_wide = False
+        if not self.pool:
+            # Nothing ends by the guess; whatever fits will do.
+            for factor in (4, 30, 1000):
+                self.add([c for _, c in self._price(factor * time_s, duals, -np.inf)])
 
     def _guesses(self, rows: FloatArray) -> list[FloatArray]:
         """Return prices that begin a search: the guess, and one class dearer or cheaper."""

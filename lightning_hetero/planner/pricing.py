@@ -163,7 +163,7 @@ class Pricing:
         for position in range(self.stages.max_stages):
             is_last = position == 0
             ends = self.only if is_last else self.first
-            edge = self._edge(ends, position, levels, prices, duals, self.first_s, is_last)
+            edge = self._edge(ends, position, levels, prices, duals, is_first=True)
             total = paths[-1][:, ::-1] + edge[0]
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
@@ -175,7 +175,7 @@ class Pricing:
             middle = self.last if is_last else self.inner
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = self._edge(middle, position, levels, prices, duals, None, False)
+            edge = self._edge(middle, position, levels, prices, duals, is_first=False)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge[0]))
             if not np.isfinite(paths[-1]).any():
@@ -197,17 +197,17 @@ class Pricing:
         levels: FloatArray,
         prices: FloatArray,
         duals: Duals,
-        first_s: FloatArray | None,
-        is_only: bool,  # noqa: FBT001
+        *,
+        is_first: bool,
     ) -> tuple[FloatArray, IntArray]:
         """Return [levels, layers] least cost of a stage at a position, and its option."""
+        links_s = self.hops_s[:, None, None] * (not is_first or position > 0)
         position = min(position, tables[0].shape[2] - 1)
         seconds, room = (item[:, :, position] for item in tables)
-        work = seconds if is_only else seconds + self.hops_s[:, None, None]
-        end_s = work if first_s is None else work + first_s[:, None]
+        end_s = seconds + links_s + self.first_s[:, None] * is_first
         fixed = prices[:, None, None] - duals.room * room
         cost = end_s[None] / levels[:, None, None, None] + fixed[None]
-        busy = seconds if is_only else seconds + self._wait * self.hops_s[:, None, None]
+        busy = seconds + self._wait * links_s
         cost = np.where(busy[None] <= levels[:, None, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
         cost = cost.min(axis=2)
@@ -240,10 +240,8 @@ class Pricing:
 def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
     """Return the least costs after one more stage, [levels, layers placed]."""
     found = np.full(reached.shape, np.inf)
-    for count in np.flatnonzero(np.isfinite(edge).any(axis=0)).tolist():
-        np.minimum(
-            found[:, count:],
-            reached[:, : found.shape[1] - count] + edge[:, count, None],
-            out=found[:, count:],
-        )
+    counts: list[int] = np.flatnonzero(np.isfinite(edge).any(axis=0)).tolist()
+    for count in counts:
+        later = reached[:, : found.shape[1] - count] + edge[:, count : count + 1]
+        np.minimum(found[:, count:], later, out=found[:, count:])
     return found

@@ -31,7 +31,7 @@ from lightning_hetero.planner.workload import (
     explain_no_room,
     valid_tp_degrees,
 )
-from lightning_hetero.simulator import CostModel, RooflineCost
+from lightning_hetero.simulator import CostModel, RooflineCost, Simulation
 
 __all__ = ["plan", "plan_best_size"]
 
@@ -49,7 +49,7 @@ _SIZES_KEPT = 3
 """Sizes whose columns are mixed: the best alone, and those next to it."""
 
 
-def plan(
+def plan(  # noqa: PLR0913 - the public face
     cluster: Cluster,
     model: ModelSpec,
     workload: Workload,
@@ -334,7 +334,7 @@ class _OnNodes:
         most_work = _WORK if self.task.options.thorough else _WORK // 8
         improver = Improver(self.judge, most_work)
         improved = [improver.improve(item) for item in dict.fromkeys(begin)]
-        plans = {}
+        plans: dict[ParallelPlan, PlannedCandidate] = {}
         for item in sorted({*improved, *ranked}, key=self.judge.seconds):
             found = self.judge.plan(item)
             if found is not None:
@@ -520,7 +520,7 @@ def _numbers(top: int) -> list[int]:
     return [*found, top]
 
 
-def _priced(found: ParallelPlan, simulation, cost: CostModel) -> PlannedCandidate:
+def _priced(found: ParallelPlan, simulation: Simulation, cost: CostModel) -> PlannedCandidate:
     owners = [rank for rank, share in enumerate(found.owner_shares or ()) if share]
     used = {cost.node_of_rank[rank] for rank in (*found.ranks, *owners)}
     price = cost.cluster.price_of(sorted(used))

@@ -6,7 +6,7 @@ recomputation that fits. Levels 1 to n recompute that many layers selectively, a
 byte; each level from n+1 to 2·n recomputes one more of them as a whole. With K, S and R the bytes,
 for all tokens in flight, of a layer that is kept, recomputed selectively and as a whole, a stage
 that exceeds its device by `over` bytes takes level ⌈over / (K - S)⌉, or
-n + ⌈(over - n·(K - S)) / (S - R)⌉. If K = S, levels 1 to n are whole layers and there are no others.
+n + ⌈(over - n·(K - S)) / (S - R)⌉. If K = S, there are whole layers only.
 """
 
 from collections import Counter
@@ -201,16 +201,15 @@ class Stages:
         cost, layout, sizes = self.cost, self.cost.layout, np.arange(self.num_layers + 1)
         held, passing = self._by_layers(shape, in_flight)
         owned = held / ownership.num_pipelines if layout.sharded else held
-        owned = owned * (not ownership.by_room)
+        owned = np.asarray(owned * (not ownership.by_room), dtype=np.float64)
         states = held * (layout.weight_bytes + layout.summed_bytes)
         room = cost.usable_bytes(shape.device) - states - owned * layout.device_kept_bytes
         kept, of_input = cost.layer_bytes(shape)
         spared, saved = (self.tokens * (kept - s) for s in (cost.selective_bytes(shape), of_input))
         least = _levels_that_free(passing - room, sizes, in_flight[:, None], spared, saved)
         if layout.sharded:
-            pushed = push_buffer_bytes(
-                held, owned, float(ownership.num_pipelines), layout.pushed_bytes
-            )
+            number = np.full(held.shape, float(ownership.num_pipelines))
+            pushed = push_buffer_bytes(held, owned, number, layout.pushed_bytes)
             least = np.where(pushed <= room, least, -1)
         least[:, 0] = -1
         found: IntArray = least.astype(np.int64)

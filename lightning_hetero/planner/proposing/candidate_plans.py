@@ -224,6 +224,8 @@ class _CandidateSearch:
 
     def _priced(self) -> Iterator[Group]:
         """Yield the columns that masters use, for one, two, four, ... pipelines."""
+        if not self.stages.options:
+            return
         most = sum(self.stages.devices.values())
         for number in (1 << i for i in range(most.bit_length())):
             master = Master([self._times_of(number)])
