@@ -15,6 +15,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
@@ -46,7 +47,7 @@ class EngineOptions:
 
     Raises:
         ConfigurationError: `num_microbatches` is below 1, or `redundancy` isn't 0 or 1 or doesn't
-            go with the kind of exchange.
+            go with the kind of exchange, or `schedule` doesn't go with compiled layers.
     """
 
     num_microbatches: int | None
@@ -65,6 +66,12 @@ class EngineOptions:
             raise ConfigurationError(
                 f"redundancy is {self.redundancy}; it must be 0, or 1 for a standby of each slice. "
                 "To survive the loss of both, save with LayerwiseCheckpoint(replicas=2)."
+            )
+        is_split = self.config.schedule is not Schedule.ONE_F_ONE_B
+        if is_split and self.config.layer_options.compile_layers:
+            raise ConfigurationError(
+                f'schedule="{self.config.schedule}" splits the backward of linear layers, which '
+                'compiled layers hide. Use schedule="1f1b", or compile_layers=False.'
             )
         own_orders = ExchangeKind.REDUCE_SCATTER, ExchangeKind.BY_NODE
         if self.redundancy and self.config.exchange in own_orders:

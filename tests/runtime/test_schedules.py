@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.core.errors import ConfigurationError
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
 from tests.runtime.schedule_runs import train_ordered
@@ -79,6 +81,11 @@ def test_sharded_layers_are_split(pool: ProcessPool) -> None:
     plan = plan_of(pipeline(*stages, num_microbatches=4))
     case = Case(plan=plan, world_size=3, num_layers=4, batch_size=4, model="packed")
     check(pool, case, "split")
+
+
+def test_compiled_layers_hide_what_is_split() -> None:
+    with pytest.raises(ConfigurationError, match="compile_layers=False"):
+        HeteroStrategy(schedule="split", compile_layers=True)
 
 
 @settings(**_options, max_examples=8)
