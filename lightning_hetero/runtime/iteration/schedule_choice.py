@@ -13,7 +13,7 @@ from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b, sch
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.schedules import StageTimes, solve_actions
 
@@ -102,6 +102,8 @@ class ScheduleChoice:
             own = [median(self._own_s[kind]) if self._own_s[kind] else 0.0 for kind in kinds]
             gathered = self._comms.gather_objects(own)
             self._times[plan] = [(forward_s, backward_s) for forward_s, backward_s in gathered]
+            if len(self._times) > MAX_KNOWN_PLANS:
+                self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
 
     def _solved(
         self, plan: ParallelPlan, pipeline_index: int, num_microbatches: int
