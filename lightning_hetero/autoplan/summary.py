@@ -35,6 +35,7 @@ from lightning_hetero.simulator import (
     prediction_lines,
     simulate,
     simulated_facts,
+    tuning_notes,
     usable_bytes,
 )
 
@@ -260,6 +261,7 @@ class StartUp:
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
             *fitting_lines(plan, simulation),
             *[f"precision       {note}" for note in precision_notes(cost)],
+            *[f"trains          {note}" for note in tuning_notes(cost.model)],
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines
@@ -292,7 +294,7 @@ def state_memory(
     for spec in specs:
         holdings, items = holders.of(spec).holdings, slices[spec.name]
         _, of_row = held.setdefault(id(holdings), (holdings, [0.0, 0.0]))
-        of_row[0] += spec.row_numel * facts.compute_bytes
+        of_row[0] += spec.held_bytes(facts.compute_bytes) / max(1, spec.cut_length)
         of_row[1] += spec.row_numel * facts.summed_bytes * spec.requires_grad
         _, of_owned_row = owned.setdefault(id(items), (items, [0.0]))
         num_states = NUM_STATES if spec.requires_grad else 1

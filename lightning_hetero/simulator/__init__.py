@@ -24,6 +24,7 @@ from lightning_hetero.simulator.report import (
     precision_notes,
     prediction_lines,
     simulated_facts,
+    tuning_notes,
 )
 from lightning_hetero.simulator.simulate import Event, Simulation, simulate, split_batch
 from lightning_hetero.simulator.stage import StageShape, StateLayout
@@ -59,5 +60,6 @@ __all__ = [
     "simulated_facts",
     "split_batch",
     "trace_events",
+    "tuning_notes",
     "usable_bytes",
 ]

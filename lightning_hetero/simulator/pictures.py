@@ -244,6 +244,7 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
 # Colour-blind safe (Paul Tol's muted); states in blues and greens, micro-batches in warm colours.
 _TERM_COLOURS = {
     "weights": "#332288",
+    "frozen": "#117733",
     "gradients": "#88CCEE",
     "owned": "#44AA99",
     "activations": "#CC6677",
