@@ -405,5 +405,5 @@ def test_pipelines_that_run_alike_are_simulated_as_one(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(module, "_alike", lambda *_: apart)
             assert simulate(plan, cost, batches) == together
-        kinds, kind_of = module._alike(plan, cost, batches)
+        kinds, kind_of = module._alike(plan, cost, batches, [None] * 5)
         assert (len(kinds), kind_of) == (4, [0, 0, 1, 2, 3])
