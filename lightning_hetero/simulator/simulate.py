@@ -13,13 +13,13 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.exchange import exchange_of
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
     held_tokens,
     in_flight_tokens,
 )
-from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
 from lightning_hetero.simulator.propagate import (
     EqualTimes,
     Orders,
@@ -27,7 +27,7 @@ from lightning_hetero.simulator.propagate import (
     propagate_all,
 )
 
-__all__ = ["Event", "Simulation", "simulate", "split_batch"]
+__all__ = ["Event", "Simulation", "host_bytes", "simulate", "split_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +363,16 @@ def _check(
                 f"The orders of pipeline {index} aren't those of {len(batches)} micro-batches on "
                 f"each of {plan.pipelines[index].num_stages} stages. Solve them for this plan."
             )
+
+
+def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
+    """Return each global rank's bytes of masters, states and summed gradients on its host."""
+    found = [0.0] * len(cost.node_of_rank)
+    for _, _, stage in plan.iter_stages():
+        for rank in stage.ranks:
+            if cost.layout.host_owned or rank in plan.host_owners:
+                found[rank] = cost.owned_params(plan, stage) * cost.layout.kept_bytes
+    return tuple(found)
 
 
 def _rank_memory(
