@@ -1,9 +1,9 @@
 """Turn plain data into a dataclass: keys and types follow from its fields.
 
-A field holds what its type hint says: `int`, `float`, `bool`, `str`, a date, a `range`, another
-dataclass, tuples and mappings of these, or `None` if the hint allows it. Numbers must be finite,
-and whole ones must fit into 64 bits. The dataclass itself checks ranges of values, in
-`__post_init__`.
+A field holds what its type hint says: `int`, `float`, `bool`, `str`, a `StrEnum`, a date, a
+`range`, another dataclass, tuples and mappings of these, or `None` if the hint allows it. Numbers
+must be finite, and whole ones must fit into 64 bits. The dataclass itself checks ranges of values,
+in `__post_init__`.
 """
 
 import datetime
@@ -16,6 +16,7 @@ import typing
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from lightning_hetero.core.errors import HeteroError
@@ -127,7 +128,16 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
         return _mapping(typing.get_args(hint), value, where, name)
     if is_dataclass(hint):
         return _dataclass(hint, value, where)
+    if issubclass(hint, StrEnum):
+        return _choice(hint, value, where)
     return _PARSERS[hint](value, where, name)
+
+
+def _choice(hint: type[StrEnum], value: Any, where: str) -> StrEnum:
+    try:
+        return hint(value)
+    except ValueError:
+        raise _wrong(where, value, f"one of {', '.join(hint)}") from None
 
 
 def _tuple(items: tuple[Any, ...], value: Any, where: str, name: str) -> tuple[Any, ...]:
