@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event, read_entries
-from lightning_hetero.core.reading import build, show
+from lightning_hetero.core.reading import build, readable, show
 from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
 
 __all__ = [
@@ -106,6 +106,7 @@ class DecisionKind(StrEnum):
     """Return to the plan without a mitigation."""
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class IterationEvent:
     """An iteration ended."""
@@ -116,6 +117,7 @@ class IterationEvent:
     """Predicted seconds, if anything was predicted."""
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ChangeEvent:
     """The level of a stream changed."""
@@ -149,6 +151,7 @@ class ChangeEvent:
         )
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class FindingEvent:
     """A device, link or port was found slow."""
@@ -169,6 +172,7 @@ class FindingEvent:
         return Finding(kind=self.kind, ranks=self.ranks, ratio=self.ratio)
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ActionEvent:
     """A mitigation was applied or undone, or would have been in a dry run."""
@@ -188,6 +192,7 @@ class ActionEvent:
     dry_run: bool = False
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class GenerationEvent:
     """Ranks were lost, or have joined, and the others went on in place; written by `RunLog`."""
