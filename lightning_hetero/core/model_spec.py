@@ -13,7 +13,15 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.process.cache import cached_config, hub_cache
-from lightning_hetero.core.reading import build, load_file, nearest, parse_json, parse_yaml, show
+from lightning_hetero.core.reading import (
+    build,
+    load_file,
+    nearest,
+    parse_json,
+    parse_yaml,
+    readable,
+    show,
+)
 from lightning_hetero.core.tuning.fine_tuning import (
     FineTuning,
     Matrix,
@@ -24,6 +32,7 @@ from lightning_hetero.core.tuning.fine_tuning import (
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Sizes of one transformer.
@@ -111,9 +120,7 @@ class ModelSpec:
     @cached_property
     def matrix_params_per_layer(self) -> int:
         """Parameters of a layer's matrices, without adapters: they cost FLOPs for every token."""
-        attention = 2 * self.hidden_size * (self.query_size + self.key_size)
-        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
-        return attention + mlp
+        return sum(item.num_inputs * item.num_outputs for item in self.matrices)
 
     @cached_property
     def own_params_per_layer(self) -> int:
@@ -226,11 +233,8 @@ class ModelSpec:
 
     @cached_property
     def weight_gradient_shares(self) -> tuple[float, float]:
-        """Shares of the forward's FLOPs that gradients of weights take, of a layer and the head.
-
-        A backward is I + W: gradients of inputs cost as much as the forward, those of weights as
-        much as the forward of what trains.
-        """
+        """Shares of a forward's FLOPs that gradients of weights take, of a layer and the head."""
+        # A backward is I + W; gradients of inputs cost as much as the forward.
         if self.tuning is None:
             return 1.0, 1.0
         all_params = self.matrix_params_per_layer + self.added_params_per_layer

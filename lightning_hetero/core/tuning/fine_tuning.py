@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.reading import show
+from lightning_hetero.core.reading import readable, show
 
 __all__ = ["QUANTIZATIONS", "FineTuning", "Matrix", "matrices_of", "read_quantization"]
 
@@ -27,6 +27,7 @@ with scales that are quantized themselves; torchao's int4 in groups of 128; int8
 each row, which is nothing beside it."""
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
     """Which parameters train, and how the others are stored.
