@@ -27,7 +27,14 @@ from lightning_hetero.runtime.tensor_parallel.styles import COLUMNS, ROWS, Rule,
 __all__ = ["is_adapter", "layer_of", "with_adapters"]
 
 _PARTS = re.compile(r"\.(lora_\w+|ia3_l)\.[^.]+(?=\.|$)")
-_LORA = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding"}
+_LORA = {
+    f"peft.tuners.lora.{name}"
+    for name in (
+        *("layer.Linear", "layer.Embedding"),
+        # Of quantized layers, which are refused by what they are.
+        *("bnb.Linear4bit", "bnb.Linear8bitLt", "torchao.TorchaoLoraLinear"),
+    )
+}
 _IA3 = {"peft.tuners.ia3.layer.Linear"}
 _WHOLE_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 """Adapters that put keys and values of all heads into every attention."""
@@ -67,7 +74,7 @@ def with_adapters(root: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
 
 
 def _check_prompts(module: nn.Module) -> None:
-    configs = module.__dict__.get("peft_config")
+    configs = vars(module).get("_peft_config")  # Of adapters that wrap no layers.
     for config in configs.values() if isinstance(configs, Mapping) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind in _WHOLE_KEYS:
@@ -81,7 +88,7 @@ def _parts_of(name: str, module: Any, rule: Rule) -> Iterator[tuple[str, Rule]]:
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     if kind in _LORA and rule.style in (*COLUMNS, *ROWS, *_EMBEDDINGS):
         variants = {type(item).__name__ for item in module.lora_variant.values()}
-        if kind.endswith("Linear"):
+        if not kind.endswith("Embedding"):
             variants -= {"DoraLinearVariant"}
             yield from _parts_of_lora(module, rule)
         if not variants:

@@ -17,6 +17,8 @@ from torch import nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
+from lightning_hetero.runtime.slices.frozen import Opaque, is_opaque
+from lightning_hetero.runtime.slices.known_by_shape import Awaited, KnownByShape, StandIn
 from lightning_hetero.runtime.tensor_parallel.adapters import is_adapter, layer_of, with_adapters
 from lightning_hetero.runtime.tensor_parallel.heads import Heads, HeadsOfLayers
 from lightning_hetero.runtime.tensor_parallel.styles import (
@@ -32,6 +34,7 @@ __all__ = [
     "ModelCuts",
     "ShardedModule",
     "find_regions",
+    "is_quantized",
     "is_transposed",
     "with_partial_gradients",
 ]
@@ -89,11 +92,29 @@ class ModelCuts:
                 slots = layout.slots[spec.name]
                 found = [_cut_of_slot(styled, modules, slot, spec) for slot in slots]
                 cuts[spec.name] = _agree(spec, slots, found, modules)
+        for spec in cuts.values():
+            if spec.tp_dim is not None and is_quantized(layout.slots[spec.name][0].current):
+                raise ModelError(_QUANTIZED.format(spec.name))
         columns = [name for name, item in modules.items() if item.style is TPStyle.COLWISE]
         heads = HeadsOfLayers(root, {layer_of(name) for name in columns}, cuts.values())
         specs = tuple(heads.annotate(cuts[spec.name]) for spec in layout.specs)
         cut = replace(layout, specs=specs)
         return cls(layout=cut, modules=tuple(modules.values()), heads=heads.shared)
+
+
+_QUANTIZED = (
+    "Parameter {} is quantized, and tensor parallelism can't cut it. Use a plan with degree 1, "
+    "whose stages have fewer layers, or load the model without quantization."
+)
+
+
+def is_quantized(current: nn.Parameter) -> bool:
+    """Whether a parameter, or what stands in for it, is of a class that can't be cut."""
+    if isinstance(current, StandIn):
+        return isinstance(current.store.frozen.sources.get(current.parameter), Opaque)
+    if isinstance(current, Awaited):
+        return isinstance(current.source, Opaque)
+    return is_opaque(current) and not isinstance(current, KnownByShape)
 
 
 def _resolve(style: TPStyle, module: nn.Module) -> TPStyle:

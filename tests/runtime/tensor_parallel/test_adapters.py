@@ -24,6 +24,7 @@ UNEQUAL = plan_of(pipeline(stage([2, 0], 0, 3), stage(3, 3, 4)), pipeline(stage(
 FOUR = plan_of(pipeline(stage([3, 0, 2, 1], 0, 4)))
 PLANS = {"pair": (PAIR, 2), "unequal": (UNEQUAL, 4), "four": (FOUR, 4)}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALORA = {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "mixtral": ALL[:4],
@@ -82,7 +83,9 @@ def test_dora_of_layers_with_biases_and_gathered_outputs(pool: ProcessPool, mode
 def test_ia3(pool: ProcessPool, model: str) -> None:
     names = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
     targets = names.get(model, ["k_proj", "v_proj", "o_proj", "down_proj", "gate_proj"])
-    inputs = {"gpt2": ["mlp.c_proj"]}.get(model, ["down_proj", *(["gate_proj"] * (model == "llama"))])
+    inputs = {"gpt2": ["mlp.c_proj"]}.get(
+        model, ["down_proj", *(["gate_proj"] * (model == "llama"))]
+    )
     case = case_of("unequal", model, target_modules=targets, feedforward_modules=inputs)
     check(pool, replace(case, method="IA3Config"))
 
@@ -101,7 +104,7 @@ def test_dropout_drops_the_same_features_under_any_degree(
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_key_heads_that_ranks_share(pool: ProcessPool, *, use_dora: bool) -> None:
-    heads = (("num_attention_heads", 12), ("num_key_value_heads", 3), ("head_dim", 2))
+    heads = (("num_attention_heads", 12), ("num_key_value_heads", 3), ("hidden_size", 24))
     check(pool, replace(case_of("four", use_dora=use_dora), config=heads))
 
 
@@ -129,7 +132,7 @@ def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Pa
         ("PrefixTuningConfig", {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}, "PREFIX"),
         ("LoHaConfig", {"target_modules": ALL}, "loha"),
         ("VeraConfig", {"target_modules": ["q_proj"]}, "vera"),
-        ("LoraConfig", {"target_modules": ALL, "use_qalora": True}, "QALora"),
+        ("LoraConfig", {**ALORA, "target_modules": ALL}, "ALora"),
     ],
 )
 def test_other_adapters_are_refused_by_name(
