@@ -208,15 +208,19 @@ def test_predictions_are_whole_logits(pool: ProcessPool) -> None:
         assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_degrees_that_heads_cannot_take_are_refused_with_those_they_can(
     pool: ProcessPool, order: list[int]
 ) -> None:
-    case = Case(plan=plan_of(pipeline(stage(order, 0, 3))), world_size=4, model="packed")
-    for message in pool.run(fit_error, 4, case, {}):
+    case = Case(plan=plan_of(pipeline(stage(order, 0, 3))), world_size=3, model="packed")
+    for message in pool.run(fit_error, 3, case, {}):
         assert "ModelError" in message
-        assert "2 heads" in message
-        assert "Degrees that work for this model: 1, 2." in message
+        assert "4 heads" in message
+        assert "Degrees that work for this model: 1, 2, 4." in message
+
+
+def test_the_reference_model_shares_key_heads(pool: ProcessPool) -> None:
+    check(pool, Case(plan=FOUR, world_size=4, model="packed", tied=True, clip_val=0.2))
 
 
 def test_modules_without_a_plan_and_impossible_sequence_parallelism_are_refused(
