@@ -6,7 +6,6 @@ from lightning_hetero.simulator.memory import (
     MemoryCorrection,
     MemoryTerms,
     MicroBatchShape,
-    OutOfMemory,
     usable_bytes,
 )
 from lightning_hetero.simulator.pictures import plot_timeline, save_trace, trace_events
@@ -40,7 +39,6 @@ __all__ = [
     "MemoryCorrection",
     "MemoryTerms",
     "MicroBatchShape",
-    "OutOfMemory",
     "PlanTable",
     "ProfileCost",
     "RooflineCost",
