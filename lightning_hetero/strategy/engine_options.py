@@ -151,6 +151,8 @@ class EngineOptions:
                 option=self.tp_plan,
                 sequence_parallel=self.sequence_parallel,
             )
+            for plan in plans.candidates:
+                tensor_parallel.check_degrees(plan)
             layout = tensor_parallel.layout
         config = with_exchange(config, facts, plans, layout.specs)
         check_room_for_states(facts, plans, config, layout.specs)
