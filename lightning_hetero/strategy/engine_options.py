@@ -20,6 +20,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts, is_quantized
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 if TYPE_CHECKING:
@@ -83,6 +84,17 @@ class EngineOptions:
                 'a slice and its standby would differ. Use exchange="collectives", or redundancy=0.'
             )
 
+    def check_quantized(self, module: pl.LightningModule) -> None:
+        """Refuse quantized weights that tensor parallelism would cut, before processes are started.
+
+        Weights that `configure_model` makes are checked when they are there.
+
+        Raises:
+            ModelError: There are such weights.
+        """
+        if any(is_quantized(parameter) for parameter in module.parameters()):
+            ModelCuts.of(module, ModelLayout.of(module, layers=self.layers), self.tp_plan)
+
     def gather_facts(
         self,
         module: pl.LightningModule,
@@ -142,6 +154,8 @@ class EngineOptions:
                 option=self.tp_plan,
                 sequence_parallel=self.sequence_parallel,
             )
+            for plan in plans.candidates:
+                tensor_parallel.check_degrees(plan)
             layout = tensor_parallel.layout
         config = with_exchange(config, facts, plans, layout.specs)
         check_room_for_states(facts, plans, config, layout.specs)
