@@ -7,7 +7,7 @@ newest complete checkpoint in any place is restored, whatever plan and number of
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -22,10 +22,11 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
-from lightning_hetero.callbacks.checkpointing.live import Found, LiveSteps, find_saved
+from lightning_hetero.callbacks.checkpointing.live import LiveSteps, NothingLive
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
 from lightning_hetero.callbacks.checkpointing.recovery_report import (
+    Found,
     StartTimes,
     refuse_under_torchrun,
     report_complete,
@@ -38,6 +39,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
     is_complete,
     restore,
+    restore_now,
 )
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
@@ -46,11 +48,10 @@ from lightning_hetero.checkpoint import (
     Recovered,
     RetryPolicy,
     SavedCheckpoint,
-    Tier,
     WriterOptions,
 )
 from lightning_hetero.checkpoint.retry import local_folder
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -150,7 +151,8 @@ class LayerwiseCheckpoint(Checkpoint):
         self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
-        self._recovered: Recovered | None = None
+        self._found: Found | None = None
+        """The state that is being restored, until training starts."""
         self._live = LiveSteps()
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
@@ -170,10 +172,6 @@ class LayerwiseCheckpoint(Checkpoint):
         """
         self._leaving = _Leaving(nodes=nodes, then=then)
 
-    def begin_change(self) -> None:
-        """Hear that an optimizer is about to change the slices; called by the strategy."""
-        self._live.begin_change()
-
     # -- start ----------------------------------------------------------------------------------
 
     @override
@@ -185,73 +183,80 @@ class LayerwiseCheckpoint(Checkpoint):
             refuse_under_torchrun()
         if stage == "fit":
             self._peers = peers_of(trainer, self._timeout.total_seconds())
-            if not self._skip_unreadable and not run.knows_all_ranks:
+            if not self._skip_unreadable and run.has_newcomers:
                 # Before anything is planned or measured.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        is_first, peers = trainer.local_rank == 0, self._peers
-        self._access = access = self._open(peers, is_first_of_node=is_first)
-        owned = OwnedState(trainer)
-        needs, goes_on = owned.needs(), _goes_on(trainer)
-        found = self._live.recover(needs, peers) if goes_on else Found(None)
-
-        def look(tiers: Sequence[Tier], **seen: Any) -> Recovered | None:
-            nonlocal found
+        is_first, goes_on = trainer.local_rank == 0, _goes_on(trainer)
+        self._access = access = self._open(self._peers, is_first_of_node=is_first)
+        needs = OwnedState(trainer).needs()
+        live = self._live.recover(needs, self._peers) if goes_on else None
+        why_not_live = live.why if isinstance(live, NothingLive) else None
+        recovered = live if isinstance(live, Recovered) else None
+        if recovered is None:
+            access.take_leases(tidies=not goes_on)
             if self._resume or goes_on:
-                found = find_saved(needs, tiers, why_not_live=found.why_not_live, **seen)
-            return found.recovered
-
-        if not found.is_live:
-            self._start = access.enter(look, anew=not (self._resume or goes_on), tidies=not goes_on)
-        recovered = found.recovered
-        if recovered is not None:
-            if not found.is_live:
-                self._last_step = recovered.id.step
-            made_s, set_up_s = self._made_at_s, self._set_up_at_s
-            times = StartTimes(
-                made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
-            )
-            restore(trainer, owned, recovered)
-            if goes_on:
-                _reset_metrics(pl_module)
-            report = report_recovery(trainer, found, times, self.places, peers)
-            run_of(trainer).note_restart(report, in_place=goes_on)
-            if is_complete(trainer):
-                report_complete(self.places, recovered.id.step)
-        if found.is_live and recovered is not None:
+                recovered = access.recover(needs)
+            if recovered is None and why_not_live is not None:
+                raise CheckpointError(
+                    f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
+                    "there is nothing to go on from in place. Start again."
+                )
+            self._start = access.enter(recovered, anew=not (self._resume or goes_on))
+        else:
             self._start = access.enter_later(recovered)
-            # A checkpoint of that step may lack the parts of lost ranks, or even of others.
-            self._last_step = 0
-        self._recovered = recovered
-        if recovered and recovered.report.place == "memory" and is_complete(trainer):
-            # Nothing is left to train, but the earlier run may have failed to save its end.
+        if recovered is None:
+            return
+        # A checkpoint of a live step may lack the parts of lost ranks, or even of others.
+        self._last_step = 0 if live is recovered else recovered.id.step
+        restore(trainer, recovered)
+        if goes_on:
+            _reset_metrics(pl_module)
+        self._found = Found(
+            recovered=recovered,
+            times=StartTimes(
+                made_s=self._made_at_s,
+                set_up_s=self._set_up_at_s,
+                planned_s=start_s,
+                fetched_s=time.time(),
+            ),
+            is_live=live is recovered,
+            why_not_live=why_not_live,
+        )
+        if is_complete(trainer):
+            self._end_complete(trainer, pl_module, recovered)
+
+    def _end_complete(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, recovered: Recovered
+    ) -> None:
+        """End a run in which nothing is left to train: training will not start."""
+        self._report(trainer)
+        report_complete(self.places, recovered.id.step)
+        if recovered.report.place == "memory":
+            # The earlier run may have failed to save its end.
+            restore_now(trainer)
             self._save(trainer, again=recovered)
             self.on_train_end(trainer, pl_module)
 
-    @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        # Lightning loads the file of `ckpt_path` now, which was for the first start.
-        recovered, self._recovered = self._recovered, None
-        if recovered is not None:
-            checkpoint.clear()
-            restore(trainer, OwnedState(trainer), recovered)
-            self._recovered = recovered
+    def _report(self, trainer: pl.Trainer) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            seconds = report_recovery(trainer, found, self.places, self._peers)
+            run_of(trainer).note_restart(seconds, in_place=_is_in_place(found))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        recovered, self._recovered = self._recovered, None
-        strategy = run_of(trainer).strategy
-        if recovered is None and strategy is not None and strategy.processes.outlives_ranks:
+        found, strategy = self._found, run_of(trainer).strategy
+        if found is not None:
+            self._report(trainer)
+            go_on(trainer, found.recovered)
+        elif strategy is not None and strategy.processes.outlives_ranks:
             # At once: until the first checkpoint, a lost rank's part of the state would be gone.
             self._live.note_step(trainer)
             self._save(trainer)
-        if recovered is not None:
-            go_on(trainer, recovered)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -365,7 +370,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Does nothing after a run's end; but after the loss of a rank another fit may follow.
         self._let_go()
-        self.saved = self._leaving = self._recovered = None
+        self.saved = self._leaving = self._found = None
 
     def _let_go(self) -> None:
         access, self._access = self._access, None
@@ -379,6 +384,10 @@ def _reset_metrics(module: pl.LightningModule) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()
+
+
+def _is_in_place(found: Found) -> bool:
+    return found.is_live or found.why_not_live is not None
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

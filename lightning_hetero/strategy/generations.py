@@ -335,7 +335,7 @@ class _Generations:
         self._strategy.set_world_ranks()
         before.put_back(trainer)
         self._joiners = new.joiners_since(old)
-        trainer.strategy.run.knows_all_ranks = not self._joiners
+        trainer.strategy.run.note_generation(has_newcomers=bool(self._joiners))
         rank_zero_info(
             "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,

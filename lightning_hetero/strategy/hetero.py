@@ -28,7 +28,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
@@ -58,23 +58,6 @@ from lightning_hetero.strategy.steps import Steps
 from lightning_hetero.strategy.trainable import check_trainable
 
 __all__ = ["HeteroStrategy"]
-
-
-def _moved(name: str) -> property:
-    """Return a deprecated alias of a field of `emulation`; any use warns."""
-    text = f"`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
-    text += f"`HeteroStrategy.emulation.{name}`."
-
-    def get(strategy: "HeteroStrategy") -> Any:
-        rank_zero_deprecation(text)
-        return getattr(strategy.emulation, name)
-
-    def put(strategy: "HeteroStrategy", value: Any) -> None:
-        rank_zero_deprecation(text)
-        strategy.emulation = replace(strategy.emulation, **{name: value})
-
-    get.__doc__ = f"Deprecated: `emulation.{name}`."
-    return property(get, put)
 
 
 class HeteroStrategy(HookedStrategy):
@@ -314,8 +297,6 @@ class HeteroStrategy(HookedStrategy):
         found = self._trainer.datamodule
         return found if isinstance(found, HeteroDataModule) else None
 
-    slowdown, memory_bytes = _moved("slowdown"), _moved("memory_bytes")
-
     # -- set-up ---------------------------------------------------------------------------------
 
     @override
@@ -339,9 +320,7 @@ class HeteroStrategy(HookedStrategy):
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
-        self.precision_plugin.deposit_gradients = self._deposit_gradients
-        self.precision_plugin.norm_of_gradients = self.hooked_slices.norm
-        self.precision_plugin.begin_change = self._begin_change
+        self.precision_plugin.connect_gradients(self, self.root_device)
         if trains:
             self.setup_optimizers(trainer)
             self._slices.check_optimizers(self.optimizers)
@@ -382,7 +361,6 @@ class HeteroStrategy(HookedStrategy):
             num_batches=self._num_batches,
             seed=lambda: engine.config.seed,
         )
-        precision.device_type = self.root_device.type
         self._steps = Steps(self._module, engine, self._dealer, precision.forward_context)
         start = StartUp.gather(facts, engine, plans.auto, num_batches=self._num_batches)
         self.memory = MemoryWatch(start, engine, lambda: self.optimizers)
@@ -391,12 +369,6 @@ class HeteroStrategy(HookedStrategy):
             rank_zero_info("%s", start)
             if plans.auto is None and start.idle_warning is not None:
                 rank_zero_warn(start.idle_warning)
-
-    def _begin_change(self) -> None:
-        """Note that an optimizer is about to change the slices."""
-        self.hooked_slices.leave()
-        for checkpoint in self.run.checkpoints:
-            checkpoint.begin_change()
 
 
 HeteroStrategy.register_strategies(StrategyRegistry)

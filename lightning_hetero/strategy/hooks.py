@@ -5,7 +5,7 @@ are needed here are listed in `lightning_hetero.private_names`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ from lightning_hetero.runtime.slices.rows import HookedSlices
 from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
+from lightning_hetero.strategy.run import RestoredState
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
@@ -67,6 +68,9 @@ class HookedStrategy(ParallelStrategy):
         self._slices = slices
         self._start_method = start_method
         self._num_nodes, self._failed, self._seeds = 1, False, GlobalSeed()
+        self._num_changes = 0
+        self._restored: RestoredState | None = None
+        """What Lightning restores next, instead of a file."""
         self._dealer: Dealer | None = None
         """Deals samples out to ranks; set by `setup`."""
         self._steps: Steps | None = None
@@ -279,11 +283,26 @@ class HookedStrategy(ParallelStrategy):
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
 
-    def _deposit_gradients(self) -> None:
+    def deposit_gradients(self) -> None:
+        """Move the iteration's gradients into the slices; see `precision.Gradients`."""
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
         self._slices.deposit_gradients(1.0 / number, are_first=are_first)
+
+    def norm_of_gradients(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of parameters' gradients over all ranks; collective."""
+        return self.hooked_slices.norm(parameters)
+
+    def begin_change(self) -> None:
+        """Hear that an optimizer is about to change the slices."""
+        self.hooked_slices.leave()
+        self._num_changes += 1
+
+    @property
+    def num_changes(self) -> int:
+        """How often an optimizer has begun to change the slices."""
+        return self._num_changes
 
     @override
     def optimizer_step(
@@ -296,6 +315,7 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._restored = None
         self.has_begun_training = True
         self._processes.begin_training()
         self.engine.mark_weights_stale()
@@ -339,10 +359,16 @@ class HookedStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._slices.optimizer_state(optimizer)
 
+    def restore_from(self, restored: RestoredState) -> None:
+        """Let Lightning restore a state that has this rank's slices; called after `setup`."""
+        self._restored = restored
+
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored.checkpoint  # The file was for the first start.
         return read_checkpoint(
             checkpoint_path,
             weights_only=weights_only,
@@ -352,12 +378,19 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+        if self._restored is None:
+            self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+        else:
+            self._restored.load_weights()
+            self._slices.note_recovery()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        self._slices.load_optimizers(self._trainer, lambda: self.optimizers, states)
+        self._slices.refit_finetuning(self._trainer)
+        if self._restored is None:
+            self._slices.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        else:
+            self._restored.load_optimizers()
         _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
 
     # -- the end --------------------------------------------------------------------------------
@@ -374,17 +407,13 @@ class HookedStrategy(ParallelStrategy):
         self._failed, self.has_trained = True, False
         self._slices.await_recovery()
         # Else `teardown` would move their state to the CPU and keep the old engine in memory.
-        self.optimizers = []
+        self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None
 
     @property
     def awaits_recovery(self) -> bool:
         """Whether the slices' values have yet to be recovered, after a rank was lost."""
         return self._slices.awaits_recovery
-
-    def note_recovery(self) -> None:
-        """Mark the slices' values as recovered; called by whoever has put them back."""
-        self._slices.awaits_recovery = False
 
     @override
     def teardown(self) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning_hetero.checkpoint import SavedCheckpoint
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
-__all__ = ["KeepsLog", "OutlivesRanks", "RestartsRun", "Run", "SavesSlices"]
+__all__ = ["KeepsLog", "OutlivesRanks", "RestartsRun", "RestoredState", "Run", "SavesSlices"]
 
 _T = TypeVar("_T")
 
@@ -41,9 +41,6 @@ class SavesSlices(Protocol):
     ) -> None:
         """When this step ends, call `then` with a function that saves it; every rank calls this."""
 
-    def begin_change(self) -> None:
-        """Hear that an optimizer is about to change the slices, after all that ranks wait for."""
-
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
 
@@ -53,6 +50,19 @@ class SavesSlices(Protocol):
         Returns:
             Whether it keeps anything.
         """
+
+
+class RestoredState(Protocol):
+    """A recovered state, of which this rank has its slices."""
+
+    checkpoint: dict[str, Any]
+    """The rest of it, by Lightning's names of a checkpoint's entries."""
+
+    def load_weights(self) -> None:
+        """Put weights and buffers into the module."""
+
+    def load_optimizers(self) -> None:
+        """Put the optimizers' state, and averages of weights, in place."""
 
 
 class RestartsRun(Protocol):
@@ -97,8 +107,7 @@ class Run:
         """Callbacks that save slices."""
         self.restarters: list[RestartsRun] = []
         """Callbacks that can restart the run without some of its machines."""
-        self.knows_all_ranks = False
-        """Whether all ranks were in the last generation: then stores needn't be probed again."""
+        self._has_newcomers = True
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart until its state was restored; of the
         newest change of ranks, if restarters work in place. None until there was one."""
@@ -107,6 +116,15 @@ class Run:
     def control(self) -> dist.ProcessGroup | None:
         """The group of small messages between all ranks; None for one rank, or without plans."""
         return None if self.strategy is None else self.strategy.engine.comms.control
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether ranks have come since the last generation, which may not reach the stores."""
+        return self._has_newcomers
+
+    def note_generation(self, *, has_newcomers: bool) -> None:
+        """Note that a generation follows another one in place."""
+        self._has_newcomers = has_newcomers
 
     def note_restart(self, seconds: float | None, *, in_place: bool) -> None:
         """Keep the seconds that a start took, if it was of the kind that restarters would cause."""

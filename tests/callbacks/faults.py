@@ -28,7 +28,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "set-up": (HeteroStrategy, "setup"),
     "forward": (ToyModule, "training_step"),
     "push": (Push, "finish"),
-    "deposit": (HeteroStrategy, "_deposit_gradients"),
+    "deposit": (HeteroStrategy, "deposit_gradients"),
     "optimizer step": (HeteroStrategy, "optimizer_step"),
     "after the step": (Engine, "mark_weights_stale"),
     "snapshot": (snapshot, "_copy"),
