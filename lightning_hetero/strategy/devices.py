@@ -1,4 +1,4 @@
-"""Which device a process has, and whether the run can use it."""
+"""What a run asks of NCCL and of a device's queues before processes meet."""
 
 from collections.abc import Mapping, MutableMapping
 
@@ -6,7 +6,7 @@ import torch
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["check_queues", "device_of", "leave_failures_to_ranks"]
+__all__ = ["check_queues", "leave_failures_to_ranks"]
 
 
 def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
@@ -31,12 +31,3 @@ def leave_failures_to_ranks(environment: MutableMapping[str, str]) -> None:
     their groups themselves, once they know what their devices have trained (`StepEnd`).
     """
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-
-
-def device_of(devices: list[torch.device], local_rank: int) -> torch.device:
-    """Return a process's device."""
-    if len(devices) > local_rank:
-        return devices[local_rank]
-    # More processes run on this node than `devices=` says: the launcher knows better.
-    device = devices[0]
-    return device if device.type == "cpu" else torch.device(device.type, local_rank)

@@ -49,8 +49,9 @@ from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.strategy.engine_options import EngineOptions
-from lightning_hetero.strategy.generations import launcher_of, size_that_stays
+from lightning_hetero.strategy.generations import size_that_stays
 from lightning_hetero.strategy.hooks import HookedStrategy
+from lightning_hetero.strategy.launcher import launcher_of
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import Run
 from lightning_hetero.strategy.sliced_state import SlicedState

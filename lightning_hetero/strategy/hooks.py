@@ -4,7 +4,6 @@
 are needed here are listed in `lightning_hetero.private_names`.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,22 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.random_state import GlobalSeed
 from lightning_hetero.runtime.slices.rows import HookedSlices
-from lightning_hetero.strategy.devices import device_of
+from lightning_hetero.strategy.connected import ConnectedStrategy
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import RestoredState
@@ -44,7 +36,7 @@ __all__ = ["HookedStrategy"]
 _T = TypeVar("_T")
 
 
-class HookedStrategy(ParallelStrategy):
+class HookedStrategy(ConnectedStrategy):
     """Passes Lightning's calls on to the strategy's parts.
 
     Args:
@@ -62,12 +54,9 @@ class HookedStrategy(ParallelStrategy):
         start_method: StartMethod,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self._accelerator_of_trainer: Accelerator | None = None
-        self._processes = processes
+        super().__init__(processes, start_method=start_method, **options)
         self._slices = slices
-        self._start_method = start_method
-        self._num_nodes, self._failed, self._seeds = 1, False, GlobalSeed()
+        self._failed = False
         self._num_changes = 0
         self._restored: RestoredState | None = None
         """What Lightning restores next, instead of a file."""
@@ -81,11 +70,6 @@ class HookedStrategy(ParallelStrategy):
         """Whether a fit has begun to train; before that, no loss of a rank is survived in place."""
         self.has_trained = False
         """Whether this generation has finished a step."""
-
-    @property
-    def processes(self) -> Processes:
-        """This process's connections to the others of the run."""
-        return self._processes
 
     @property
     def engine(self) -> Engine:
@@ -112,83 +96,6 @@ class HookedStrategy(ParallelStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    # -- processes ------------------------------------------------------------------------------
-
-    @property
-    @override
-    def accelerator(self) -> Accelerator | None:
-        return self._accelerator or self._accelerator_of_trainer
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        # Not kept in `_accelerator`: a second Trainer would say that two were chosen.
-        if self._accelerator_of_trainer is not None:
-            raise ConfigurationError(
-                "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
-                "keeps. Make one for each: Trainer(strategy=HeteroStrategy(...))."
-            )
-        self._accelerator_of_trainer = accelerator
-
-    is_distributed = True
-    """Lightning reads it before it injects samplers and reduces logged values."""
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        environment, index = self.cluster_environment, self.local_rank
-        if isinstance(environment, GenerationEnvironment):
-            index = environment.device_index
-        return device_of(self.parallel_devices, index)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes: torchrun's if it started this process, else the Trainer's."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    def set_world_ranks(self) -> None:
-        """Tell Lightning's own environment and `rank_zero_only` their ranks."""
-        if (environment := self.cluster_environment) is None:
-            return
-        # Environments that know their ranks, such as torchrun's, ignore what they are told here.
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        self._seeds.put_back(again=self.awaits_recovery)
-        assert self.cluster_environment is not None
-        self.cluster_environment = self._processes.meet(
-            self.cluster_environment, self.root_device, self._lightning_module
-        )
-        self.set_world_ranks()
-
-    @override
-    def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Any:
-        return self._processes.reduce(tensor, group, reduce_op)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._processes.barrier()
-
-    @override
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        return self._processes.broadcast(obj, src)
 
     @property
     @override

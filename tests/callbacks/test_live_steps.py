@@ -23,7 +23,7 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.straggler import PolicyConfig
-from lightning_hetero.strategy.generations import _Generations
+from lightning_hetero.strategy.generations import Generations
 from lightning_hetero.strategy.processes import Processes
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -290,7 +290,7 @@ def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode(
     class Ends(Callback):
         def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.during = {module.training for module in pl_module.modules()}
-            _Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(0)
+            Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(0)
             self.after = {module.training for module in pl_module.modules()}
             raise Stop
 
