@@ -45,9 +45,6 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0
 """Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
-_ROUND_S = 0.1
-"""Seconds between the rounds in which draining ranks tell each other how far they are."""
-_SHORTEST_TIMEOUT_S = 0.5
 
 
 class ElasticRestart(Callback):
@@ -122,10 +119,10 @@ class ElasticRestart(Callback):
             )
         notices = [] if preemption_notice is None else preemption_notice
         self._notices = list(notices) if isinstance(notices, Sequence) else [notices]
-        if heartbeat_timeout.total_seconds() < _SHORTEST_TIMEOUT_S:
+        if heartbeat_timeout.total_seconds() < 0.5:
             raise ConfigurationError(
-                f"heartbeat_timeout is {heartbeat_timeout.total_seconds()} s; it must be "
-                f"{_SHORTEST_TIMEOUT_S} s or more, or ranks that only compute would count as lost."
+                f"heartbeat_timeout is {heartbeat_timeout.total_seconds()} s; it must be 0.5 s or "
+                "more, or ranks that only compute would count as lost."
             )
         self.in_place = in_place
         self.heartbeat_timeout = heartbeat_timeout
@@ -393,7 +390,7 @@ def _check_in_place(trainer: pl.Trainer) -> None:
 def _is_uploading(saved: SavedCheckpoint) -> bool:
     """Wait a moment; return whether this rank's part is still on its way to the remote store."""
     try:
-        saved.wait_until_uploaded(_ROUND_S)
+        saved.wait_until_uploaded(0.1)
     except TimeoutError:
         return True
     except (CheckpointError, PeerError, OSError) as error:

@@ -84,9 +84,7 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
 
 OWNER_FILE = "owner.json"
 """File at the top of a place that names the job that writes there."""
-_BEAT_S = 10.0
 _BEATS_TO_WAIT = 3
-_PATIENCE_S = 2.0
 _NO_JOB = {"", "none"}
 """torchrun's run ids if none was given: they don't identify a job."""
 
@@ -104,7 +102,7 @@ class Lease:
         beat_s: Seconds between signs of life.
     """
 
-    def __init__(self, store: Store, *, shared: bool, beat_s: float = _BEAT_S) -> None:
+    def __init__(self, store: Store, *, shared: bool, beat_s: float = 10.0) -> None:
         self._store = store
         self._shared = shared
         self._beat_s = beat_s
@@ -161,7 +159,7 @@ class Lease:
         if self._thief is None:
             remover = threading.Thread(target=self._remove, daemon=True)
             remover.start()
-            remover.join(_PATIENCE_S)
+            remover.join(2.0)
 
     def _live(self) -> None:
         while not self._ended.wait(self._beat_s):

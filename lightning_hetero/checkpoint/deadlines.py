@@ -30,7 +30,6 @@ _Item = TypeVar("_Item")
 
 MARGIN = 1.5
 """How much longer whoever waits for work waits than the work may hang: so that it tells itself."""
-_LONGEST_LOOK_S = 1.0
 _MAX_HANGING = 8
 
 
@@ -102,7 +101,7 @@ class Deadline:
         Raises:
             TimeoutError: There has been no progress for too long.
         """
-        while not wait([future], timeout=min(_LONGEST_LOOK_S, self._timeout_s)).done:
+        while not wait([future], timeout=min(1.0, self._timeout_s)).done:
             if self.is_over:
                 raise TimeoutError(f"Nothing has moved for {self._timeout_s:g} s.")
 

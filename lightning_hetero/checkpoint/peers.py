@@ -24,10 +24,7 @@ from lightning_hetero.core.errors import CheckpointError, PeerError
 
 __all__ = ["Keys", "Peers"]
 
-_FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
-_BEAT_S = 0.5
-"""Seconds between two looks at the own work's progress."""
 _T = TypeVar("_T")
 
 
@@ -157,7 +154,7 @@ class Peers:
         """
         limit_s = timeout_s or self.timeout_s
         deadline, seen = Deadline(limit_s, thread.progress), thread.progress.count
-        while not wait([work], timeout=min(_BEAT_S, limit_s)).done and not deadline.is_over:
+        while not wait([work], timeout=min(0.5, limit_s)).done and not deadline.is_over:
             if seen != (seen := thread.progress.count):
                 self.progress.tick()
                 if self.world_size > 1:
@@ -209,7 +206,7 @@ class Peers:
     def _await(self, name: str, count: int, limit_s: float) -> None:
         """Wait until a counter has come to `count`."""
         assert self._keys is not None
-        deadline, beats, pause_s = Deadline(limit_s), -1, _FIRST_PAUSE_S
+        deadline, beats, pause_s = Deadline(limit_s), -1, 0.001
         while self._keys.add(self._name(name), 0) < count:
             if self._is_over():
                 raise PeerError(f"Rank {self.global_rank} lost another rank.")

@@ -173,8 +173,6 @@ def _without_scheme(url: str | Path) -> str:
     return str(url).removeprefix("file://")
 
 
-_PATIENCE_S = 5.0
-"""Time for a small file: S3 across the world needs 1 s, a role's credentials 1 s more."""
 _S3_RETRIES = {"retries": {"max_attempts": 1}}
 """Options of the client itself, which would try a refused connection four times otherwise."""
 _REFUSED_KEYS = (
@@ -210,7 +208,7 @@ def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
         store.remove([name])
 
     try:
-        Operations(_PATIENCE_S, max_hanging=1).run(ask)
+        _impatient_operations().run(ask)
     except Exception as error:
         # Stores raise their client library's own types.
         reason = _reason(error, has_served=has_served)
@@ -235,7 +233,7 @@ def look_at_store(url: str, **options: Any) -> None:
         return
     store = _impatient_store(url, options)
     try:
-        Operations(_PATIENCE_S, max_hanging=1).run(lambda _: store.check_exists())
+        _impatient_operations().run(lambda _: store.check_exists())
     except Exception as error:
         # Stores raise their client library's own types.
         reason = _reason(error, has_served=False)
@@ -243,6 +241,11 @@ def look_at_store(url: str, **options: Any) -> None:
             reason = "there is no such bucket or folder, or nothing is in it."
         if reason is not None:
             raise CheckpointError(f"Can't read {url}: {reason} ({_innermost(error)})") from error
+
+
+def _impatient_operations() -> Operations:
+    # A small file takes S3 across the world 1 s, a role's credentials 1 s more.
+    return Operations(5.0, max_hanging=1)
 
 
 def _impatient_store(url: str, options: Mapping[str, Any]) -> FsspecStore:

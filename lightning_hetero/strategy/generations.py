@@ -30,6 +30,7 @@ by which a new process enters the run is there in any case, so an old one takes 
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +43,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.runtime.generation.judge import VainGenerations
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.strategy.devices import leave_failures_to_ranks
@@ -52,9 +52,11 @@ if TYPE_CHECKING:
 
     from lightning_hetero.strategy.hooks import HookedStrategy
 
-__all__ = ["Generations", "size_that_stays"]
+__all__ = ["Generations", "VainGenerations", "size_that_stays"]
 
 _log = logging.getLogger(__name__)
+_FEWEST_IN_VAIN, _LONGEST_IN_VAIN_S = 3, 60.0
+"""About the time of a restart: after trying for as long, a restart costs at most as much again."""
 
 
 def size_that_stays(told: Iterable[int]) -> int:
@@ -231,3 +233,36 @@ class _BeforeFit:
         trainer.should_stop = False
         trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         trainer.state.stage = RunningStage.TRAINING
+
+
+class VainGenerations:
+    """Counts generations in a row that ended before any step was trained, as one rank saw them.
+
+    A count alone would end a run that loses spot machines one after another, each while the others
+    still recover from the loss before. Time alone would end a run whose recovery is slow. So a run
+    ends after several in a row *and* a minute without a step (ski rental).
+
+    ::
+
+        vain = VainGenerations()
+        why = vain.note(has_trained=False)  # after a generation; says why the run should end
+
+    Args:
+        now_s: The time, in seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._since_s = now_s()
+        self._count = 0
+
+    def note(self, *, has_trained: bool) -> str:
+        """Note that a generation has ended; return why no other should follow, "" if one should."""
+        if has_trained:
+            self._since_s, self._count = self._now_s(), 0
+            return ""
+        self._count += 1
+        vain_s = self._now_s() - self._since_s
+        if self._count < _FEWEST_IN_VAIN or vain_s < _LONGEST_IN_VAIN_S:
+            return ""
+        return f"{self._count} generations in a row have trained no step, in {vain_s:.0f} s"

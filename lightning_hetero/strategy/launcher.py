@@ -28,6 +28,7 @@ from lightning_hetero.runtime.generation.entering import (
 from lightning_hetero.runtime.generation.environment import take_cores
 from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
 from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
+from lightning_hetero.runtime.ranks.open_files import allow_clients_of_agent
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.generations import Generations
@@ -150,6 +151,8 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         if joins:
             workers = [worker | joiner_variables(os.environ[JOIN]) for worker in workers]
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not joins and environment.local_rank() == 0:
+            allow_clients_of_agent(environment.world_size())
         is_first = environment.global_rank() == 0 and environment.node_rank() == 0
         become_keeper(
             KeeperTask(

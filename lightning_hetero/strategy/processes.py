@@ -28,6 +28,7 @@ from lightning_hetero.runtime.generation.entering import (
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation
+from lightning_hetero.runtime.generation.worker import KEPT
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
     init_process_group,
@@ -37,6 +38,7 @@ from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
+from lightning_hetero.runtime.ranks.open_files import allow_clients_of_agent
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
 from lightning_hetero.strategy.devices import check_queues
 from lightning_hetero.strategy.trainable import facts_of_fit
@@ -169,6 +171,8 @@ class Processes:
         environment = self._environment
         assert environment is not None
         if self._store is None:
+            if KEPT not in os.environ and environment.local_rank() == 0:
+                allow_clients_of_agent(environment.world_size())
             self._store = connect_store(
                 environment.main_address,
                 environment.main_port,
@@ -180,9 +184,9 @@ class Processes:
         return self._store
 
     def open_store(self, name: str) -> tuple[Store, str]:
-        """Return names of their own in the ranks' store, by a client of their own, and its host.
+        """Return new names in the ranks' store, by a client of their own, and its host.
 
-        All ranks call it equally often; each time the names are new ones.
+        All ranks call it equally often.
         """
         store, rank = self._connect_store(), self.comms.global_rank
         number = store.add(f"{name}/{rank}", 1)

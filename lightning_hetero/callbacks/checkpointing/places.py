@@ -44,7 +44,6 @@ from lightning_hetero.core.process.identity import machine_id
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
 
 _log = logging.getLogger(__name__)
-_LONGEST_NOTE_S = 1.0
 _KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
 """How long after its last step a failed run's data stay in shared memory."""
 
@@ -83,7 +82,7 @@ class Places:
     stall_s: float = 300.0
     """Seconds after which an operation that hangs in a local place is given up."""
     _noting: Operations = field(
-        default_factory=lambda: Operations(_LONGEST_NOTE_S, max_hanging=1),
+        default_factory=lambda: Operations(1.0, max_hanging=1),
         repr=False,
         compare=False,
     )

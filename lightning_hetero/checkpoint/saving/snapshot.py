@@ -25,14 +25,17 @@ __all__ = ["HostBuffer", "Snapshot"]
 _ALIGNMENT_BYTES = 64
 _BLOCK_BYTES = 2**29
 """Size of a buffer's blocks, unless a tensor is larger; one that doesn't fit begins a new block."""
-_LONGEST_COPY_S = 600.0
-"""Seconds after which a device that copies a rank's state to the host counts as not answering."""
 
 
 class HostBuffer:
-    """Memory for one snapshot at a time, reused between snapshots."""
+    """Memory for one snapshot at a time, reused between snapshots.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: How long a device may take to copy a state to the host.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._blocks: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._free = threading.Semaphore(1)
@@ -66,7 +69,13 @@ class HostBuffer:
         else:
             future = self._copier.submit(_copy, tensors, copies)
         named = dict(zip(tensors_of(content), copies, strict=True))
-        return Snapshot(content=content, tensors=named, _future=future, _free=self._free)
+        return Snapshot(
+            content=content,
+            tensors=named,
+            timeout_s=self._timeout_s,
+            _future=future,
+            _free=self._free,
+        )
 
     def _views(self, tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
         """Return memory for each tensor, with its shape and dtype."""
@@ -118,6 +127,8 @@ class Snapshot:
     """The state that was copied; its own tensors may have changed since."""
     tensors: Mapping[tuple[int, str], torch.Tensor]
     """The copies: (index of the slice, key of the tensor) to tensor."""
+    timeout_s: float
+    """How long the copy may take."""
     _future: "Future[None]"
     _free: threading.Semaphore
 
@@ -127,8 +138,8 @@ class Snapshot:
         Raises:
             TimeoutError: The device doesn't answer.
         """
-        if not wait([self._future], timeout=_LONGEST_COPY_S).done:
-            raise TimeoutError(f"The state wasn't copied to the host in {_LONGEST_COPY_S:g} s.")
+        if not wait([self._future], timeout=self.timeout_s).done:
+            raise TimeoutError(f"The state wasn't copied to the host in {self.timeout_s:g} s.")
         self._future.result()
 
     def release(self) -> None:

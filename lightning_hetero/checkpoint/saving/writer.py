@@ -107,7 +107,7 @@ class CheckpointWriter:
                 f"replicas={options.replicas} needs a local tier to keep copies in. Give local_dir."
             )
         self._stall_s = options.stall_s
-        self._memory = HostBuffer()
+        self._memory = HostBuffer(options.stall_s)
         self._thread = BackgroundThread("checkpoint-meet")
         self._meeting = Meeting(tiers, tuple(node_of_rank), (peers or Peers()).branch(), options)
         self._last: Future[None] | None = None

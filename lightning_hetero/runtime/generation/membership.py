@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
@@ -58,16 +57,9 @@ from lightning_hetero.runtime.generation.records import (
     who_is_gone,
     who_is_here,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Ring
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
-__all__ = ["Membership", "SignsOfLife"]
-
-
-class SignsOfLife(Protocol):
-    """What a process has seen of the others' beats; see `Heartbeat`."""
-
-    def silence_s(self, number: int) -> float:
-        """Return the seconds for which a process was seen to be silent."""
+__all__ = ["Membership"]
 
 
 class Membership:
@@ -190,9 +182,8 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for the expected members, until a proposal of the generation counts."""
-        patience_s, num_members = self._patience_s, len(expected)
-        judge = Judge(self._store, is_silent, patience_s=patience_s, num_members=num_members)
-        turns, place = Turns(LOOK_S, num_members), 0
+        judge = Judge(self._store, is_silent, patience_s=self._patience_s)
+        turns, place = Turns(LOOK_S), 0
         while not has_formed(self._store, number):
             if turns.is_next(place):
                 here, missing = self._look(number, expected)
@@ -207,7 +198,7 @@ class Membership:
 
     def form_next(
         self,
-        signs: SignsOfLife,
+        signs: Heartbeat,
         silence_s: float,
         leaving: Collection[int] = (),
         *,

@@ -27,7 +27,7 @@ from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import LAZY
-from lightning_hetero.runtime.ranks.open_files import allow_clients_of_ancestor, allow_files
+from lightning_hetero.runtime.ranks.open_files import allow_files
 
 __all__ = [
     "EXIT_CODE",
@@ -75,14 +75,11 @@ def connect_store(
 
     Raises:
         PeerError: The other ranks didn't come within `start_timeout`.
-        ConfigurationError: The process that serves the store may not open enough files; on a rank
-            beside it.
+        ConfigurationError: This process is to serve the store and may not open enough files.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     choose_connecting(world_size)
-    if agent_serves and os.environ.get("LOCAL_RANK") == "0":
-        allow_clients_of_ancestor(port, world_size)
-    elif global_rank == 0 and not agent_serves:
+    if global_rank == 0 and not agent_serves:
         allow_files(world_size)
     timeout_s = start_timeout.total_seconds()
     with ended_when_late(global_rank, f"the store at {address}:{port}", timeout_s):

@@ -6,27 +6,24 @@ suffice, the run ends at once with an error. A store has 2n clients at n ranks, 
 calls that may wait and one for its heartbeat; 6n if ranks may be outlived, with those of
 membership, generation and keepers. A rank itself has few connections at any n.
 
-The server is rank 0, its keeper, or torchrun's agent: an ancestor of the ranks beside it.
+The server is rank 0, its keeper, or torchrun's agent: the parent of the processes that it starts.
 """
 
 import os
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["allow_clients_of_ancestor", "allow_files", "find_server", "more_files"]
+__all__ = ["allow_clients_of_agent", "allow_files", "more_files"]
 
 _CLIENTS_PER_RANK = 2
 _CLIENTS_PER_MEMBER = 6
 _OTHER_FILES = 256
 """Other files that may be open at the same time: of the run, its groups and its data."""
-_LISTENS = "0A"
-"""State of a socket in the system's tables."""
 
 
 def allow_files(world_size: int, *, are_members: bool = False, process_id: int = 0) -> None:
@@ -58,16 +55,16 @@ def allow_files(world_size: int, *, are_members: bool = False, process_id: int =
     put(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def allow_clients_of_ancestor(port: int, world_size: int) -> None:
-    """Allow an ancestor that serves the store, an agent or a keeper, enough open files.
+def allow_clients_of_agent(world_size: int) -> None:
+    """Allow torchrun's agent, if it serves the store, enough files; called by what it has started.
 
     Raises:
         ConfigurationError: See `allow_files`.
     """
-    server = find_server(port, _ancestors())
-    if server is not None:
-        with suppress(PermissionError):  # Of another user: then its limit is that one's, too.
-            allow_files(world_size, are_members=True, process_id=server)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    with suppress(PermissionError):  # Of another user: then its limit is that one's, too.
+        allow_files(world_size, are_members=True, process_id=os.getppid())
 
 
 @contextmanager
@@ -82,33 +79,3 @@ def more_files(count: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def find_server(port: int, process_ids: Iterable[int]) -> int | None:
-    """Return which of some processes listens on a port of this machine; None if none does."""
-    sockets = set(_listening(port))
-    for process_id in process_ids:
-        with suppress(OSError):
-            files = Path(f"/proc/{process_id}/fd")
-            if any(os.readlink(item) in sockets for item in files.iterdir()):
-                return process_id
-    return None
-
-
-def _listening(port: int) -> Iterator[str]:
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            lines = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-            for _, local, _, state, *_, inode in (line.split()[:10] for line in lines):
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    yield f"socket:[{inode}]"
-
-
-def _ancestors() -> Iterator[int]:
-    """Yield the ids of this process's ancestors, its parent first."""
-    process_id = os.getppid()
-    while process_id > 1:
-        yield process_id
-        # What comes before the parent's id may hold any character, but ends with a bracket.
-        known = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
-        process_id = int(known.rpartition(")")[2].split()[1])

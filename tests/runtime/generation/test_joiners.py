@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
 from unittest import mock
@@ -339,7 +340,9 @@ def test_a_wrong_address_says_what_to_give() -> None:
 def test_where_nobody_serves_a_store_one_is_told_so_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entering, "_REFUSED_S", 0.2)
+    monkeypatch.setattr(
+        entering, "_refuse_unserved", partial(entering._refuse_unserved, patience_s=0.2)
+    )
     with (
         told_to_join(f"127.0.0.1:{free_port()}"),
         pytest.raises(

@@ -38,9 +38,9 @@ def test_the_last_of_many_members_has_a_turn_too_if_all_before_it_freeze(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr(judge, "time", SimpleNamespace(monotonic=lambda: now_s))
-    turns = Turns(0.05, 1024)
+    turns = Turns(0.05)
     assert turns.is_next(1023)
-    now_s = 9.0
+    now_s = 2.4
     assert not turns.is_next(1023)
-    now_s = 10.5
+    now_s = 2.6
     assert turns.is_next(1023)
