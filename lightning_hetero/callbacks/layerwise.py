@@ -50,7 +50,7 @@ from lightning_hetero.checkpoint import (
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.retry import local_folder
+from lightning_hetero.checkpoint.places.retry import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]

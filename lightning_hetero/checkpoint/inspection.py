@@ -15,26 +15,37 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import (
-    Recovered,
+from lightning_hetero.checkpoint.format.blocks import fault_in
+from lightning_hetero.checkpoint.format.content import (
     RestoredSlice,
     SliceNeed,
     num_rows,
     optimizer_state_dict,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
-from lightning_hetero.checkpoint.parts import fault_in
-from lightning_hetero.checkpoint.recovering.fetching import Fetcher, FileRange
-from lightning_hetero.checkpoint.recovering.inventory import (
+from lightning_hetero.checkpoint.format.manifest import (
+    CheckpointId,
+    FileEntry,
+    PartManifest,
+    name_of_unit,
+)
+from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.places.tiers import (
+    REJECTED,
+    Holder,
+    Tier,
+    checkpoints_in,
+    read_manifest,
+)
+from lightning_hetero.checkpoint.recovery.fetching import Fetcher, FileRange
+from lightning_hetero.checkpoint.recovery.from_files import recover
+from lightning_hetero.checkpoint.recovery.inventory import (
     Inventory,
     choose_run,
     complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovering.recovery import recover
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import REJECTED, Holder, Tier, checkpoints_in, read_manifest
+from lightning_hetero.checkpoint.recovery.taking import Recovered
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 

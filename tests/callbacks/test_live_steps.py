@@ -18,7 +18,7 @@ from lightning_hetero.callbacks import joiners
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.recovering.live import LiveState, Newcomer
+from lightning_hetero.checkpoint.recovery.live import LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd

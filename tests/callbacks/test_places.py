@@ -18,10 +18,10 @@ from lightning_hetero.checkpoint import (
     Peers,
     RetryPolicy,
     TierKind,
-    shared_memory,
 )
-from lightning_hetero.checkpoint.claims import Lease
-from lightning_hetero.checkpoint.deadlines import Operations
+from lightning_hetero.checkpoint.peers.deadlines import Operations
+from lightning_hetero.checkpoint.places import shared_memory
+from lightning_hetero.checkpoint.places.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
 

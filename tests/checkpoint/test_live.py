@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lightning_hetero.checkpoint import Peers, Recovered, Source
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent, SliceNeed
-from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.recovering import assembly, fetching, live
-from lightning_hetero.checkpoint.recovering.live import (
+from lightning_hetero.checkpoint.format.content import CheckpointContent, SliceContent, SliceNeed
+from lightning_hetero.checkpoint.format.manifest import CheckpointId
+from lightning_hetero.checkpoint.recovery import assembly, fetching, live
+from lightning_hetero.checkpoint.recovery.live import (
     LiveState,
     Newcomer,
     NothingLive,

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import Holder, Source, TierKind
-from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovering.fetching import (
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.peers.deadlines import Progress
+from lightning_hetero.checkpoint.places.tiers import source_of
+from lightning_hetero.checkpoint.recovery.fetching import (
     Fetcher,
     FileRange,
     cut_into_chunks,
     whole_blocks,
 )
-from lightning_hetero.checkpoint.tiers import source_of
 from lightning_hetero.core.errors import CheckpointError
 
 BLOCK = 8

@@ -18,10 +18,10 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.content import tensors_of
-from lightning_hetero.checkpoint.saving import snapshot
-from lightning_hetero.checkpoint.saving import snapshot as snapshots
-from lightning_hetero.checkpoint.saving.snapshot import HostBuffer
+from lightning_hetero.checkpoint.format.content import tensors_of
+from lightning_hetero.checkpoint.saver import snapshot
+from lightning_hetero.checkpoint.saver import snapshot as snapshots
+from lightning_hetero.checkpoint.saver.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore

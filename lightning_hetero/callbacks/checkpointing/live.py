@@ -39,7 +39,7 @@ from lightning_hetero.checkpoint import (
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.recovering.live import (
+from lightning_hetero.checkpoint.recovery.live import (
     LiveState,
     Newcomer,
     NothingLive,

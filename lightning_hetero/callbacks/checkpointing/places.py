@@ -27,16 +27,16 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.claims import Lease
-from lightning_hetero.checkpoint.deadlines import Operations, Progress
-from lightning_hetero.checkpoint.retry import local_folder, probe_store
-from lightning_hetero.checkpoint.shared_memory import (
+from lightning_hetero.checkpoint.peers.deadlines import Operations, Progress
+from lightning_hetero.checkpoint.places.claims import Lease
+from lightning_hetero.checkpoint.places.retry import local_folder, probe_store
+from lightning_hetero.checkpoint.places.shared_memory import (
     has_shared_memory,
     make_own_folder,
     memory_places,
     own_folder,
 )
-from lightning_hetero.checkpoint.tiers import checkpoints_in
+from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process.cache import write_whole
 from lightning_hetero.core.process.identity import machine_id

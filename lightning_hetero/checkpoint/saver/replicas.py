@@ -6,18 +6,11 @@ amount, and losing two nodes at once loses a part only if they are neighbours (2
 two replicas); with parts spread over all nodes, any pair would lose some part.
 """
 
-import contextlib
 from collections.abc import Collection, Sequence
 
-from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.parts import copy_part
-from lightning_hetero.checkpoint.serving import Readable
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import read_manifest
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["place_replicas", "pull_part"]
+__all__ = ["place_replicas"]
 
 
 def place_replicas(
@@ -72,20 +65,3 @@ def _ring_after(node: str, nodes: Sequence[str]) -> list[str]:
 def _one_rank_of(node: str, for_rank: int, node_of_rank: Sequence[str]) -> int:
     ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
     return ranks[for_rank % len(ranks)]
-
-
-def pull_part(
-    source: Readable, target: Store, checkpoint: CheckpointId, part: int, progress: Progress
-) -> None:
-    """Copy another rank's part from where it is served; remove all if that fails.
-
-    Raises:
-        CheckpointError: It is of another part or checkpoint, or corrupt.
-    """
-    manifest = read_manifest(source, checkpoint, part)
-    try:
-        copy_part(source, target, manifest, progress)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            target.remove([f"{checkpoint.folder}/{entry.name}" for entry in manifest.files])
-        raise

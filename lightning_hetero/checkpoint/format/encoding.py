@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent
-from lightning_hetero.checkpoint.manifest import (
+from lightning_hetero.checkpoint.format.blocks import BLOCK_BYTES, BlockChecksums, Buffer
+from lightning_hetero.checkpoint.format.content import CheckpointContent, SliceContent
+from lightning_hetero.checkpoint.format.manifest import (
     SHARED_METADATA,
     WEIGHT,
     FileEntry,
@@ -24,8 +25,6 @@ from lightning_hetero.checkpoint.manifest import (
     name_of_unit,
     rank_metadata_name,
 )
-from lightning_hetero.checkpoint.parts import BLOCK_BYTES, BlockChecksums
-from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES

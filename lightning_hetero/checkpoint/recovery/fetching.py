@@ -14,12 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Progress
-from lightning_hetero.checkpoint.manifest import PartManifest, name_of_unit
-from lightning_hetero.checkpoint.parts import align_to_blocks, fault_in
-from lightning_hetero.checkpoint.serving import Readable
-from lightning_hetero.checkpoint.store import Buffer
-from lightning_hetero.checkpoint.tiers import Holder, Source, source_of
+from lightning_hetero.checkpoint.format.blocks import Buffer, align_to_blocks, fault_in
+from lightning_hetero.checkpoint.format.manifest import PartManifest, name_of_unit
+from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Progress
+from lightning_hetero.checkpoint.peers.serving import Readable
+from lightning_hetero.checkpoint.places.tiers import Holder, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Holders", "cut_into_chunks", "whole_blocks"]

@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, Scalar
-from lightning_hetero.checkpoint.tiers import Source
+from lightning_hetero.checkpoint.format.manifest import WEIGHT, CheckpointId, Scalar
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
 __all__ = [
     "OF_CALLBACKS",
     "CheckpointContent",
-    "Recovered",
-    "RecoveryReport",
     "RestoredSlice",
     "SliceContent",
     "SliceNeed",
@@ -198,55 +195,3 @@ def tensors_of(content: CheckpointContent) -> dict[tuple[int, str], torch.Tensor
         for index, item in enumerate(content.slices)
         for key, tensor in {WEIGHT: item.weight, **item.state, **item.whole_state}.items()
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """Account of a recovery, for the log line after a restart."""
-
-    id: CheckpointId
-    """The checkpoint that was taken."""
-    bytes_by_source: Mapping[Source, int]
-    """Bytes that this rank got from each kind of source, whole blocks counted."""
-    seconds: Mapping[str, float]
-    """Wall time of the phases "inventory", "manifests", "fetch"."""
-    failures: tuple[str, ...]
-    """Sources that were struck off, and why."""
-    skipped: tuple[str, ...]
-    """Newer checkpoints that couldn't be used, and why."""
-    attempt: int
-    """Attempt number for the checkpoints that this run saves."""
-    place: str = ""
-    """The fastest kind of tier that has any of the checkpoint, on any node."""
-
-    def __str__(self) -> str:
-        sources = ", ".join(
-            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
-            for source, count in sorted(self.bytes_by_source.items())
-        )
-        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
-        text = f"recovered {self.id}: {sources or 'nothing needed'}; {phases}"
-        if self.failures:
-            text += f"; {len(self.failures)} sources failed"
-        if self.skipped:
-            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """One rank's state."""
-
-    id: CheckpointId
-    """The checkpoint that it comes from."""
-    world_size: int
-    """Number of ranks that saved it."""
-    plan: ParallelPlan | None
-    """The plan under which it was saved."""
-    slices: tuple[RestoredSlice, ...]
-    """The needed slices, in the order of the needs."""
-    metadata: Mapping[str, Any]
-    """Rank 0's shared metadata."""
-    rank_metadata: Mapping[str, Any] | None
-    """This rank's own state; None if another number of ranks saved the checkpoint."""
-    report: RecoveryReport

@@ -12,14 +12,13 @@ but from rank to rank (`serving`).
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread, Deadline, Progress
-from lightning_hetero.checkpoint.serving import Address, FileServer
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread, Deadline, Progress
+from lightning_hetero.checkpoint.peers.serving import Address, FileServer, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
 
 __all__ = ["Keys", "Peers"]
@@ -97,12 +96,11 @@ class Peers:
         made.server = self.server
         return made
 
-    def serve(self, tiers: Sequence[Tier]) -> Address | None:
-        """Let other ranks read a node's own tiers; return where, None for a single rank."""
+    def serve(self, stores: Mapping[str, Readable]) -> Address | None:
+        """Let other ranks read some stores, by name; return where, None for a single rank."""
         if self.world_size == 1:
             return None
-        own = {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
-        self.server.stores.update(own)
+        self.server.stores.update(stores)
         return self.server.address
 
     def close(self) -> None:

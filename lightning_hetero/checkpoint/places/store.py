@@ -12,12 +12,13 @@ import stat
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lightning_hetero.checkpoint.deadlines import Followed, Operations, Progress
+from lightning_hetero.checkpoint.format.blocks import Buffer
+from lightning_hetero.checkpoint.peers.deadlines import Followed, Operations, Progress
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["FsspecStore", "LocalStore", "Store"]
@@ -27,9 +28,6 @@ _FOREIGN = {"lost+found"}
 _TRIES = 3
 _SYNC_BYTES = 256 << 20
 _GENERIC_FIND = AsyncFileSystem._find
-
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Store(Protocol):

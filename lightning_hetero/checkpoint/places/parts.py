@@ -1,4 +1,4 @@
-"""Delete old checkpoints of a tier, and note there which ones are complete, so that these stay.
+"""Copy parts between places, confirm whole checkpoints of a tier, and delete old ones.
 
 Pruning never touches what might still be a run's newest complete checkpoint: on a node's own tiers,
 which hold only some parts, that is what all ranks have *confirmed* and what is whole as far as it
@@ -6,16 +6,25 @@ is here; on the remote one, which holds all parts, what is complete there. Delet
 manifest before its files, so that what is half deleted doesn't exist.
 """
 
+import contextlib
 import itertools
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import (
+from lightning_hetero.checkpoint.format.blocks import BlockChecksums, Buffer
+from lightning_hetero.checkpoint.format.manifest import (
+    CheckpointId,
+    FileEntry,
+    PartManifest,
+    manifest_name,
+    parse_manifest_name,
+)
+from lightning_hetero.checkpoint.peers.deadlines import Followed, Progress
+from lightning_hetero.checkpoint.peers.serving import Readable
+from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.places.tiers import (
     CONFIRMED,
     Tier,
     TierKind,
@@ -23,11 +32,78 @@ from lightning_hetero.checkpoint.tiers import (
     complete_size,
     look_at_parts,
     parts_in,
+    read_manifest,
 )
+from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["TierKeeper", "prune", "remove_files"]
+__all__ = ["TierKeeper", "copy_part", "prune", "pull_part", "remove_files", "write_manifest"]
 
 _log = logging.getLogger(__name__)
+_CHUNK_BYTES = 8 << 20
+
+
+def write_manifest(store: Store, manifest: PartManifest) -> None:
+    """Write a part's manifest, once all its files are written: only then the part exists."""
+    store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
+
+
+def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
+    """Copy a part between stores; CheckpointError if the source turns out corrupt."""
+    for entry in manifest.files:
+        chunks = Followed(_StoredFile(source, manifest, entry), progress)
+        target.write(f"{manifest.id.folder}/{entry.name}", chunks)
+    progress.refuse_if_late()
+    write_manifest(target, manifest)
+
+
+class _StoredFile:
+    """The chunks of a stored file, checked against its checksums; may be iterated several times."""
+
+    def __init__(self, store: Readable, manifest: PartManifest, entry: FileEntry) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._entry = entry
+
+    def __iter__(self) -> Iterator[Buffer]:
+        chunks = _read_file(self._store, self._manifest, self._entry)
+        yield from _checked(chunks, self._manifest, self._entry)
+
+
+def _read_file(store: Readable, manifest: PartManifest, entry: FileEntry) -> Iterator[bytes]:
+    name = f"{manifest.id.folder}/{entry.name}"
+    for start in range(0, entry.size_bytes, _CHUNK_BYTES):
+        yield store.read(name, start, min(start + _CHUNK_BYTES, entry.size_bytes))
+
+
+def _checked(
+    chunks: Iterable[Buffer], manifest: PartManifest, entry: FileEntry
+) -> Iterator[Buffer]:
+    """Yield the chunks; raise at the end, before the file exists, if a checksum is wrong."""
+    checksums = BlockChecksums(manifest.block_bytes)
+    for chunk in chunks:
+        checksums.update(chunk)
+        yield chunk
+    if checksums.finish() != entry.checksums:
+        raise CheckpointError(
+            f"{entry.name} of {manifest.id} is corrupt at its source; it wasn't copied."
+        )
+
+
+def pull_part(
+    source: Readable, target: Store, checkpoint: CheckpointId, part: int, progress: Progress
+) -> None:
+    """Copy another rank's part from where it is served; remove all if that fails.
+
+    Raises:
+        CheckpointError: It is of another part or checkpoint, or corrupt.
+    """
+    manifest = read_manifest(source, checkpoint, part)
+    try:
+        copy_part(source, target, manifest, progress)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            target.remove([f"{checkpoint.folder}/{entry.name}" for entry in manifest.files])
+        raise
 
 
 def remove_files(store: Store, names: Collection[str]) -> None:

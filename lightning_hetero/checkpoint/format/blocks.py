@@ -1,4 +1,4 @@
-"""Files of parts, block by block: one CRC-32 for every `BLOCK_BYTES`, files first, manifest last.
+"""Checksums of files, block by block: one CRC-32 for every `BLOCK_BYTES`.
 
 CRC-32 finds every flipped bit, every burst of up to 32 bits, and all but 2⁻³² of anything else in a
 block; of the standard library's checksums it is by far the fastest (measured on one core: crc32
@@ -6,32 +6,24 @@ block; of the standard library's checksums it is by far the fastest (measured on
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from lightning_hetero.checkpoint.deadlines import Followed, Progress
-from lightning_hetero.checkpoint.manifest import (
-    FileEntry,
-    PartManifest,
-    manifest_name,
-)
-from lightning_hetero.checkpoint.serving import Readable
-from lightning_hetero.checkpoint.store import Buffer, Store
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.checkpoint.format.manifest import FileEntry
 
 __all__ = [
     "BLOCK_BYTES",
     "BlockChecksums",
+    "Buffer",
     "align_to_blocks",
-    "copy_part",
     "fault_in",
     "first_corrupt_block",
-    "write_manifest",
 ]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 BLOCK_BYTES = 1 << 20
 """Bytes that one checksum covers: a partial read is rounded to at most two blocks more."""
-
-_CHUNK_BYTES = 8 << 20
 
 
 class BlockChecksums:
@@ -104,50 +96,3 @@ def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes:
     if block is None:
         return ""
     return f"the checksum of block {block} ({block_bytes} bytes each) is wrong"
-
-
-def write_manifest(store: Store, manifest: PartManifest) -> None:
-    """Write a part's manifest, once all its files are written: only then the part exists."""
-    store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
-
-
-def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
-    """Copy a part between stores; CheckpointError if the source turns out corrupt."""
-    for entry in manifest.files:
-        chunks = Followed(_StoredFile(source, manifest, entry), progress)
-        target.write(f"{manifest.id.folder}/{entry.name}", chunks)
-    progress.refuse_if_late()
-    write_manifest(target, manifest)
-
-
-class _StoredFile:
-    """The chunks of a stored file, checked against its checksums; may be iterated several times."""
-
-    def __init__(self, store: Readable, manifest: PartManifest, entry: FileEntry) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._entry = entry
-
-    def __iter__(self) -> Iterator[Buffer]:
-        chunks = _read_file(self._store, self._manifest, self._entry)
-        yield from _checked(chunks, self._manifest, self._entry)
-
-
-def _read_file(store: Readable, manifest: PartManifest, entry: FileEntry) -> Iterator[bytes]:
-    name = f"{manifest.id.folder}/{entry.name}"
-    for start in range(0, entry.size_bytes, _CHUNK_BYTES):
-        yield store.read(name, start, min(start + _CHUNK_BYTES, entry.size_bytes))
-
-
-def _checked(
-    chunks: Iterable[Buffer], manifest: PartManifest, entry: FileEntry
-) -> Iterator[Buffer]:
-    """Yield the chunks; raise at the end, before the file exists, if a checksum is wrong."""
-    checksums = BlockChecksums(manifest.block_bytes)
-    for chunk in chunks:
-        checksums.update(chunk)
-        yield chunk
-    if checksums.finish() != entry.checksums:
-        raise CheckpointError(
-            f"{entry.name} of {manifest.id} is corrupt at its source; it wasn't copied."
-        )

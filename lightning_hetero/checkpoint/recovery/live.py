@@ -16,24 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.checkpoint.content import (
+from lightning_hetero.checkpoint.format.content import (
     CheckpointContent,
-    Recovered,
     SliceNeed,
     num_rows,
     tensors_of,
 )
-from lightning_hetero.checkpoint.encoding import (
+from lightning_hetero.checkpoint.format.encoding import (
     FileBody,
     encode_part,
     make_manifest,
     metadata_files,
 )
-from lightning_hetero.checkpoint.manifest import PartManifest
-from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.recovering.taking import Parts, take
-from lightning_hetero.checkpoint.serving import PeerFiles, Readable
-from lightning_hetero.checkpoint.tiers import Holder, TierKind
+from lightning_hetero.checkpoint.format.manifest import PartManifest
+from lightning_hetero.checkpoint.peers.serving import PeerFiles, Readable
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.tiers import Holder, TierKind
+from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["LiveState", "Newcomer", "NothingLive", "recover_live"]
@@ -124,21 +123,20 @@ def _recover(
             return peers.server.stores[_LIVE]
         return PeerFiles(addresses[holder.node], _LIVE, peers.timeout_s)
 
+    id_ = next(iter(manifests.values())).id
     parts = Parts(
+        id=id_,
         manifests=manifests,
         holders=holders,
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
+        # Higher, so that checkpoints saved from now on are newer than the earlier ones.
+        attempt=id_.attempt + 1,
+        place="memory",
     )
     taken = take(needs, parts, peers)
-    if isinstance(taken, str):
-        return NothingLive(taken)
-    id_ = next(iter(manifests.values())).id
-    # The attempt is higher so that checkpoints saved from now on are newer than the earlier ones.
-    return taken.recovered(
-        id_, seconds={}, skipped=(), attempt=id_.attempt + 1, place=TierKind.LIVE
-    )
+    return NothingLive(taken) if isinstance(taken, str) else taken
 
 
 def _offer(own: LiveState | NothingLive | Newcomer, peers: Peers) -> dict[str, Any]:

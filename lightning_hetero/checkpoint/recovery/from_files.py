@@ -14,15 +14,23 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
-from lightning_hetero.checkpoint.claims import mark_places, new_run
-from lightning_hetero.checkpoint.content import Recovered, SliceNeed
-from lightning_hetero.checkpoint.deadlines import MARGIN, Progress
-from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.recovering.inventory import (
+from lightning_hetero.checkpoint.format.content import SliceNeed
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, Progress
+from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readable
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.claims import mark_places, new_run
+from lightning_hetero.checkpoint.places.tiers import (
+    Holder,
+    Tier,
+    TierKind,
+    own_stores,
+    read_manifest,
+)
+from lightning_hetero.checkpoint.recovery.inventory import (
     Choice,
     ChoiceError,
     Inventory,
@@ -30,9 +38,7 @@ from lightning_hetero.checkpoint.recovering.inventory import (
     holders_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovering.taking import Parts, take
-from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
-from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind, read_manifest
+from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["begin_run", "recover"]
@@ -64,7 +70,7 @@ class _Session:
     def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
         """Open a session, in which the ranks know each other's nodes; all call it. Communicates."""
         peers = peers or Peers()
-        own = peers.serve(tiers)
+        own = peers.serve(own_stores(tiers))
         rows = peers.gather([node, own])
         return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
 
@@ -306,18 +312,20 @@ def _recover_from(
     manifests = session.share_manifests(checkpoint, world_size)
     seconds["manifests"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
+    kind = min(held.holder.kind for held in session.inventory.held if held.id == checkpoint)
     source = Parts(
+        id=checkpoint,
         manifests=manifests,
         holders=holders_of_files(session.inventory, manifests),
         own_part=peers.global_rank if world_size == peers.world_size else None,
         node=session.node,
         reach=session.reach,
+        attempt=choice.attempt,
+        place=kind.name.lower(),
     )
     taken = take(needs, source, peers)
     if isinstance(taken, str):
         raise _ExhaustedError(f"{taken} Looked in {session.places}.")
     seconds["fetch"] = time.perf_counter() - start_s
-    kind = min(held.holder.kind for held in session.inventory.held if held.id == checkpoint)
-    return taken.recovered(
-        checkpoint, seconds=seconds, skipped=skipped, attempt=choice.attempt, place=kind
-    )
+    report = replace(taken.report, seconds=dict(seconds), skipped=tuple(skipped))
+    return replace(taken, report=report)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_hetero.checkpoint.deadlines import Followed, HangingError, Operations, Progress
-from lightning_hetero.checkpoint.store import Buffer, FsspecStore, LocalStore, Store
+from lightning_hetero.checkpoint.format.blocks import Buffer
+from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations, Progress
+from lightning_hetero.checkpoint.places.store import FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = [

@@ -19,15 +19,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.checkpoint.content import is_sound
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Progress
-from lightning_hetero.checkpoint.encoding import FileBody, encode_part, make_manifest
-from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, PartManifest, manifest_name
-from lightning_hetero.checkpoint.parts import copy_part, write_manifest
-from lightning_hetero.checkpoint.pruning import TierKeeper, remove_files
-from lightning_hetero.checkpoint.saving.snapshot import Snapshot
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.format.content import is_sound
+from lightning_hetero.checkpoint.format.encoding import FileBody, encode_part, make_manifest
+from lightning_hetero.checkpoint.format.manifest import (
+    WEIGHT,
+    CheckpointId,
+    PartManifest,
+    manifest_name,
+)
+from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Followed, Progress
+from lightning_hetero.checkpoint.places.parts import (
+    TierKeeper,
+    copy_part,
+    remove_files,
+    write_manifest,
+)
+from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.saver.snapshot import Snapshot
 from lightning_hetero.core.errors import CheckpointError
 
 if TYPE_CHECKING:

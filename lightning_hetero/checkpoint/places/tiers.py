@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lightning_hetero.checkpoint.deadlines import Progress, map_on_threads
-from lightning_hetero.checkpoint.manifest import (
+from lightning_hetero.checkpoint.format.manifest import (
     CheckpointId,
     PartManifest,
     manifest_name,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.serving import Readable
-from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.peers.deadlines import Progress, map_on_threads
+from lightning_hetero.checkpoint.peers.serving import Readable
+from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "checkpoints_in",
     "complete_size",
     "look_at_parts",
+    "own_stores",
     "parts_in",
     "read_manifest",
     "source_of",
@@ -156,6 +157,11 @@ class StoreParts:
     """Manifests that are torn or have vanished, and why."""
     unreadable: tuple[tuple[CheckpointId, str], ...]
     """Manifests that the store couldn't read, and why: they may be good."""
+
+
+def own_stores(tiers: Iterable[Tier]) -> dict[str, Store]:
+    """Return the stores of a node's own tiers, by the names of their kinds."""
+    return {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
 
 
 def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, is_sound, num_rows
-from lightning_hetero.checkpoint.manifest import (
+from lightning_hetero.checkpoint.format.blocks import Buffer
+from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed, is_sound, num_rows
+from lightning_hetero.checkpoint.format.manifest import (
     SHARED_METADATA,
     WEIGHT,
     PartManifest,
@@ -27,8 +28,7 @@ from lightning_hetero.checkpoint.manifest import (
     TensorEntry,
     rank_metadata_name,
 )
-from lightning_hetero.checkpoint.recovering.fetching import FileRange, whole_blocks
-from lightning_hetero.checkpoint.store import Buffer
+from lightning_hetero.checkpoint.recovery.fetching import FileRange, whole_blocks
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 

@@ -11,16 +11,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.parts import BLOCK_BYTES
-from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.saving.replicas import place_replicas, pull_part
-from lightning_hetero.checkpoint.saving.snapshot import Snapshot
-from lightning_hetero.checkpoint.saving.storing import LastingCopies, OwnPart, OwnTiers, Uploads
-from lightning_hetero.checkpoint.serving import PeerFiles
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.format.blocks import BLOCK_BYTES
+from lightning_hetero.checkpoint.format.content import CheckpointContent
+from lightning_hetero.checkpoint.format.manifest import CheckpointId
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.peers.serving import PeerFiles
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.parts import pull_part
+from lightning_hetero.checkpoint.places.tiers import Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.saver.replicas import place_replicas
+from lightning_hetero.checkpoint.saver.snapshot import Snapshot
+from lightning_hetero.checkpoint.saver.storing import LastingCopies, OwnPart, OwnTiers, Uploads
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Meeting", "SaveTask", "WriterOptions"]
@@ -94,7 +95,7 @@ class Meeting:
         self._node_of_rank = node_of_rank
         self._peers = peers
         self._rank = peers.global_rank
-        self._address = peers.serve(tiers)
+        self._address = peers.serve(own_stores(tiers))
         node = node_of_rank[self._rank]
         node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
         self._is_first_of_node = node_ranks[0] == self._rank

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from lightning_hetero.checkpoint.claims import RUN_FILE, read_run
-from lightning_hetero.checkpoint.deadlines import Operations, Progress, map_on_threads
-from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.tiers import (
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.peers.deadlines import Operations, Progress, map_on_threads
+from lightning_hetero.checkpoint.places.claims import RUN_FILE, read_run
+from lightning_hetero.checkpoint.places.tiers import (
     CONFIRMED,
     REJECTED,
     Holder,
