@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -119,11 +120,18 @@ class ConnectedStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._processes.barrier()
+        if self._processes.are_several and dist.is_initialized():
+            with self._processes.watching():
+                dist.barrier(group=self._processes.control)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        return self._processes.broadcast(obj, src)
+        if not self._processes.are_several or not dist.is_initialized():
+            return obj
+        objects = [obj]
+        with self._processes.watching():
+            dist.broadcast_object_list(objects, src, group=self._processes.control)
+        return objects[0]
 
 
 def _device_of(devices: list[torch.device], local_rank: int) -> torch.device:

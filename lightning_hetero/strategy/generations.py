@@ -44,8 +44,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
+from lightning_hetero.runtime.ranks.communicators import leave_failures_to_ranks
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
-from lightning_hetero.strategy.devices import leave_failures_to_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

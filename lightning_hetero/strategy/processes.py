@@ -9,7 +9,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning_hetero.runtime.generation.records import Generation
 from lightning_hetero.runtime.generation.worker import KEPT
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
+    check_queues,
     init_process_group,
     reduce_over,
 )
@@ -40,7 +41,6 @@ from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
 from lightning_hetero.runtime.ranks.open_files import allow_clients_of_agent
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
-from lightning_hetero.strategy.devices import check_queues
 from lightning_hetero.strategy.trainable import facts_of_fit
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ __all__ = ["Processes", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-_T = TypeVar("_T")
 _FORMING = 1.5
 """Times the patience of members, after which their store counts as frozen if none has formed."""
 _FIRST_FIT = (
@@ -64,7 +63,7 @@ class Processes:
     """One process's connections to the others of a run.
 
     1. `meet`: connect to the others and begin to watch them,
-    2. `reduce`, `broadcast`, `barrier`: collective, under `watching`,
+    2. `reduce` and other collectives, under `watching`,
     3. `fail` or `stop_watching`: the end,
     4. or, after `outlive_ranks`, `form_generation`, `enter_generation` and `meet` again.
 
@@ -164,7 +163,8 @@ class Processes:
             connections.hang_up()
 
     @property
-    def _is_several(self) -> bool:
+    def are_several(self) -> bool:
+        """Whether there are other processes."""
         return self._environment is not None and self._environment.world_size() > 1
 
     def _connect_store(self) -> Store:
@@ -379,7 +379,7 @@ class Processes:
             group: A process group, or `ALREADY_REDUCED`.
             reduce_op: "mean", "sum" or another name of a `ReduceOp`.
         """
-        if not self._is_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
+        if not self.are_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
         with self.watching():
             return reduce_over(tensor, group, reduce_op)
@@ -392,18 +392,3 @@ class Processes:
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""
         return int(self.reduce(torch.tensor(number), self.control, "max"))
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        if self._is_several and dist.is_initialized():
-            with self.watching():
-                dist.barrier(group=self.control)
-
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """Return the object of rank `src`; collective."""
-        if not self._is_several or not dist.is_initialized():
-            return obj
-        objects = [obj]
-        with self.watching():
-            dist.broadcast_object_list(objects, src, group=self.control)
-        return objects[0]

@@ -37,13 +37,15 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation import joiners
-from lightning_hetero.runtime.generation.judge import LOOK_S, Judge, Turns, pause_s
 from lightning_hetero.runtime.generation.records import (
     ENDED,
+    LOOK_S,
     NEWEST,
     NEWS,
     Generation,
+    Judge,
     Member,
+    Turns,
     forget_members,
     gone_key,
     has_formed,
@@ -51,6 +53,7 @@ from lightning_hetero.runtime.generation.records import (
     meeting_name,
     meeting_of,
     members_of,
+    pause_s,
     propose,
     say_here,
     tell_gone,
