@@ -183,7 +183,7 @@ class LayerwiseCheckpoint(Checkpoint):
             refuse_under_torchrun()
         if stage == "fit":
             self._peers = peers_of(trainer, self._timeout.total_seconds())
-            if not self._skip_unreadable and run.has_newcomers:
+            if not self._skip_unreadable and run.has_joiners:
                 # Before anything is planned or measured.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 

@@ -26,10 +26,10 @@ from lightning_hetero.checkpoint.notices import (
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.retry import RetryingStore, RetryPolicy, open_store
 from lightning_hetero.checkpoint.places.store import FsspecStore, LocalStore, Store
-from lightning_hetero.checkpoint.places.tiers import Holder, Source, Tier, TierKind
+from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind
 from lightning_hetero.checkpoint.recovery.from_files import begin_run, recover
 from lightning_hetero.checkpoint.recovery.taking import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.saver.meeting import WriterOptions
+from lightning_hetero.checkpoint.saver.commit import WriterOptions
 from lightning_hetero.checkpoint.saver.writer import CheckpointWriter, SavedCheckpoint
 
 __all__ = [
@@ -40,8 +40,8 @@ __all__ = [
     "CheckpointWriter",
     "FsspecStore",
     "GcpPreemptionNotice",
-    "Holder",
     "LocalStore",
+    "Location",
     "Notice",
     "NoticeWatcher",
     "Peers",

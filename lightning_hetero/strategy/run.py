@@ -107,7 +107,7 @@ class Run:
         """Callbacks that save slices."""
         self.restarters: list[RestartsRun] = []
         """Callbacks that can restart the run without some of its machines."""
-        self._has_newcomers = True
+        self._has_joiners = True
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart until its state was restored; of the
         newest change of ranks, if restarters work in place. None until there was one."""
@@ -118,13 +118,13 @@ class Run:
         return None if self.strategy is None else self.strategy.engine.comms.control
 
     @property
-    def has_newcomers(self) -> bool:
+    def has_joiners(self) -> bool:
         """Whether ranks have come since the last generation, which may not reach the stores."""
-        return self._has_newcomers
+        return self._has_joiners
 
-    def note_generation(self, *, has_newcomers: bool) -> None:
+    def note_generation(self, *, has_joiners: bool) -> None:
         """Note that a generation follows another one in place."""
-        self._has_newcomers = has_newcomers
+        self._has_joiners = has_joiners
 
     def note_restart(self, seconds: float | None, *, in_place: bool) -> None:
         """Keep the seconds that a start took, if it was of the kind that restarters would cause."""

@@ -18,7 +18,7 @@ from lightning_hetero.callbacks import joiners
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.recovery.live import LiveState, Newcomer
+from lightning_hetero.checkpoint.recovery.live import LiveState, NothingYet
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd
@@ -318,7 +318,7 @@ def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(
 
 def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
     state: Any = object.__new__(LiveState)
-    for own in (state, Newcomer()):
+    for own in (state, NothingYet()):
         steps = live.LiveSteps()
         steps.state = own
         for _ in range(2):  # Two generations in a row that end before a step.

@@ -41,8 +41,8 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.recovery.live import (
     LiveState,
-    Newcomer,
     NothingLive,
+    NothingYet,
     recover_live,
 )
 from lightning_hetero.core.owners import serve_without
@@ -86,7 +86,7 @@ class LiveSteps:
     """One rank's record of the last step. Every rank makes the same calls; `keep` after a loss."""
 
     def __init__(self) -> None:
-        self.state: LiveState | NothingLive | Newcomer = Newcomer()
+        self.state: LiveState | NothingLive | NothingYet = NothingYet()
         """The step to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []

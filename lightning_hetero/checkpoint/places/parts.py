@@ -36,7 +36,7 @@ from lightning_hetero.checkpoint.places.tiers import (
 )
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["TierKeeper", "copy_part", "prune", "pull_part", "remove_files", "write_manifest"]
+__all__ = ["TierPruner", "copy_part", "prune", "pull_part", "remove_files", "write_manifest"]
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 8 << 20
@@ -171,7 +171,7 @@ def prune(
     return sorted(gone)
 
 
-class TierKeeper:
+class TierPruner:
     """Confirms complete checkpoints in one tier and deletes old ones, during a run.
 
     Checkpoints that ranks have agreed on are recognised by their files' names and sizes. So a save
@@ -190,7 +190,7 @@ class TierKeeper:
         self._progress = progress
         self._known: dict[CheckpointId, _Files] = {}
 
-    def settle(
+    def commit(
         self,
         complete: CheckpointId | None,
         *,

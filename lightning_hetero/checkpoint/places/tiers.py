@@ -25,7 +25,7 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 __all__ = [
     "CONFIRMED",
     "REJECTED",
-    "Holder",
+    "Location",
     "PartCopy",
     "Source",
     "StoreParts",
@@ -58,7 +58,7 @@ class TierKind(IntEnum):
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Holder:
+class Location:
     """One tier of one node, or a remote tier, which every node reaches."""
 
     node: str
@@ -95,9 +95,9 @@ class Tier:
                 f"A checkpoint tier keeps {self.keep}; it must keep 1 or more."
             )
 
-    def holder(self, node: str) -> Holder:
+    def location(self, node: str) -> Location:
         """Return how all ranks call this tier of a node."""
-        return Holder(self.name if self.kind is TierKind.REMOTE else node, self.kind)
+        return Location(self.name if self.kind is TierKind.REMOTE else node, self.kind)
 
     def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
         """Return whether a rank lists, marks and prunes the tier for all that share it."""
@@ -107,7 +107,7 @@ class Tier:
         return f"{self.kind.name.lower()} tier {self.store}"
 
 
-_SOMEWHERE = Holder("", TierKind.REMOTE)
+_SOMEWHERE = Location("", TierKind.REMOTE)
 
 
 class Source(IntEnum):
@@ -120,12 +120,12 @@ class Source(IntEnum):
     REMOTE = 4
 
 
-def source_of(holder: Holder, node: str) -> Source:
-    """Return which kind of source a holder is for a node."""
-    if holder.kind is TierKind.REMOTE:
+def source_of(location: Location, node: str) -> Source:
+    """Return which kind of source a location is for a node."""
+    if location.kind is TierKind.REMOTE:
         return Source.REMOTE
-    first = Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
-    return Source(first + max(holder.kind, TierKind.MEMORY))
+    first = Source.OWN_MEMORY if location.node == node else Source.PEER_MEMORY
+    return Source(first + max(location.kind, TierKind.MEMORY))
 
 
 REJECTED = "rejected"
@@ -144,7 +144,7 @@ class PartCopy:
     """Number of parts that the checkpoint has."""
     missing: tuple[str, ...]
     """Files of the part that aren't there or have a wrong size."""
-    holder: Holder = _SOMEWHERE
+    location: Location = _SOMEWHERE
     """The tier that it is in, if several are considered."""
 
 

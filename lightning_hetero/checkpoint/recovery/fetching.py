@@ -1,8 +1,8 @@
 """Get the byte ranges that a rank needs, each from its cheapest source (AutoHet §IV-C).
 
 A source is memory or disk of the own node, a peer's memory or disk, or the remote store. Each rank
-reads for itself, so nobody waits for another one's table; where several holders cost the same,
-ranks and chunks take turns. Every block's checksum is compared before it counts. A holder that
+reads for itself, so nobody waits for another one's table; where several locations cost the same,
+ranks and chunks take turns. Every block's checksum is compared before it counts. A location that
 fails isn't used again for that file, and the next one is asked.
 
 Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
@@ -18,10 +18,10 @@ from lightning_hetero.checkpoint.format.blocks import Buffer, align_to_blocks, f
 from lightning_hetero.checkpoint.format.manifest import PartManifest, name_of_unit
 from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Progress
 from lightning_hetero.checkpoint.peers.serving import Readable
-from lightning_hetero.checkpoint.places.tiers import Holder, Source, source_of
+from lightning_hetero.checkpoint.places.tiers import Location, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Holders", "cut_into_chunks", "whole_blocks"]
+__all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks", "whole_blocks"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _LOCAL_READERS = 2
 _OTHER_READERS = 8
 """Several, because one connection to an object store carries much less than the link."""
 
-Holders = Mapping[tuple[int, str], Sequence[Holder]]
+Locations = Mapping[tuple[int, str], Sequence[Location]]
 """Which places hold each (part, file)."""
 
 
@@ -92,9 +92,9 @@ class Fetcher:
 
     Args:
         manifests: The parts of the checkpoint.
-        holders: Which places hold each file.
+        locations: Which places hold each file.
         node: Where this rank is: it tells own places from peers'.
-        reach: Returns what to read a holder's files from, given a number by which several ranks
+        reach: Returns what to read a location's files from, given a number by which several ranks
             that reach it take turns; None if this rank can't reach it.
         turn: Begins the turns: this rank's number.
     """
@@ -102,17 +102,17 @@ class Fetcher:
     def __init__(
         self,
         manifests: Mapping[int, PartManifest],
-        holders: Holders,
+        locations: Locations,
         *,
         node: str,
-        reach: Callable[[Holder, int], Readable | None],
+        reach: Callable[[Location, int], Readable | None],
         turn: int,
     ) -> None:
         self.bytes_by_source: dict[Source, int] = defaultdict(int)
         self.failures: list[str] = []
-        """Holders that were struck off, and why."""
+        """Locations that were struck off, and why."""
         self._manifests = manifests
-        self._holders = {key: list(items) for key, items in holders.items()}
+        self._holders = {key: list(items) for key, items in locations.items()}
         self._node = node
         self._reach = reach
         self._turn = turn
@@ -129,7 +129,7 @@ class Fetcher:
         """Get ranges of whole blocks; `progress` ticks with each chunk.
 
         Raises:
-            CheckpointError: No holder of a file is left; the message names the layer.
+            CheckpointError: No location of a file is left; the message names the layer.
         """
         local = BackgroundThread("checkpoint-fetch", _LOCAL_READERS)
         others = BackgroundThread("checkpoint-fetch", _OTHER_READERS)
@@ -148,8 +148,8 @@ class Fetcher:
             for result in results:
                 result.cancel()
 
-    def cheapest(self, item: FileRange) -> tuple[Source, list[Holder]]:
-        """Return the cheapest kind of source of a range, and all holders of that kind.
+    def cheapest(self, item: FileRange) -> tuple[Source, list[Location]]:
+        """Return the cheapest kind of source of a range, and all locations of that kind.
 
         Raises:
             CheckpointError: There is none.
@@ -163,10 +163,10 @@ class Fetcher:
                 f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}. Bring back "
                 "a node that had one, or delete this checkpoint to go on from an older one."
             )
-        best = min(source_of(holder, self._node) for holder in options)
-        return best, [holder for holder in options if source_of(holder, self._node) is best]
+        best = min(source_of(location, self._node) for location in options)
+        return best, [location for location in options if source_of(location, self._node) is best]
 
-    def choose(self, item: FileRange, turn: int) -> tuple[Source, Holder, int]:
+    def choose(self, item: FileRange, turn: int) -> tuple[Source, Location, int]:
         """Return from whom a range is read in a turn, and the turn among the ranks that reach it.
 
         Raises:
@@ -178,22 +178,22 @@ class Fetcher:
     def _fetch(
         self, item: FileRange, turn: int, deliver: Callable[[FileRange, Buffer], None]
     ) -> None:
-        """Get a range from the cheapest holder, from the next one if that fails, and so on."""
+        """Get a range from the cheapest location, from the next one if that fails, and so on."""
         while True:
-            source, holder, turn_of_holder = self.choose(item, turn)
-            data, why = self._read(item, holder, turn_of_holder)
+            source, location, turn_of_location = self.choose(item, turn)
+            data, why = self._read(item, location, turn_of_location)
             if not why:
                 deliver(item, data)
                 with self._lock:
                     self.bytes_by_source[source] += item.stop - item.start
                 return
-            self._strike(item, holder, why)
+            self._strike(item, location, why)
 
-    def _read(self, item: FileRange, holder: Holder, turn: int) -> tuple[bytes, str]:
+    def _read(self, item: FileRange, location: Location, turn: int) -> tuple[bytes, str]:
         """Return (bytes, ""), or no bytes and what went wrong."""
         manifest = self._manifests[item.part]
         try:
-            files = self._reach(holder, turn)
+            files = self._reach(location, turn)
             if files is None:
                 return b"", "this rank doesn't reach it"
             data = files.read(f"{manifest.id.folder}/{item.file}", item.start, item.stop)
@@ -203,11 +203,11 @@ class Fetcher:
         entry = manifest.file(item.file)
         return data, fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
 
-    def _strike(self, item: FileRange, holder: Holder, why: str) -> None:
-        """Ask a holder for this file no more."""
+    def _strike(self, item: FileRange, location: Location, why: str) -> None:
+        """Ask a location for this file no more."""
         with self._lock:
-            if holder not in self._holders[item.part, item.file]:
+            if location not in self._holders[item.part, item.file]:
                 return
-            self._holders[item.part, item.file].remove(holder)
-            self.failures.append(f"{holder}: {item.file}: {why}")
-        _log.warning("%s of %s in %s: %s", item.file, self._manifests[item.part].id, holder, why)
+            self._holders[item.part, item.file].remove(location)
+            self.failures.append(f"{location}: {item.file}: {why}")
+        _log.warning("%s of %s in %s: %s", item.file, self._manifests[item.part].id, location, why)

@@ -24,7 +24,7 @@ from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readab
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.claims import mark_places, new_run
 from lightning_hetero.checkpoint.places.tiers import (
-    Holder,
+    Location,
     Tier,
     TierKind,
     own_stores,
@@ -35,7 +35,7 @@ from lightning_hetero.checkpoint.recovery.inventory import (
     ChoiceError,
     Inventory,
     choose,
-    holders_of_files,
+    locations_of_files,
     take_inventory,
 )
 from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
@@ -53,7 +53,7 @@ class _ExhaustedError(CheckpointError):
 
 
 @dataclass
-class _Session:
+class _Search:
     """One rank's view of tiers and ranks while these try one checkpoint after another."""
 
     tiers: Sequence[Tier]
@@ -68,7 +68,7 @@ class _Session:
 
     @classmethod
     def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
-        """Open a session, in which the ranks know each other's nodes; all call it. Communicates."""
+        """Open a search, in which the ranks know each other's nodes; all call it. Communicates."""
         peers = peers or Peers()
         own = peers.serve(own_stores(tiers))
         rows = peers.gather([node, own])
@@ -89,27 +89,27 @@ class _Session:
     @property
     def places(self) -> str:
         """The places that were searched, for messages."""
-        found = sorted({held.holder for held in self.inventory.held})
+        found = sorted({held.location for held in self.inventory.held})
         return ", ".join(map(str, (*found, *self.tiers)))
 
-    def tier_of(self, holder: Holder) -> Tier | None:
-        """Return a holder's tier; None if this rank doesn't reach it."""
-        return next((tier for tier in self.tiers if tier.holder(self.node) == holder), None)
+    def tier_of(self, location: Location) -> Tier | None:
+        """Return a location's tier; None if this rank doesn't reach it."""
+        return next((tier for tier in self.tiers if tier.location(self.node) == location), None)
 
-    def reach(self, holder: Holder, turn: int) -> Readable | None:
-        """Return from what to read a holder's files: its tier, or a rank of its node."""
-        own = self.tier_of(holder)
+    def reach(self, location: Location, turn: int) -> Readable | None:
+        """Return from what to read a location's files: its tier, or a rank of its node."""
+        own = self.tier_of(location)
         if own is not None:
             return own.store
         found = [
             address
             for name, address in zip(self.node_of_rank, self.addresses, strict=True)
-            if name == holder.node and address is not None
+            if name == location.node and address is not None
         ]
-        if holder.kind is TierKind.REMOTE or not found:
+        if location.kind is TierKind.REMOTE or not found:
             return None
         address = found[turn % len(found)]
-        return PeerFiles(address, holder.kind.name, self.peers.timeout_s)
+        return PeerFiles(address, location.kind.name, self.peers.timeout_s)
 
     def look(self) -> bool:
         """Take an inventory with all ranks; return whether it has changed. Communicates.
@@ -140,16 +140,16 @@ class _Session:
         Raises:
             _ExhaustedError: Some can't be read any more; all ranks raise it.
         """
-        holders: dict[int, list[Holder]] = defaultdict(list)
+        locations: dict[int, list[Location]] = defaultdict(list)
         for held in self.inventory.held:
             if (held.id, held.world_size) == (checkpoint, world_size):
-                holders[held.part].append(held.holder)
-        for items in holders.values():
-            items.sort(key=lambda holder: (holder.kind, holder.node))
+                locations[held.part].append(held.location)
+        for items in locations.values():
+            items.sort(key=lambda location: (location.kind, location.node))
 
         def read_own(progress: Progress) -> list[str]:
             texts = []
-            for part, items in sorted(holders.items()):
+            for part, items in sorted(locations.items()):
                 if self._reader_of(part, items[0]) == self.peers.global_rank:
                     texts += self._read_any(checkpoint, part, items)
                     progress.tick()
@@ -169,21 +169,21 @@ class _Session:
             )
         return manifests
 
-    def _reader_of(self, part: int, holder: Holder) -> int:
-        if holder.kind is TierKind.REMOTE:
+    def _reader_of(self, part: int, location: Location) -> int:
+        if location.kind is TierKind.REMOTE:
             return part % self.peers.world_size
-        return self.node_of_rank.index(holder.node)
+        return self.node_of_rank.index(location.node)
 
     def _read_any(
-        self, checkpoint: CheckpointId, part: int, holders: Sequence[Holder]
+        self, checkpoint: CheckpointId, part: int, locations: Sequence[Location]
     ) -> list[str]:
-        for holder in holders:
-            tier = self.tier_of(holder)
+        for location in locations:
+            tier = self.tier_of(location)
             if tier is not None:
                 try:
                     return [read_manifest(tier.store, checkpoint, part).encode().decode()]
                 except Exception as error:
-                    # Stores raise their client library's own types; the next holder may do.
+                    # Stores raise their client library's own types; the next location may do.
                     _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)
         return []
 
@@ -215,22 +215,22 @@ def recover(
             doesn't exist; all ranks raise it.
         PeerError: Another rank is gone.
     """
-    session = _Session.open(tiers, node, peers)
-    session.look()
+    search = _Search.open(tiers, node, peers)
+    search.look()
     for _ in range(_LOOKS):
         found: Recovered | None = None
         failure: CheckpointError | None = None
         try:
-            choice = choose(session.inventory, step=step, skip_unreadable=skip_unreadable)
-            found = _recover_newest(session, choice, needs)
+            choice = choose(search.inventory, step=step, skip_unreadable=skip_unreadable)
+            found = _recover_newest(search, choice, needs)
         except _ExhaustedError as error:
             failure = error
         except ChoiceError as error:
-            failure = CheckpointError(f"{error} Looked in {session.places}.")
+            failure = CheckpointError(f"{error} Looked in {search.places}.")
         if found is not None:
             return found
         # A run that still writes may have pruned what was seen.
-        if not session.look():
+        if not search.look():
             break
     if failure is not None:
         raise failure
@@ -238,15 +238,15 @@ def recover(
 
 
 def _recover_newest(
-    session: _Session, choice: Choice, needs: Sequence[SliceNeed]
+    search: _Search, choice: Choice, needs: Sequence[SliceNeed]
 ) -> Recovered | None:
-    for text in (*session.inventory.broken, *choice.ignored):
-        if session.peers.global_rank == 0:
+    for text in (*search.inventory.broken, *choice.ignored):
+        if search.peers.global_rank == 0:
             _log.warning("Not counted as a checkpoint: %s", text)
     skipped: list[str] = []
     for checkpoint in choice.checkpoints:
         try:
-            return _recover_from(session, choice, checkpoint, needs, skipped)
+            return _recover_from(search, choice, checkpoint, needs, skipped)
         except _ExhaustedError as error:
             _log.warning("%s can't be used: %s", checkpoint, error)
             skipped.append(f"{checkpoint}: {error}")
@@ -284,48 +284,48 @@ def begin_run(
     Raises:
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
-    session = _Session.open(tiers, node, peers)
+    search = _Search.open(tiers, node, peers)
     if anew:
-        run, attempt = session.peers.gather(new_run())[0], 0
+        run, attempt = search.peers.gather(new_run())[0], 0
     elif recovered is None:
-        session.look()
-        choice = choose(session.inventory, skip_unreadable=skip_unreadable)
-        proposals = session.peers.gather(new_run())
+        search.look()
+        choice = choose(search.inventory, skip_unreadable=skip_unreadable)
+        proposals = search.peers.gather(new_run())
         run = proposals[0] if choice.run is None else choice.run
         attempt = choice.attempt
     else:
         run, attempt = recovered.id.run, recovered.report.attempt
-    own = session.looked_after
-    session.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
+    own = search.looked_after
+    search.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
     return CheckpointId(0, attempt, run)
 
 
 def _recover_from(
-    session: _Session,
+    search: _Search,
     choice: Choice,
     checkpoint: CheckpointId,
     needs: Sequence[SliceNeed],
     skipped: list[str],
 ) -> Recovered:
     start_s, world_size = time.perf_counter(), choice.checkpoints[checkpoint]
-    peers, seconds = session.peers, session.seconds
-    manifests = session.share_manifests(checkpoint, world_size)
+    peers, seconds = search.peers, search.seconds
+    manifests = search.share_manifests(checkpoint, world_size)
     seconds["manifests"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
-    kind = min(held.holder.kind for held in session.inventory.held if held.id == checkpoint)
+    kind = min(held.location.kind for held in search.inventory.held if held.id == checkpoint)
     source = Parts(
         id=checkpoint,
         manifests=manifests,
-        holders=holders_of_files(session.inventory, manifests),
+        locations=locations_of_files(search.inventory, manifests),
         own_part=peers.global_rank if world_size == peers.world_size else None,
-        node=session.node,
-        reach=session.reach,
+        node=search.node,
+        reach=search.reach,
         attempt=choice.attempt,
         place=kind.name.lower(),
     )
     taken = take(needs, source, peers)
     if isinstance(taken, str):
-        raise _ExhaustedError(f"{taken} Looked in {session.places}.")
+        raise _ExhaustedError(f"{taken} Looked in {search.places}.")
     seconds["fetch"] = time.perf_counter() - start_s
     report = replace(taken.report, seconds=dict(seconds), skipped=tuple(skipped))
     return replace(taken, report=report)

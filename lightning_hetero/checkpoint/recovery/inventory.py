@@ -23,7 +23,7 @@ from lightning_hetero.checkpoint.places.claims import RUN_FILE, read_run
 from lightning_hetero.checkpoint.places.tiers import (
     CONFIRMED,
     REJECTED,
-    Holder,
+    Location,
     PartCopy,
     Tier,
     TierKind,
@@ -40,7 +40,7 @@ __all__ = [
     "choose",
     "choose_run",
     "complete_checkpoints",
-    "holders_of_files",
+    "locations_of_files",
     "take_inventory",
 ]
 
@@ -50,11 +50,11 @@ class Inventory:
     """One rank's report of what tiers hold, without duplicates."""
 
     held: tuple[PartCopy, ...] = ()
-    present: tuple[tuple[CheckpointId, Holder], ...] = ()
+    present: tuple[tuple[CheckpointId, Location], ...] = ()
     """Checkpoints with any files, complete or not, and where."""
     finished: tuple[tuple[CheckpointId, TierKind], ...] = ()
     """Checkpoints that were once complete, even if damaged since, and the kind of tier."""
-    places: tuple[tuple[Holder, str | None], ...] = ()
+    places: tuple[tuple[Location, str | None], ...] = ()
     """Places that answered, and the run that each belongs to."""
     broken: tuple[str, ...] = ()
     """Manifests that are torn, and why."""
@@ -85,7 +85,7 @@ class Inventory:
         return cls(**{field.name: all_of(field.name) for field in fields(cls)})
 
 
-def _to_json(item: CheckpointId | Holder | PartCopy) -> dict[str, Any]:
+def _to_json(item: CheckpointId | Location | PartCopy) -> dict[str, Any]:
     if isinstance(item, CheckpointId):
         return {"id": item.folder}
     return {type(item).__name__: [getattr(item, name) for name in item.__slots__]}
@@ -95,8 +95,8 @@ def _from_json(data: dict[str, Any]) -> Any:
     ((kind, body),) = data.items()
     if kind == "id":
         return CheckpointId.parse(body)
-    if kind == "Holder":
-        return Holder(body[0], TierKind(body[1]))
+    if kind == "Location":
+        return Location(body[0], TierKind(body[1]))
     return PartCopy(*map(_as_tuple, body))
 
 
@@ -123,7 +123,7 @@ def take_inventory(
     def look(tier: Tier) -> Inventory:
         def take(own: Progress) -> Inventory:
             own.part_of = progress
-            return _take_one(tier, tier.holder(node), own)
+            return _take_one(tier, tier.location(node), own)
 
         try:
             return Operations(timeout_s).run(take)
@@ -134,7 +134,7 @@ def take_inventory(
     return Inventory.merge(map_on_threads(look, tiers, count=len(tiers), progress=Progress()))
 
 
-def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
+def _take_one(tier: Tier, location: Location, progress: Progress) -> Inventory:
     files = tier.store.list()
     progress.tick()
     run = read_run(tier.store) if RUN_FILE in files else None
@@ -147,10 +147,10 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
         id_ for id_, _ in found.broken
     }
     return Inventory(
-        held=tuple(replace(copy, holder=holder) for copy in found.copies),
-        present=tuple((item, holder) for item in present),
+        held=tuple(replace(copy, location=location) for copy in found.copies),
+        present=tuple((item, location) for item in present),
         finished=tuple((item, tier.kind) for item in finished),
-        places=((holder, run),),
+        places=((location, run),),
         broken=(
             *(why for _, why in found.broken),
             *(
@@ -173,11 +173,11 @@ def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
     return {item: size for item, size in sorted(sizes.items(), reverse=True) if size is not None}
 
 
-def holders_of_files(
+def locations_of_files(
     inventory: Inventory, manifests: Mapping[int, PartManifest]
-) -> dict[tuple[int, str], tuple[Holder, ...]]:
+) -> dict[tuple[int, str], tuple[Location, ...]]:
     """Return which tiers hold each (part, file) of one checkpoint."""
-    holders: dict[tuple[int, str], list[Holder]] = {
+    locations: dict[tuple[int, str], list[Location]] = {
         (part, entry.name): [] for part, manifest in manifests.items() for entry in manifest.files
     }
     for held in inventory.held:
@@ -186,8 +186,8 @@ def holders_of_files(
             continue
         for entry in manifest.files:
             if entry.name not in held.missing:
-                holders[held.part, entry.name].append(held.holder)
-    return {key: tuple(sorted(set(items))) for key, items in holders.items()}
+                locations[held.part, entry.name].append(held.location)
+    return {key: tuple(sorted(set(items))) for key, items in locations.items()}
 
 
 _UNSEEN_ATTEMPTS = 1000
@@ -302,7 +302,7 @@ def choose_run(inventory: Inventory) -> str | None:
     return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
 
 
-def _refuse_two_opinions(run: str, place: Holder) -> None:
+def _refuse_two_opinions(run: str, place: Location) -> None:
     raise ChoiceError(
         f"{place} holds checkpoints of the run {run!r}, but the place that all nodes share is "
         "empty, so it is unclear what to do. To start anew, delete the checkpoints on all nodes' "

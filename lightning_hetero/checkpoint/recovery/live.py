@@ -3,7 +3,7 @@
 With redundancy each row of a parameter is kept by two ranks. If a generation ends at the same step
 on all ranks that are left, and these have all rows together, their slices are a complete checkpoint
 that nobody had to save: each serves its own from memory as one more tier, and all take what they
-need as they would from files. Newcomers have no part of it, and get theirs from the others.
+need as they would from files. Joiners have no part of it, and get theirs from the others.
 
 A rank that was in the middle of an optimizer's step has nothing, and ranks at different steps have
 no common state. Then the newest checkpoint is used.
@@ -31,11 +31,11 @@ from lightning_hetero.checkpoint.format.encoding import (
 from lightning_hetero.checkpoint.format.manifest import PartManifest
 from lightning_hetero.checkpoint.peers.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.tiers import Holder, TierKind
+from lightning_hetero.checkpoint.places.tiers import Location, TierKind
 from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["LiveState", "Newcomer", "NothingLive", "recover_live"]
+__all__ = ["LiveState", "NothingLive", "NothingYet", "recover_live"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class NothingLive:
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class NothingYet:
     """A rank has just joined, or has trained no step yet: it gets its state from the others."""
 
 
@@ -75,7 +75,7 @@ _LIVE = TierKind.LIVE.name
 
 
 def recover_live(
-    needs: Sequence[SliceNeed], own: LiveState | NothingLive | Newcomer, peers: Peers
+    needs: Sequence[SliceNeed], own: LiveState | NothingLive | NothingYet, peers: Peers
 ) -> Recovered | NothingLive:
     """Return the last step's state, if all ranks have the same step and together all rows.
 
@@ -84,7 +84,7 @@ def recover_live(
     Args:
         needs: The slices that this rank keeps from now on.
         own: What this rank still has.
-        peers: The ranks that are left, and newcomers.
+        peers: The ranks that are left, and joiners.
 
     Returns:
         The state; or why a saved checkpoint must be used, the same on all ranks.
@@ -101,33 +101,33 @@ def recover_live(
 
 
 def _recover(
-    needs: Sequence[SliceNeed], own: LiveState | NothingLive | Newcomer, peers: Peers
+    needs: Sequence[SliceNeed], own: LiveState | NothingLive | NothingYet, peers: Peers
 ) -> Recovered | NothingLive:
     offer = _offer(own, peers)
     offers = peers.gather(offer)
     if why := _why_not(offers):
         return NothingLive(why)
-    manifests, addresses, holders = {}, {}, {}
+    manifests, addresses, locations = {}, {}, {}
     for rank, item in enumerate(offers):
         if "new" not in item:
             manifest = PartManifest.decode(item["manifest"].encode(), is_live=True)
             manifests[manifest.part] = manifest
             addresses[str(rank)] = item["address"]
             for entry in manifest.files:
-                holders[manifest.part, entry.name] = [Holder(str(rank), TierKind.LIVE)]
+                locations[manifest.part, entry.name] = [Location(str(rank), TierKind.LIVE)]
     if why := _missing(manifests):
         return NothingLive(why)
 
-    def reach(holder: Holder, _: int) -> Readable:
-        if holder.node == str(peers.global_rank):
+    def reach(location: Location, _: int) -> Readable:
+        if location.node == str(peers.global_rank):
             return peers.server.stores[_LIVE]
-        return PeerFiles(addresses[holder.node], _LIVE, peers.timeout_s)
+        return PeerFiles(addresses[location.node], _LIVE, peers.timeout_s)
 
     id_ = next(iter(manifests.values())).id
     parts = Parts(
         id=id_,
         manifests=manifests,
-        holders=holders,
+        locations=locations,
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
@@ -139,9 +139,9 @@ def _recover(
     return NothingLive(taken) if isinstance(taken, str) else taken
 
 
-def _offer(own: LiveState | NothingLive | Newcomer, peers: Peers) -> dict[str, Any]:
+def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str, Any]:
     """Serve what this rank has, and return what the others must know of it."""
-    if isinstance(own, Newcomer):
+    if isinstance(own, NothingYet):
         return {"new": True}
     if isinstance(own, NothingLive):
         return {"why": own.why}

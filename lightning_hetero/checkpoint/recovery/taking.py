@@ -13,9 +13,9 @@ from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManife
 from lightning_hetero.checkpoint.peers.deadlines import Progress
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.tiers import Holder, Source
+from lightning_hetero.checkpoint.places.tiers import Location, Source
 from lightning_hetero.checkpoint.recovery.assembly import Assembly, RankNeeds
-from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Holders
+from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
@@ -80,12 +80,12 @@ class Parts:
 
     id: CheckpointId
     manifests: Mapping[int, PartManifest]
-    holders: Holders
+    locations: Locations
     own_part: int | None
     """The part that this rank itself saved, or holds; None if it has none."""
     node: str
-    """Where this rank is, as holders call it."""
-    reach: Callable[[Holder, int], Readable | None]
+    """Where this rank is, as locations call it."""
+    reach: Callable[[Location, int], Readable | None]
     """See `Fetcher`."""
     attempt: int
     """Attempt number of the checkpoints that are saved next."""
@@ -138,7 +138,9 @@ def _take(
         own = RankNeeds(needs, parts.manifests, parts.own_part)
     except CheckpointError as error:
         return _Refused(str(error))
-    fetcher = Fetcher(parts.manifests, parts.holders, node=parts.node, reach=parts.reach, turn=turn)
+    fetcher = Fetcher(
+        parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
+    )
     assembly = Assembly(own)
     try:
         fetcher.run(own.blocks(), assembly.deliver, progress)

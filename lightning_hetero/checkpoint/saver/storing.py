@@ -29,7 +29,7 @@ from lightning_hetero.checkpoint.format.manifest import (
 )
 from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Followed, Progress
 from lightning_hetero.checkpoint.places.parts import (
-    TierKeeper,
+    TierPruner,
     copy_part,
     remove_files,
     write_manifest,
@@ -91,7 +91,7 @@ class OwnTiers:
         block_bytes: int,
         progress: Progress,
     ) -> None:
-        self.keepers = [TierKeeper(tier, node_ranks, progress) for tier in tiers]
+        self.pruners = [TierPruner(tier, node_ranks, progress) for tier in tiers]
         self.tiers = tuple(tiers)
         self.kinds = [tier.kind for tier in tiers]
         self._block_bytes = block_bytes
@@ -133,7 +133,7 @@ class OwnTiers:
         manifest = manifest or make_manifest(content, bodies, slices)
         return OwnPart(bodies, manifest, stores, errors)
 
-    def settle(
+    def commit(
         self,
         checkpoint: CheckpointId,
         sound: Collection[TierKind],
@@ -142,12 +142,12 @@ class OwnTiers:
         superseded: Mapping[TierKind, Collection[CheckpointId]],
     ) -> None:
         """Confirm a checkpoint in the tiers that have all ranks' parts; delete old ones there."""
-        for keeper in self.keepers:
+        for pruner in self.pruners:
             # Where this one isn't, an older one may be the newest: this node can't know.
-            kind, is_sound = keeper.tier.kind, keeper.tier.kind in sound
-            keeper.settle(
+            kind, is_sound = pruner.tier.kind, pruner.tier.kind in sound
+            pruner.commit(
                 checkpoint if is_sound else None,
-                keep=keeper.tier.keep if is_sound else None,
+                keep=pruner.tier.keep if is_sound else None,
                 busy=busy,
                 superseded=superseded[kind],
             )
@@ -182,12 +182,12 @@ class Uploads:
 
     def __init__(self, tier: Tier | None, world_size: int, thread: BackgroundThread) -> None:
         self.tier = tier
-        self.keeper = None if tier is None else TierKeeper(tier, range(world_size), thread.progress)
+        self.pruner = None if tier is None else TierPruner(tier, range(world_size), thread.progress)
         self._thread = thread
         self._running: list[CheckpointId] = []
         self._deferred: tuple[OwnPart, Future[bool]] | None = None
         self._done: deque[CheckpointId] = deque(maxlen=_NUM_REMEMBERED)
-        self._settled: CheckpointId | None = None
+        self._committed: CheckpointId | None = None
         self._error = ""
 
     def status(self) -> dict[str, Any]:
@@ -274,16 +274,16 @@ class Uploads:
         else:
             uploaded.set_result(True)
 
-    def settle_later(self, uploaded: CheckpointId) -> None:
+    def commit_later(self, uploaded: CheckpointId) -> None:
         """Confirm, once, a checkpoint that all ranks have uploaded; one rank does it for all."""
-        if uploaded != self._settled:
-            self._settled = uploaded
-            self._thread.submit(self.settle, uploaded)
+        if uploaded != self._committed:
+            self._committed = uploaded
+            self._thread.submit(self.commit, uploaded)
 
-    def settle(self, uploaded: CheckpointId | None = None) -> None:
+    def commit(self, uploaded: CheckpointId | None = None) -> None:
         """Confirm complete checkpoints in the remote tier, and delete old ones."""
-        if self.keeper is not None:
-            self.keeper.settle(uploaded, keep=self.keeper.tier.keep)
+        if self.pruner is not None:
+            self.pruner.commit(uploaded, keep=self.pruner.tier.keep)
 
 
 _MAX_REASONS = 8

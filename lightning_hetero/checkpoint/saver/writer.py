@@ -4,7 +4,7 @@
 
 1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
 2. All ranks tell each other which tiers have taken their parts, wait for ranks with slow storage
-   (`meeting`), and send copies to each other's nodes (`replicas`).
+   (`commit`), and send copies to each other's nodes (`replicas`).
 3. A kind of tier that has all ranks' parts, copies included, is *sound*: there the checkpoint is
    noted as confirmed, and old ones are deleted. If it failed on any rank, it keeps what it has.
 4. The host memory is free for the next snapshot.
@@ -28,7 +28,7 @@ from lightning_hetero.checkpoint.format.manifest import CheckpointId
 from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread, Deadline
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.saver.meeting import Meeting, SaveTask, WriterOptions
+from lightning_hetero.checkpoint.saver.commit import Committer, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saver.snapshot import HostBuffer, Snapshot
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 
@@ -108,8 +108,10 @@ class CheckpointWriter:
             )
         self._stall_s = options.stall_s
         self._memory = HostBuffer(options.stall_s)
-        self._thread = BackgroundThread("checkpoint-meet")
-        self._meeting = Meeting(tiers, tuple(node_of_rank), (peers or Peers()).branch(), options)
+        self._thread = BackgroundThread("checkpoint-commit")
+        self._committer = Committer(
+            tiers, tuple(node_of_rank), (peers or Peers()).branch(), options
+        )
         self._last: Future[None] | None = None
 
     def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
@@ -129,7 +131,7 @@ class CheckpointWriter:
         metadata = metadata_files(content)
         snapshot = self._take(content)
         task = SaveTask(content, snapshot, metadata, frozenset(leaving))
-        self._last = self._thread.submit(self._meeting.write, task)
+        self._last = self._thread.submit(self._committer.write, task)
         return SavedCheckpoint(
             id=content.id,
             snapshot=snapshot,
@@ -144,8 +146,8 @@ class CheckpointWriter:
             if self._last is not None:
                 self._wait_for(self._last)
             # What the ranks have agreed on by then, so all raise it at the same save.
-            if self._meeting.overdue is not None:
-                raise self._meeting.overdue
+            if self._committer.overdue is not None:
+                raise self._committer.overdue
             return self._memory.take(content, timeout_s=0.0)
         except TimeoutError as error:
             _log.warning("%s isn't saved: %s", content.id, error)
@@ -153,18 +155,18 @@ class CheckpointWriter:
 
     def _wait_for(self, future: "Future[Any]") -> None:
         """Wait until the ranks have finished a save, successfully or not."""
-        Deadline(MARGIN**2 * self._stall_s, self._meeting.progress).wait_for(future)
+        Deadline(MARGIN**2 * self._stall_s, self._committer.progress).wait_for(future)
 
     def upload_newest(self) -> None:
         """Upload the newest checkpoint, even if it must wait for an older one's upload.
 
         All ranks call it, if no other save follows soon; the upload goes on after it returns.
         """
-        self._thread.submit(self._meeting.uploads.start_deferred)
+        self._thread.submit(self._committer.uploads.start_deferred)
 
     def leave(self) -> None:
         """End the threads once they have finished their work; doesn't wait."""
-        self._thread.submit(self._meeting.end)
+        self._thread.submit(self._committer.end)
         self._thread.finish()
         self._memory.close()
 
@@ -174,13 +176,13 @@ class CheckpointWriter:
         Raises:
             CheckpointError: No lasting tier has it from all ranks; raised on all ranks.
         """
-        end, is_safe = self._thread.submit(self._meeting.finish), False
+        end, is_safe = self._thread.submit(self._committer.finish), False
         try:
             self._wait_for(end)
             is_safe = end.result()
         except (TimeoutError, PeerError) as error:
-            self._meeting.lasting.note(f"The end wasn't awaited: {error}")
+            self._committer.lasting.note(f"The end wasn't awaited: {error}")
         self.leave()
-        newest = self._meeting.lasting.begun
+        newest = self._committer.lasting.begun
         if newest is not None and not is_safe:
-            raise self._meeting.lasting.error(newest)
+            raise self._committer.lasting.error(newest)

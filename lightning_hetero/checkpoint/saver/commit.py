@@ -24,7 +24,7 @@ from lightning_hetero.checkpoint.saver.snapshot import Snapshot
 from lightning_hetero.checkpoint.saver.storing import LastingCopies, OwnPart, OwnTiers, Uploads
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["Meeting", "SaveTask", "WriterOptions"]
+__all__ = ["Committer", "SaveTask", "WriterOptions"]
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -70,7 +70,7 @@ class _Outcome:
     """The kinds of tiers that had all parts."""
 
 
-class Meeting:
+class Committer:
     """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
 
     Args:
@@ -190,13 +190,13 @@ class Meeting:
         busy = _busy_in(statuses) | {id_}
         superseded = self._supersede(id_, busy, _Outcome(is_complete, frozenset(sound)))
 
-        def settle() -> None:
+        def commit() -> None:
             if self._is_first_of_node:
-                self._own.settle(id_, sound, busy=busy, superseded=superseded)
+                self._own.commit(id_, sound, busy=busy, superseded=superseded)
             if part is not None and uploads_itself:
                 self.uploads.upload(part, task.uploaded, self._storing.progress)
 
-        statuses = self._finish(self._submit(settle), self._storing, self._describe)
+        statuses = self._finish(self._submit(commit), self._storing, self._describe)
         self._learn(statuses)
         is_lasting = self.lasting.newest == id_
         if not is_lasting:
@@ -233,7 +233,7 @@ class Meeting:
         if uploaded is not None:
             self.lasting.reach(uploaded)  # A disk may have been the first.
             if self._rank == 0:
-                self.uploads.settle_later(uploaded)
+                self.uploads.commit_later(uploaded)
 
     def _copy_to_peers(
         self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses
@@ -309,16 +309,16 @@ class Meeting:
     def _look_again(self, newest: CheckpointId) -> dict[str, Any]:
         """Return the lasting tiers that this rank has checked, and those with all their parts."""
         looked = [
-            keeper
-            for keeper in self._own.keepers
-            if self._is_first_of_node and keeper.tier.kind is TierKind.DISK
+            pruner
+            for pruner in self._own.pruners
+            if self._is_first_of_node and pruner.tier.kind is TierKind.DISK
         ]
-        if self._rank == 0 and self.uploads.keeper is not None:
-            looked.append(self.uploads.keeper)
-            self.uploads.settle()
+        if self._rank == 0 and self.uploads.pruner is not None:
+            looked.append(self.uploads.pruner)
+            self.uploads.commit()
         return {
-            "has": [keeper.tier.kind for keeper in looked],
-            "written": [keeper.tier.kind for keeper in looked if keeper.holds(newest)],
+            "has": [pruner.tier.kind for pruner in looked],
+            "written": [pruner.tier.kind for pruner in looked if pruner.holds(newest)],
         }
 
     # -- storage ----------------------------------------------------------------------------------
