@@ -103,8 +103,8 @@ def contents(
                 },
                 scalars={"lr_scale": 0.5, "seen": step},
             )
-            for pruner in piece.pruners:
-                pieces[pruner].append(content)
+            for rank in piece.keepers:
+                pieces[rank].append(content)
     return [
         CheckpointContent(
             id=CheckpointId(step, attempt),
