@@ -7,8 +7,8 @@ newest complete checkpoint in any place is restored, whatever plan and number of
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -54,14 +54,6 @@ from lightning_hetero.checkpoint.places.retry import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Leaving:
-    """The arguments of `save_and_leave`, until the step ends."""
-
-    nodes: Collection[str]
-    then: Callable[[Callable[[], SavedCheckpoint]], None]
 
 
 class LayerwiseCheckpoint(Checkpoint):
@@ -154,7 +146,6 @@ class LayerwiseCheckpoint(Checkpoint):
         self._found: Found | None = None
         """The state that is being restored, until training starts."""
         self._live = LiveSteps()
-        self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
         self._set_up_at_s = 0.0
 
@@ -162,15 +153,6 @@ class LayerwiseCheckpoint(Checkpoint):
     def node_of_rank(self) -> tuple[str, ...]:
         """Name of each rank's node, from the start of fitting."""
         return () if self._access is None else self._access.node_of_rank
-
-    def save_and_leave(
-        self, nodes: Collection[str], then: Callable[[Callable[[], SavedCheckpoint]], None]
-    ) -> None:
-        """When this step ends, call `then` with a function that saves it; called by every rank.
-
-        That function also copies the parts of `nodes` to other nodes.
-        """
-        self._leaving = _Leaving(nodes=nodes, then=then)
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -291,10 +273,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            leaving.then(partial(self._save, trainer, leaving))
-        elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
+        is_saved = False
+        for restarter in run_of(trainer).restarters:
+            is_saved |= restarter.end_step(trainer)
+        is_due = step % self._every_n_train_steps == 0 or step == trainer.max_steps
+        if is_due and not is_saved:
             self._save(trainer)
             if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
@@ -309,8 +292,19 @@ class LayerwiseCheckpoint(Checkpoint):
         if is_last and self._last_step != trainer.global_step:
             self._save(trainer).wait_for_snapshot()
 
+    def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> SavedCheckpoint:
+        """Save the step that has ended, and copy the parts of nodes that leave to others."""
+        saved = self._save(trainer, leaving=leaving)
+        if self._access is not None:
+            self._access.writer.upload_newest()
+        return saved
+
     def _save(
-        self, trainer: pl.Trainer, leaving: _Leaving | None = None, again: Recovered | None = None
+        self,
+        trainer: pl.Trainer,
+        *,
+        leaving: Collection[str] = (),
+        again: Recovered | None = None,
     ) -> SavedCheckpoint:
         assert self._access is not None
         writer = self._access.writer
@@ -320,9 +314,7 @@ class LayerwiseCheckpoint(Checkpoint):
         content = content_of(trainer, owned, id_, metadata)
         if again is not None and again.rank_metadata:
             content = replace(content, rank_metadata=again.rank_metadata)
-        self.saved = writer.save(content, leaving=() if leaving is None else leaving.nodes)
-        if leaving is not None:
-            writer.upload_newest()
+        self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
         return self.saved
 
@@ -370,7 +362,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Does nothing after a run's end; but after the loss of a rank another fit may follow.
         self._let_go()
-        self.saved = self._leaving = self._found = None
+        self.saved = self._found = None
 
     def _let_go(self) -> None:
         access, self._access = self._access, None

@@ -1,6 +1,6 @@
 """The run: where its strategy and its callbacks find each other."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -36,10 +36,8 @@ class SavesSlices(Protocol):
     def node_of_rank(self) -> tuple[str, ...]:
         """Name of each rank's node."""
 
-    def save_and_leave(
-        self, nodes: Collection[str], then: "Callable[[Callable[[], SavedCheckpoint]], None]"
-    ) -> None:
-        """When this step ends, call `then` with a function that saves it; every rank calls this."""
+    def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> "SavedCheckpoint":
+        """Save the step that has ended, and copy the parts of nodes that leave to others."""
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
@@ -70,6 +68,9 @@ class RestartsRun(Protocol):
 
     in_place: bool
     """Whether the other ranks go on in their processes."""
+
+    def end_step(self, trainer: pl.Trainer) -> bool:
+        """End a step after which ranks leave or join; return whether it needs no other save."""
 
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without the machines of `exclude` would have."""
