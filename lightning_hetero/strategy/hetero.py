@@ -201,7 +201,7 @@ class HeteroStrategy(HookedStrategy):
         self._request = PlanRequest.of(
             plan, num_stages=num_stages, num_candidate_plans=num_candidate_plans
         )
-        self._options = EngineOptions(
+        self.options = EngineOptions(
             num_microbatches=num_microbatches,
             redundancy=redundancy,
             layers=layers,
@@ -225,6 +225,7 @@ class HeteroStrategy(HookedStrategy):
                 allow_mixing=allow_mixing,
             ),
         )
+        """The user's options for the engine."""
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
         """Plans among which a data module may choose; set by `setup`."""
         self.candidate_costs: tuple[tuple[PipelineCost, ...], ...] | None = None
@@ -333,7 +334,7 @@ class HeteroStrategy(HookedStrategy):
     def _set_up_engine(self, *, trains: bool) -> None:
         """Take or make the plans, and make the engine, dealer and steps for them; collective."""
         precision = self.precision_plugin
-        facts = self._options.gather_facts(
+        facts = self.options.gather_facts(
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
@@ -345,11 +346,11 @@ class HeteroStrategy(HookedStrategy):
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
             request = request.for_survivors(self.world_size, first_ranks)
         plans = request.answer(facts)
-        if self._options.config.ownership is Ownership.MEMORY:
+        if self.options.config.ownership is Ownership.MEMORY:
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
         with undone_if_it_fails(self._module):
-            engine = self._options.make_engine(facts, plans, precision, seed=told[0][0])
+            engine = self.options.make_engine(facts, plans, precision, seed=told[0][0])
         reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
         self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)

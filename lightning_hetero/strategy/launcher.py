@@ -168,8 +168,8 @@ class HeteroLauncher(_SubprocessScriptLauncher):
 
 def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
     """Compile a layer and load its kernels, before anybody waits for this joiner."""
-    call = find_layer_call_of_run(strategy._processes._start_timeout)
-    options = strategy._options
+    call = find_layer_call_of_run(strategy.processes.start_timeout)
+    options = strategy.options
     _, layers = find_layers(module, options.layers)
     if not call or not layers:
         return

@@ -78,7 +78,7 @@ class Processes:
     ) -> None:
         self._backend = backend
         self._timeout = timeout
-        self._start_timeout = start_timeout
+        self.start_timeout = start_timeout
         self._environment: ClusterEnvironment | None = None
         self._store: Store | None = None
         self._comms: Communicators | None = None
@@ -124,7 +124,7 @@ class Processes:
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
                 self._detector = self._make_detector()
-                self._detector.is_starting = self._silence is not None
+                self._detector.expect_slow_start(is_expected=self._silence is not None)
             self._detector.start()
         if not dist.is_initialized():
             self._connections.open(lambda: self._init_process_group(device))
@@ -137,7 +137,7 @@ class Processes:
     def begin_training(self) -> None:
         """Hold heartbeats to their limit from now on: all processes have started."""
         if self._detector is not None:
-            self._detector.is_starting = False
+            self._detector.expect_slow_start(is_expected=False)
 
     def _make_detector(self) -> FailureDetector:
         if self._membership is not None and self._silence is not None:
@@ -150,10 +150,9 @@ class Processes:
             beat_s = interval_s(self._timeout.total_seconds())
             self._heartbeat = Heartbeat(self._connect_store(), number=rank, interval_s=beat_s)
         assert self._heartbeat is not None
-        silence, timeout = self._silence, self._timeout
-        detector = FailureDetector(self._heartbeat, ring, timeout=timeout, silence=silence)
-        detector.abort = self._abort
-        return detector
+        return FailureDetector(
+            self._heartbeat, ring, timeout=self._timeout, silence=self._silence, abort=self._abort
+        )
 
     def _abort(self) -> None:
         connections = self._connections  # The present ones, whenever communicators are aborted.
@@ -178,7 +177,7 @@ class Processes:
                 environment.main_port,
                 global_rank=environment.global_rank(),
                 world_size=environment.world_size(),
-                start_timeout=self._start_timeout,
+                start_timeout=self.start_timeout,
             )
             self._store.set_timeout(self._timeout)
         return self._store
@@ -275,7 +274,7 @@ class Processes:
         assert self._silence is not None
         silence_s = self._silence.total_seconds()
         if self.joins:
-            start = self._start_timeout
+            start = self.start_timeout
             found = join_membership(facts, start_timeout=start, silence_s=silence_s)
         else:
             store, environment = self._connect_store(), self._environment

@@ -49,6 +49,10 @@ class Progress:
         if self.part_of is not None:
             self.part_of.tick()
 
+    def give_up(self) -> None:
+        """Note that nobody waits for the work any more."""
+        self.is_given_up = True
+
     def refuse_if_late(self) -> None:
         """Raise TimeoutError if nobody waits any more: late work could undo newer work."""
         if self.is_given_up:
@@ -185,7 +189,7 @@ class Operations:
             Deadline(self._stall_s, thread.progress).wait_for(result)
         except TimeoutError:
             # Its late writes must not replace those of a later try.
-            thread.progress.is_given_up = True
+            thread.progress.give_up()
             self._hanging.add(result)
             result.add_done_callback(self._hanging.discard)
             raise

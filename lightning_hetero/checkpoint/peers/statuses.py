@@ -180,7 +180,7 @@ class Peers:
         try:
             answers = self.finish(done, thread, lambda it: {} if it is None else describe(it))
         except BaseException:
-            thread.progress.is_given_up = True
+            thread.progress.give_up()
             raise
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors and not may_fail:
