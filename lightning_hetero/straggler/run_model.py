@@ -20,7 +20,7 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.neighbours import deal_pieces
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import TransferTable
-from lightning_hetero.simulator.propagate import PipelineTimes, propagate
+from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.locate import Finding, FindingKind, Pair, normalise_pair
 
 __all__ = ["MeasuredRun", "PlaceTimes", "RunModel", "Slowness", "balance_microbatches"]
@@ -190,7 +190,7 @@ class RunModel:
             times = self._pipeline_times(index, plan, 1)
             stages = zip(times.forward_s, times.backward_s, strict=True)
             links = zip(times.forward_message_s, times.backward_message_s, strict=True)
-            parts_s = [forward[0] + backward[0] for forward, backward in (*stages, *links)]
+            parts_s = [forward + backward for forward, backward in (*stages, *links)]
             slowest_s.append(max(parts_s))
             others_s.append(sum(parts_s) - slowest_s[-1])
         counts = balance_microbatches(slowest_s, sum(self.facts.counts), fixed_s=others_s)
@@ -242,7 +242,7 @@ class RunModel:
 
     def _pipeline_times(
         self, index: int, plan: ParallelPlan, num_microbatches: int, *, healthy: bool = False
-    ) -> PipelineTimes:
+    ) -> EqualTimes:
         pipeline = plan.pipelines[index]
         places = [
             max(
@@ -251,15 +251,16 @@ class RunModel:
             )
             for s, stage in enumerate(pipeline.stages)
         ]
-        messages_s = [
+        messages_s = tuple(
             self.facts.hidden_bytes * self._boundary_s_per_byte(pipeline, s, healthy=healthy)
             for s in range(pipeline.num_stages - 1)
-        ]
-        return PipelineTimes(
-            forward_s=[[place.forward_s] * num_microbatches for place in places],
-            backward_s=[[place.backward_s] * num_microbatches for place in places],
-            forward_message_s=[[seconds] * num_microbatches for seconds in messages_s],
-            backward_message_s=[[seconds] * num_microbatches for seconds in messages_s],
+        )
+        return EqualTimes(
+            forward_s=tuple(place.forward_s for place in places),
+            backward_s=tuple(place.backward_s for place in places),
+            forward_message_s=messages_s,
+            backward_message_s=messages_s,
+            num_microbatches=num_microbatches,
         )
 
     def _place(self, pipeline: int, stage: int, rank: int, *, healthy: bool) -> PlaceTimes:
