@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
-from lightning_hetero.callbacks.checkpointing.live import LiveSteps, NothingLive
+from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
 from lightning_hetero.callbacks.checkpointing.recovery_report import (
@@ -51,6 +51,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
 )
 from lightning_hetero.checkpoint.places.retry import local_folder
+from lightning_hetero.checkpoint.recovery.live import NothingLive
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]

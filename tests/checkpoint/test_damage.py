@@ -23,9 +23,8 @@ from lightning_hetero.checkpoint.format.manifest import (
     manifest_name,
 )
 from lightning_hetero.checkpoint.peers.deadlines import Progress
-from lightning_hetero.checkpoint.places.parts import prune
+from lightning_hetero.checkpoint.places.parts import prune, pull_part
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
-from lightning_hetero.checkpoint.saver.replicas import pull_part
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore

@@ -48,7 +48,7 @@ from lightning_hetero.checkpoint.recovery.live import (
 from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 
-__all__ = ["LiveSteps", "NothingLive"]
+__all__ = ["LiveSteps"]
 
 _T = TypeVar("_T")
 _version_of = attrgetter("_version")
