@@ -208,6 +208,8 @@ class LayerwiseCheckpoint(Checkpoint):
             ),
             is_live=live is recovered,
             why_not_live=why_not_live,
+            # Of its own: the writer may be made in the background meanwhile.
+            peers=self._peers.branch(),
         )
         if is_complete(trainer):
             self._end_complete(trainer, pl_module, recovered)
@@ -227,7 +229,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            seconds = report_recovery(trainer, found, self.places, self._peers)
+            seconds = report_recovery(trainer, found, self.places)
             run_of(trainer).note_restart(seconds, in_place=_is_in_place(found))
 
     @override

@@ -49,11 +49,11 @@ class Found:
     """Whether it comes from the ranks' memory, not from a checkpoint."""
     why_not_live: str | None
     """Why ranks didn't go on from memory after one was lost; None if none was lost."""
+    peers: Peers
+    """All ranks."""
 
 
-def report_recovery(
-    trainer: pl.Trainer, found: Found, places: Places, peers: Peers
-) -> float | None:
+def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float | None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
     Returns:
@@ -67,7 +67,7 @@ def report_recovery(
         "load": time.time() - times.fetched_s,
     }
     own, noted = recovered.report.bytes_by_source, places.last_finished()
-    rows = peers.gather(
+    rows = found.peers.gather(
         {
             "bytes": [[int(source), count] for source, count in own.items()],
             "finished": None if noted is None else asdict(noted),
