@@ -28,7 +28,7 @@ from lightning_hetero.runtime.generation.entering import (
 from lightning_hetero.runtime.generation.environment import take_cores
 from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
 from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
-from lightning_hetero.runtime.ranks.open_files import allow_clients_of_agent
+from lightning_hetero.runtime.ranks.meeting import allow_clients_of_agent
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.generations import Generations

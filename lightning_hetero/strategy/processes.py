@@ -38,8 +38,12 @@ from lightning_hetero.runtime.ranks.communicators import (
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
-from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
-from lightning_hetero.runtime.ranks.open_files import allow_clients_of_agent
+from lightning_hetero.runtime.ranks.meeting import (
+    allow_clients_of_agent,
+    connect_store,
+    ended_when_late,
+    package_versions,
+)
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
 from lightning_hetero.strategy.trainable import facts_of_fit
 

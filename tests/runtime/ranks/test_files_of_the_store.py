@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.ranks.open_files import allow_files
+from lightning_hetero.runtime.ranks.meeting import allow_files
 
 NUM_RANKS = 1024
 LIMIT = 1024
@@ -37,7 +37,7 @@ def test_a_limit_that_is_too_low_for_the_store_is_said(monkeypatch: pytest.Monke
 def test_a_rank_lets_the_process_that_started_it_serve_the_store() -> None:
     limit = f"import resource; resource.setrlimit(7, ({LIMIT}, resource.getrlimit(7)[1])); "
     child = (
-        "from lightning_hetero.runtime.ranks.open_files import allow_clients_of_agent; "
+        "from lightning_hetero.runtime.ranks.meeting import allow_clients_of_agent; "
         f"allow_clients_of_agent({NUM_RANKS})"
     )
     start = (
