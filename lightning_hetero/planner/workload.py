@@ -6,6 +6,7 @@ from enum import StrEnum
 from numbers import Integral
 
 from lightning_hetero.core.errors import PlanningError, ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["Objective", "PlanningOptions", "Workload", "explain_no_room", "valid_tp_degrees"]
