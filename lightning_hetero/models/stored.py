@@ -77,6 +77,8 @@ class SafetensorsFile:
     """Bytes of tensors read so far; the header isn't counted."""
     tensors: Mapping[str, StoredTensor] = field(init=False, repr=False)
     """The tensors by their names in the file."""
+    metadata: Mapping[str, str] = field(init=False, repr=False, default_factory=dict)
+    """What its writer noted beside them."""
 
     def __post_init__(self) -> None:
         try:
@@ -92,6 +94,7 @@ class SafetensorsFile:
             if length > self.path.stat().st_size:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
+        self.metadata = header.get("__metadata__", {})
         for name, item in header.items():
             if name != "__metadata__":
                 yield (

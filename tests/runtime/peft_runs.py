@@ -6,10 +6,12 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+import transformers
 from torch import nn
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule
+from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule, auto_class
 from tests.toy import quiet
 
 TARGETS = {
@@ -28,6 +30,12 @@ class PeftCase:
     world_size: int = 1
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
+    folder: str | None = None
+    """A base model's folder: read layer by layer with a plan, by transformers without one."""
+    while_loading: str | None = None
+    """What the folder's weights are quantized by while they are read."""
+    plans: tuple[dict[str, Any], ...] = ()
+    """Plans that the run changes to, after its first iteration, second, and so on."""
     adapters: dict[str, Any] = field(default_factory=dict)
     """Options of the adapters' config."""
     method: str = "LoraConfig"
@@ -72,6 +80,41 @@ def quantize(module: nn.Module, kind: str) -> None:
         setattr(module.get_submodule(parent), child, made.to("cpu"))
 
 
+def quantization(kind: str) -> Any:
+    """Return transformers' config of a quantization."""
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind.removesuffix("-double"),
+        bnb_4bit_use_double_quant=kind.endswith("-double"),
+    )
+
+
+def read_folder(case: PeftCase) -> Any:
+    """Return the base model of a case's folder, in training mode."""
+    how = None if case.while_loading is None else quantization(case.while_loading)
+    if case.plan is not None:
+        return load_pretrained(case.folder, auto_class(case.model), quantization_config=how)
+    given = {} if how is None else {"quantization_config": how}
+    return auto_class(case.model).from_pretrained(case.folder, dtype=torch.float32, **given).train()
+
+
+class ChangePlans(L.Callback):
+    """Changes the plan after iterations."""
+
+    def __init__(self, plans: tuple[dict[str, Any], ...]) -> None:
+        self.left = [ParallelPlan.from_dict(plan) for plan in plans]
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.left:
+            trainer.strategy.change_plan(self.left.pop(0))  # type: ignore[attr-defined]
+
+
 class PeftModule(HuggingFaceModule):
     """What a user writes around a model with adapters."""
 
@@ -91,7 +134,11 @@ class PeftModule(HuggingFaceModule):
             options = {"r": 3, "lora_alpha": 8, "target_modules": targets}
             options["fan_in_fan_out"] = case.model == "gpt2"
         adapters = getattr(peft, case.method)(**{**options, **case.adapters})
-        self.model = peft.get_peft_model(self.model, adapters)
+        wrap: Any = peft.get_peft_model
+        if case.folder is not None:
+            self.model, wrap = read_folder(case), wrap if case.plan is None else add_adapters
+            torch.manual_seed(SEED)  # Reading may draw numbers.
+        self.model = wrap(self.model, adapters)
         for index in range(case.more_adapters):
             self.model.add_adapter(f"more{index}", adapters)
         if case.more_adapters:
@@ -134,6 +181,8 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
         plan = ParallelPlan.from_dict(case.plan)
         given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
         options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
+    if case.plans:
+        callbacks = (*callbacks, ChangePlans(case.plans))
     trainer = L.Trainer(
         **quiet(
             max_epochs=1,

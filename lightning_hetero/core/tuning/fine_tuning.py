@@ -88,7 +88,8 @@ def read_quantization(config: Mapping[str, Any], name: str) -> FineTuning | None
 
 def _kind_of(config: Mapping[str, Any]) -> str:
     """Return the key of `QUANTIZATIONS`, else the method's name."""
-    method = str(config.get("quant_method", "bitsandbytes"))
+    method = config.get("quant_method", "bitsandbytes")
+    method = str(getattr(method, "value", method))
     if method == "bitsandbytes":
         double = "-double" if config.get("bnb_4bit_use_double_quant") else ""
         four = str(config.get("bnb_4bit_quant_type", "fp4")) + double

@@ -7,9 +7,11 @@ if transformers has been imported already, so other models are trained without i
 from lightning_hetero.models.huggingface.export import export_pretrained
 from lightning_hetero.models.huggingface.packed import packed_inputs, use_packed_attention
 from lightning_hetero.models.huggingface.pretrained import PretrainedWeights, load_pretrained
+from lightning_hetero.models.huggingface.quantized import add_adapters
 
 __all__ = [
     "PretrainedWeights",
+    "add_adapters",
     "export_pretrained",
     "load_pretrained",
     "packed_inputs",

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.models.huggingface.quantized import Quantizer
 from lightning_hetero.models.stored import (
     Box,
     JoinedTensor,
@@ -71,6 +72,7 @@ def load_pretrained(
     kind: Any = AutoModelForCausalLM,
     *,
     dtype: torch.dtype = torch.float32,
+    quantization_config: Any = None,
     **config: Any,
 ) -> PreTrainedModel:
     """Return a model on the meta device whose weights `HeteroStrategy` reads slice by slice.
@@ -83,22 +85,28 @@ def load_pretrained(
         folder: A local folder with config.json and safetensors files, also sharded ones.
         kind: Class of the model: one of transformers' AutoModel classes, or the model's own.
         dtype: Dtype of the weights; Trainer(precision=...) sets the dtype of computations.
+        quantization_config: A `BitsAndBytesConfig` or `TorchAoConfig`, by which linear weights are
+            quantized when they are read. A folder of quantized weights needs none. Such weights
+            are frozen: train adapters beside them (`add_adapters`).
         config: Values that replace those in config.json.
 
     Raises:
         CheckpointError: The folder has no safetensors files, or broken ones.
-        ModelError: The weights are quantized, don't fit, or can't be converted slice by slice.
+        ModelError: The weights don't fit, can't be converted slice by slice, or are quantized by
+            another library.
     """
     files = open_folder(Path(folder))
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, **config)
-    if getattr(settings, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{folder} holds quantized weights, which can't be trained. Save the model dequantized."
-        )
+    stored_config = getattr(settings, "quantization_config", None)
     with torch.device("meta"):
         build = getattr(kind, "from_config", None) or kind._from_config
         model: PreTrainedModel = build(settings, dtype=dtype)
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    how = quantization_config if stored_config is None else stored_config
+    if how is not None:
+        quantizer = Quantizer(model, how, is_stored=stored_config is not None)
+        metadata = {key: text for file in files for key, text in file.metadata.items()}
+        stored = quantizer.take(stored, metadata, dtype)
     tensors, unexpected = _map_tensors(model, stored)
     _warn_of_difference(model, tensors, unexpected, folder)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
@@ -116,7 +124,11 @@ def _warn_of_difference(
     held = {
         id(value) for name, value in model.state_dict(keep_vars=True).items() if name in tensors
     }
-    missing = [name for name, value in model.named_parameters() if id(value) not in held]
+    missing = [
+        name
+        for name, value in model.named_parameters()
+        if id(value) not in held and not hasattr(value, "whole_reader")
+    ]
     if missing:
         warnings.warn(
             f"{folder} lacks {missing}, which {type(model).__name__} has: they are drawn anew.",

@@ -47,7 +47,8 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
         if read is not None:
             own[spec.name] = read
             is_kept = isinstance(layout.slots[spec.name][0].current, StandIn | Awaited)
-            digest = fingerprint_of(read, spec.shape) if isinstance(read, Opaque) else 0
+            is_built = isinstance(read, Opaque) and not read.is_stored
+            digest = fingerprint_of(read, spec.shape) if is_built else 0
             told[spec.name] = isinstance(read, InMemory) and not is_kept, digest
     if comms.world_size == 1:
         return {name: read for name, read in own.items() if isinstance(read, Opaque)}
@@ -72,6 +73,8 @@ def _source_of(layout: ModelLayout, spec: ParameterSpec, sources: WeightSources)
         return current.store.frozen.sources.get(current.parameter)
     if isinstance(current, Awaited):
         return current.source
+    if hasattr(current, "whole_reader"):
+        return Opaque(current)
     if current.is_meta:
         return sources.find([slot.name for slot in layout.slots[spec.name]], spec.shape)
     return Opaque(current) if is_opaque(current) else InMemory(current.detach().cpu().contiguous())

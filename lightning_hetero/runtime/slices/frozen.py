@@ -54,11 +54,18 @@ class InMemory:
 class Opaque:
     """A weight that only its own module understands, such as a quantized one: never cut or cast."""
 
-    whole: nn.Parameter
+    like: nn.Parameter
+    """The weight, or its parameter on the meta device, whose `whole_reader` reads it."""
 
     def __call__(self, box: Box) -> Tensor:
         """Return the whole weight, whatever the box: its shape may be that of packed values."""
-        return self.whole
+        read: Callable[[], Tensor] = getattr(self.like, "whole_reader", lambda: self.like)
+        return read()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is read when a rank computes with it."""
+        return hasattr(self.like, "whole_reader")
 
 
 def is_opaque(parameter: Tensor) -> bool:
@@ -72,7 +79,10 @@ def packed_size(parameter: Tensor) -> PackedSize | None:
         return parameter.store.specs[parameter.parameter].packed
     if isinstance(parameter, Awaited):
         source = parameter.source
-        return packed_size(source.whole) if isinstance(source, Opaque) else None
+        return packed_size(source.like) if isinstance(source, Opaque) else None
+    if hasattr(parameter, "whole_reader"):
+        size: PackedSize = parameter.whole_reader.size
+        return size
     if not is_opaque(parameter):
         return None
     state = getattr(parameter, "quant_state", None)  # of bitsandbytes' 4-bit weights
@@ -161,9 +171,9 @@ class FrozenWeights:
             intervals, weight = self._held[spec.name]
             weight.data.copy_(self.rows(spec, intervals))
 
-    def opaque_names(self) -> list[str]:
-        """Return the names of the weights that only their modules understand."""
-        return [name for name, read in self.sources.items() if isinstance(read, Opaque)]
+    def opaque(self) -> dict[str, nn.Parameter]:
+        """Return weights that only their modules understand; those to be read have no values."""
+        return {name: r.like for name, r in self.sources.items() if isinstance(r, Opaque)}
 
     def thaw(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
         """Return the rows that this rank keeps of a weight that has owners from now on."""

@@ -77,13 +77,12 @@ def whole_module_state(
     quantized weights, and none that are frozen if the module's `strict_loading` is False.
     """
     is_strict = getattr(module, "strict_loading", True)
-    left_out = store.frozen.opaque_names() if is_strict else list(store.frozen.sources)
+    quantized = store.frozen.opaque()
+    left_out = list(quantized) if is_strict else list(store.frozen.sources)
     wholes = gather_on_rank_0(store, comms, _masters_but(store, left_out))
     if comms.global_rank != 0:
         return {}
-    opaque = store.frozen.opaque_names()
     unread = {name: torch.empty(store.specs[name].shape, device="meta") for name in left_out}
-    quantized = {name: store.frozen.whole(store.specs[name]) for name in opaque}
     with _in_slots(store, wholes | unread | quantized):
         state: dict[str, Any] = module.state_dict()
     absent = {slot.name for name in left_out for slot in store.layout.slots[name]}

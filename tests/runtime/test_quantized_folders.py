@@ -1,0 +1,100 @@
+"""Quantized folders, and folders quantized while they are read, train as in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from tests.processes import ProcessPool
+from tests.runtime.huggingface_runs import auto_class, make_model
+from tests.runtime.peft_runs import PeftCase, quantization
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.test_peft import BESIDE_A_COPY, STAGES, check
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:.*MatMul8bitLt.*", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+KINDS = ["nf4", "fp4-double", "int8", "torchao"]
+MIRRORED = plan_of(
+    pipeline(stage(1, 0, 2), stage(0, 2, 4), num_microbatches=2),
+    pipeline(stage(2, 0, 4), num_microbatches=2),
+)
+
+
+def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
+    """Write a model's folder, quantized if a kind is given."""
+    disable_progress_bar()
+    torch.manual_seed(0)
+    make_model(model).save_pretrained(folder / "plain")
+    if kind is None:
+        return str(folder / "plain")
+    found = auto_class(model).from_pretrained(
+        folder / "plain", quantization_config=quantization(kind), dtype=torch.float32
+    )
+    found.save_pretrained(folder / kind)
+    return str(folder / kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_folders(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
+    folder = write(tmp_path, kind=kind)
+    check(pool, PeftCase(plan=STAGES, world_size=2, folder=folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_a_folder_that_is_quantized_while_it_is_read(
+    pool: ProcessPool, tmp_path: Path, kind: str
+) -> None:
+    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, batch_size=2, while_loading=kind)
+    check(pool, replace(case, folder=write(tmp_path)))
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3_text", "mixtral", "gpt2", "bert"])
+def test_families(pool: ProcessPool, tmp_path: Path, model: str) -> None:
+    folder = write(tmp_path, model)
+    case = PeftCase(model=model, plan=STAGES, world_size=2, folder=folder, max_steps=2)
+    check(pool, replace(case, while_loading="nf4"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_plan_reads_what_a_rank_lacks(
+    pool: ProcessPool, tmp_path: Path, kind: str
+) -> None:
+    plans = (MIRRORED, BESIDE_A_COPY, MIRRORED)
+    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, batch_size=2, plans=plans, max_steps=5)
+    check(pool, replace(case, folder=write(tmp_path, kind=kind)))
+    check(pool, replace(case, quantized=kind.removesuffix("-double")))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ],
+)
+def test_adapters_that_need_values_of_weights_are_refused(tmp_path, options, said) -> None:
+    from peft import LoraConfig
+
+    model = load_pretrained(write(tmp_path), quantization_config=quantization("nf4"))
+    with pytest.raises(ModelError, match=rf"{said}.*load the model whole with from_pretrained"):
+        add_adapters(model, LoraConfig(r=2, target_modules="all-linear", **options))
+
+
+def test_a_library_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch) -> None:
+    name = "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available"
+    folder = write(tmp_path)
+    monkeypatch.setattr(name, lambda *_: False)
+    with pytest.raises(ModelError, match=r"Install it: pip install 'lightning-hetero\[bnb\]'"):
+        load_pretrained(folder, quantization_config=quantization("nf4"))
