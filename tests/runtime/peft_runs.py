@@ -104,6 +104,24 @@ def read_folder(case: PeftCase) -> Any:
     return auto_class(case.model).from_pretrained(case.folder, dtype=torch.float32, **given).train()
 
 
+def with_adapters(model: Any, case: PeftCase) -> Any:
+    """Return a case's base model with its adapters."""
+    import peft
+
+    options: dict[str, Any] = {}
+    if case.method == "LoraConfig":
+        targets = TARGETS.get(case.model, TARGETS["default"])
+        options = {"r": 3, "lora_alpha": 8, "target_modules": targets}
+        options["fan_in_fan_out"] = case.model == "gpt2"
+    adapters = getattr(peft, case.method)(**{**options, **case.adapters})
+    if case.folder is None:
+        return peft.get_peft_model(model, adapters)
+    wrap: Any = peft.get_peft_model if case.plan is None else add_adapters
+    base = read_folder(case)
+    torch.manual_seed(SEED)  # Reading may draw numbers.
+    return wrap(base, adapters)
+
+
 class ChangePlans(L.Callback):
     """Changes the plan after iterations."""
 
@@ -121,26 +139,14 @@ class PeftModule(HuggingFaceModule):
     def __init__(self, case: PeftCase) -> None:
         base = HuggingFaceCase(model=case.model, batch_size=case.batch_size, config=case.config)
         super().__init__(base)
-        import peft
-
         if case.quantized:
             for part in self.model.modules():
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
                     quantize(part, case.quantized)
                     break
-        options: dict[str, Any] = {}
-        if case.method == "LoraConfig":
-            targets = TARGETS.get(case.model, TARGETS["default"])
-            options = {"r": 3, "lora_alpha": 8, "target_modules": targets}
-            options["fan_in_fan_out"] = case.model == "gpt2"
-        adapters = getattr(peft, case.method)(**{**options, **case.adapters})
-        wrap: Any = peft.get_peft_model
-        if case.folder is not None:
-            self.model, wrap = read_folder(case), wrap if case.plan is None else add_adapters
-            torch.manual_seed(SEED)  # Reading may draw numbers.
-        self.model = wrap(self.model, adapters)
+        self.model = with_adapters(self.model, case)
         for index in range(case.more_adapters):
-            self.model.add_adapter(f"more{index}", adapters)
+            self.model.add_adapter(f"more{index}", self.model.peft_config["default"])
         if case.more_adapters:
             self.model.base_model.set_adapter(["default", "more0"])
         for name, weight in self.model.named_parameters():
