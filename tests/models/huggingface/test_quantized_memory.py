@@ -1,0 +1,62 @@
+"""The memory of a process that reads its layers of a quantized folder, measured."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("bitsandbytes")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+WRITE = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=4096)
+config = AutoConfig.for_model("llama", num_attention_heads=8, **sizes)
+AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1] + "/plain")
+how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/plain", quantization_config=how)
+model.save_pretrained(sys.argv[1] + "/quantized")
+"""
+READ = """
+import bitsandbytes, json, sys, torch
+from lightning_hetero.models.huggingface import load_pretrained
+
+def status(name):
+    lines = open("/proc/self/status", encoding="ascii").read().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+bitsandbytes.nn.Params4bit(torch.randn(64, 64), quant_type="nf4").to("cpu")
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+model = load_pretrained(sys.argv[1] + "/quantized")
+weights = [
+    parameter.whole_reader
+    for name, parameter in model.named_parameters()
+    if hasattr(parameter, "whole_reader") and name.split(".")[2] in ("0", "1")
+]
+held = [read() for read in weights]
+own = sum(read.size.num_bytes for read in weights)
+print(json.dumps({"own": own, "peak": status("VmHWM") - before, "count": len(held)}))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensor_beside(tmp_path):
+    # Freed memory goes back to the system, so that it isn't counted.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18)}
+
+    def run(script: str) -> str:
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        return done.stdout
+
+    run(WRITE)
+    found = json.loads(run(READ).splitlines()[-1])
+    largest = 4 * 4096 * 1024
+    whole = (tmp_path / "quantized" / "model.safetensors").stat().st_size
+    assert found["count"] == 14
+    assert found["own"] < whole / 5
+    assert found["peak"] <= found["own"] + largest
