@@ -119,7 +119,7 @@ def test_the_work_does_not_grow_with_equal_micro_batches():
             tries.append(time.process_time() - begin)
         return min(tries)
 
-    assert seconds_of(16_384) < 4 * seconds_of(100)
+    assert seconds_of(1_000_000) < 4 * seconds_of(100)
 
 
 @settings(max_examples=20, deadline=None)
