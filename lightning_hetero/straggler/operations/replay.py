@@ -206,9 +206,10 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
 
 def _wait_for_data(trace: OperationTrace, waits_for: IntArray) -> None:
     """Let a forward or backward wait for what it receives, also where that came in background."""
-    num_stages, num_chunks = int(trace.stage.max()) + 1, int(trace.chunk.max()) + 1
+    last_stage = np.zeros(int(trace.pipeline.max()) + 1, np.int64)
+    np.maximum.at(last_stage, trace.pipeline, trace.stage)
     begins = (trace.stage == 0) & (trace.chunk == 0)
-    ends = (trace.stage == num_stages - 1) & (trace.chunk == num_chunks - 1)
+    ends = (trace.stage == last_stage[trace.pipeline]) & (trace.chunk == int(trace.chunk.max()))
     for name, compute, starts_here in (
         ("forward", FORWARD, begins),
         ("backward", BACKWARD[:2], ends),
