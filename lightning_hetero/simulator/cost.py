@@ -196,8 +196,8 @@ class CostModel(ClusterLinks, ABC):
         return sent + gathered
 
     def num_stage_params(self, shape: StageShape) -> float:
-        """Return the parameters that one rank of a stage holds."""
-        params = shape.num_layers * self.model.params_per_layer
+        """Return the parameters that one rank of a stage holds, shared key heads among them."""
+        params = shape.num_layers * self.model.params_per_layer + self._copied_params(shape)
         if shape.has_embedding:
             params += self.model.embedding_params
         if shape.has_head:
@@ -231,8 +231,11 @@ class CostModel(ClusterLinks, ABC):
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the parameters that one rank of a stage owns if holders own equal parts."""
-        held = self.num_stage_params(shape)
+        held = self.num_stage_params(shape) - self._copied_params(shape) / shape.tp_degree
         return held / num_pipelines if self.layout.sharded else held
+
+    def _copied_params(self, shape: StageShape) -> int:
+        return shape.num_layers * self.model.copied_params_per_layer(shape.tp_degree)
 
     def stage_memory(
         self,
