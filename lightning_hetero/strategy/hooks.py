@@ -277,7 +277,7 @@ class HookedStrategy(ParallelStrategy):
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
-        return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
+        return explained(watching, self.memory, explain_dtypes, self.engine.rows, trains=trains)
 
     def _deposit_gradients(self) -> None:
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)

@@ -42,7 +42,7 @@ from lightning_hetero.runtime.slices.state import (
     stand_for_awaited,
     whole_module_state,
 )
-from lightning_hetero.runtime.slices.step_trial import Trial, check_steps
+from lightning_hetero.runtime.slices.step_trial import check_steps
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class SlicedState:
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the slices' values have yet to be recovered."""
-        self._step_trials: dict[bytes, Trial] = {}
 
     @property
     def _running(self) -> Engine:
@@ -233,7 +232,7 @@ class SlicedState:
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that need more of a parameter than its slices; collective."""
         running = self._running
-        check_steps(optimizers, running.store, running.comms, self._step_trials)
+        check_steps(optimizers, running.store, running.comms)
 
     def deposit_gradients(self, scale: float, *, are_first: bool) -> None:
         """Add the iteration's gradients, times `scale`, to the slices', as a backward would.
