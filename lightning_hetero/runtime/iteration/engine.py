@@ -16,7 +16,8 @@ Design: optimization separate from propagation (Hydraulis §5), asymmetric pipel
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -184,8 +185,9 @@ class Engine:
         microbatches, first_index = self._cut(batch)
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
         seed = self.config.seed, key.phase, key.epoch, key.batch_idx
-        is_all = is_training and not is_cut
-        scale = LossScale(is_sum=True) if is_all else self._scale(step, microbatches, running, seed)
+        if is_training and is_cut and self._split.is_due():
+            self._check_split(step, microbatches, seed)
+        scale = self._split.scale if is_cut or not is_training else LossScale(is_sum=True)
         self.buffers.begin(key.phase)
         results = StepResults(
             self.module,
@@ -209,14 +211,7 @@ class Engine:
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
         with self.clock.iteration():
-            with (
-                PreservedRandomState(),
-                self.logs.recording(is_last=running.link.following is None),
-                running.weights,
-                self._calls,
-            ):
-                # Pull.
-                running.start_pull(self._calls)
+            with self._stage_ready(running):  # Pull.
                 # Forward and backward; a unit's push begins in its last backward pass.
                 if is_training:
                     running.push.start()
@@ -258,26 +253,31 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
-    def _scale(
-        self,
-        step: Callable[[Any], Any],
-        microbatches: Sequence[Any],
-        running: RunningPlan,
-        seed: tuple[int, ...],
-    ) -> LossScale:
-        """Return how losses count; in few iterations of training check it first, collectively."""
-        if seed[1] != Phase.TRAIN or not self._split.is_due():
-            return self._split.scale
+    @contextmanager
+    def _stage_ready(self, running: RunningPlan) -> Iterator[None]:
+        """Let steps run inside this context: weights arrive, and logs are recorded."""
+        is_last = running.link.following is None
+        with (
+            PreservedRandomState(),
+            self.logs.recording(is_last=is_last),
+            running.weights,
+            self._calls,
+        ):
+            running.start_pull(self._calls)
+            yield
+
+    def _check_split(
+        self, step: Callable[[Any], Any], batches: Sequence[Any], seed: tuple[int, ...]
+    ) -> None:
+        """Check how losses count, in few iterations of training; collective."""
+        running = self.plans.running
 
         def recompute(parts: Sequence[Any]) -> list[Recomputation]:
             return self._recomputation.alone(running.stage, len(parts))
 
-        is_last = running.link.following is None
-        with self.logs.recording(is_last=is_last), running.weights, self._calls:
-            running.start_pull(self._calls)
-            self._split.run(step, microbatches, running, seed=seed, recompute=recompute)
+        with self._stage_ready(running):
+            self._split.run(step, batches, running, seed=seed, recompute=recompute)
             running.finish_exchange(is_training=False)
-        return self._split.scale
 
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses

@@ -164,6 +164,11 @@ class LayerLeavings:
         call = call.without_caches()
         call = call.with_argument(hidden, Unknown.like(call.argument(hidden), origin))
         before = self.look(call.index, anew=True)
+        held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (tensors, dict(tensors))
+            for part in self._modules[call.index]
+            for tensors in (part._parameters, part._buffers)
+        ]
         try:
             # Eager: code that is compiled for unknown tensors would be of no use later.
             with (
@@ -172,6 +177,9 @@ class LayerLeavings:
                 torch.compiler.set_stance("force_eager"),
                 without_quantized_values(layer),
             ):
+                for tensors, known in held:
+                    told = {name: item for name, item in known.items() if item is not None}
+                    tensors.update({name: Unknown.like(told[name], origin) for name in told})
                 call.run()
         except Exception as error:
             # Without hooks only code that needs values, as experts do, ends here.
@@ -182,6 +190,8 @@ class LayerLeavings:
                     f"{_ONE_STAGE}"
                 ) from error
         finally:
+            for tensors, known in held:
+                tensors.update(known)
             before.undo()
 
     def _has_hooks(self, index: int) -> bool:
