@@ -243,7 +243,7 @@ class HookedStrategy(ParallelStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
         self.hooked_slices.leave()
-        self.engine.loss_scale = self.precision_plugin.loss_scale
+        self.engine.gradients.loss_scale = self.precision_plugin.loss_scale
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
@@ -280,7 +280,7 @@ class HookedStrategy(ParallelStrategy):
         return explained(watching, self.memory, explain_dtypes, self.engine.rows, trains=trains)
 
     def _deposit_gradients(self) -> None:
-        self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)
+        self.precision_plugin.note_gradients(are_finite=self.engine.gradients.are_finite)
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
         self._slices.deposit_gradients(1.0 / number, are_first=are_first)

@@ -244,9 +244,11 @@ class SlicedState:
         engine, hooked = self._running, self.hooked
         assert hooked is not None
         masters = engine.store.masters
-        trained = {name for name, item in masters.items() if item.requires_grad} - engine.unused
-        hooked.note_gradients(trained if engine.gradients_are_finite else (), are_first=are_first)
-        for name, gradient in engine.gradients.items():
+        trained = {
+            name for name, item in masters.items() if item.requires_grad
+        } - engine.gradients.unused
+        hooked.note_gradients(trained if engine.gradients.are_finite else (), are_first=are_first)
+        for name, gradient in engine.gradients.by_name.items():
             master = masters[name]
             if scale != 1.0:
                 gradient.mul_(scale)
@@ -254,7 +256,7 @@ class SlicedState:
                 master.grad = gradient
             else:
                 master.grad += gradient
-        engine.gradients = {}
+        engine.gradients.by_name = {}
         hooked.enter()
 
     def note_step(self) -> None:
