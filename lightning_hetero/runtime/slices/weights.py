@@ -155,7 +155,7 @@ class SliceStore:
         """Keep a copy of this rank's slice of a parameter and register it in the module."""
         own = self._copy(name, rows)
         self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
-        self.register(name)
+        self.layout.put(name, self.masters[name])
 
     def _copy(self, name: str, rows: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
@@ -184,10 +184,6 @@ class SliceStore:
         if name not in self._stubs:
             self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
         return self._stubs[name]
-
-    def register(self, name: str) -> None:
-        """Put this rank's slice into the parameter's slots."""
-        self.layout.put(name, self.masters[name])
 
     def as_masters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors in the dtypes of their masters."""
