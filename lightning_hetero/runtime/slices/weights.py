@@ -193,17 +193,17 @@ class SliceStore:
 
     def follow_freezing(self) -> bool:
         """Update the specs of parameters that were frozen or thawed; return whether any were."""
-        specs = self.specs
         changed = [
             name
             for name, master in self.masters.items()
-            if master.requires_grad is not specs[name].requires_grad
+            if master.requires_grad is not self.specs[name].requires_grad
         ]
         for name in changed:
             flag = self.masters[name].requires_grad
             self._stubs.pop(name, None)
             self.specs[name] = replace(self.specs[name], requires_grad=flag)
-        self.thaw([name for name in changed if name in self.frozen])
+        if thawed := [name for name in changed if name in self.frozen]:
+            self.thaw(thawed)
         return bool(changed)
 
 

@@ -65,6 +65,15 @@ class LayerLeavings:
         self._layers = tuple(layers)
         self._modules = [[*layer.modules()] for layer in layers]
         self._names = [_names_of(layer) for layer in layers]
+        # Only hooks inside: a layer's own hooks run around its forward in any case.
+        self._hooks = [
+            [
+                hooks
+                for part in parts[1:]
+                for hooks in (part._forward_hooks, part._forward_pre_hooks)
+            ]
+            for parts in self._modules
+        ]
         self._last: dict[int, tuple[dict[str, Any] | None, Places]] = {}
         """Where outputs were recorded, and reusable results of `look`: of layers that have left
         nothing since."""
@@ -195,11 +204,10 @@ class LayerLeavings:
             before.undo()
 
     def _has_hooks(self, index: int) -> bool:
-        """Whether hooks inside the layer may look at what it computes; its own ones run anyway."""
-        return any(
+        """Whether hooks inside the layer may look at what it computes."""
+        return any(self._hooks[index]) and any(
             getattr(hook, "__module__", None) != _RECORDER
-            for module in self._modules[index][1:]
-            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+            for hooks in self._hooks[index]
             for hook in hooks.values()
         )
 
