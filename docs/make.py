@@ -48,7 +48,6 @@ examples/README
 examples/how-it-works
 examples/migrating
 docs/contract
-docs/iteration
 docs/supported
 docs/files
 examples/measured
