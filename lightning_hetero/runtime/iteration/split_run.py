@@ -22,7 +22,6 @@ from lightning_hetero.models.packing import PackedBatch, remember_packed
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
-from lightning_hetero.runtime.leaves import tensors_in
 from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
@@ -32,7 +31,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
-from lightning_hetero.runtime.unknown import check_known
+from lightning_hetero.runtime.unknown import check_known, tensors_in
 
 __all__ = ["SplitRun"]
 
