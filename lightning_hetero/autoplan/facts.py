@@ -1,12 +1,11 @@
 """Input and result of planning for the ranks that run; `planning` does it.
 
-`AutoPlan` holds the user's facts, `RunFacts` and `DataFacts` those of the strategy, `AutoPlanned`
-the result. The size of an iteration is found before there is a batch, in this order: in attributes
-of the loader, its dataset, the data module and the module (and of their `hparams`), then in the
-first sample of a dataset that can be indexed.
+`AutoPlan` holds the user's facts, `RunFacts` and `DataFacts` those of the strategy, `RunPlans` and
+`AutoPlanned` the result. The size of an iteration is found before there is a batch, in this order:
+in attributes of the loader, its dataset, the data module and the module (and of their `hparams`),
+then in the first sample of a dataset that can be indexed.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.pipeline_cost import typical_length
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.cluster import Cluster
@@ -47,6 +47,7 @@ __all__ = [
     "DataFacts",
     "Emulation",
     "RunFacts",
+    "RunPlans",
     "find_batch_sizes",
     "find_data",
     "find_sizes",
@@ -270,22 +271,14 @@ class RunFacts:
         return CorrectionFile.of(self.layout.specs, self.compute_bytes, device_name)
 
     def state_layout(self) -> StateLayout:
-        """Return the bytes of weights, gradients and states; frozen parameters have only weights.
-
-        If some are frozen, the bytes are means over all parameters.
-        """
-        specs = self.layout.specs
-        count = sum(spec.numel for spec in specs)
-        trainable = sum(spec.numel for spec in specs if spec.requires_grad)
-        share = trainable / count if count else 1.0
-        frozen = self.master_bytes * (1 - share)
+        """Return the bytes of weights, gradients and states of parameters that train."""
         return StateLayout(
             arithmetic=self.arithmetic,
             weight_bytes=self.compute_bytes,
-            gradient_bytes=math.ceil(self.compute_bytes * share),
-            summed_bytes=math.ceil(self.summed_bytes * share),
+            gradient_bytes=self.compute_bytes,
+            summed_bytes=self.summed_bytes,
             master_bytes=self.master_bytes,
-            owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
+            owned_bytes=NUM_STATES * self.master_bytes,
             redundancy=self.redundancy,
             selective=not self.layer_options.compile_layers,
             host_owned=self.owned_device is OwnedDevice.CPU,
@@ -316,3 +309,22 @@ class AutoPlanned:
     def predicted_s(self) -> float | None:
         """Predicted seconds of an iteration; None if nothing was simulated."""
         return None if self.simulation is None else self.simulation.iteration_time_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlans:
+    """The plans of a run; the same on every rank."""
+
+    first: ParallelPlan
+    """The plan that runs first."""
+    candidates: tuple[ParallelPlan, ...]
+    """Plans among which a data module may choose."""
+    costs: tuple[tuple[PipelineCost, ...], ...] | None = None
+    """Costs of the candidates' pipelines; None if they weren't measured."""
+    auto: AutoPlanned | None = None
+    """The automatic plan and its basis; None if a plan was given."""
+
+    @property
+    def may_use_tensor_parallelism(self) -> bool:
+        """Whether a stage of any of them has several ranks."""
+        return any(plan.has_tensor_parallelism for plan in self.candidates)

@@ -22,6 +22,7 @@ from lightning_hetero.simulator.report import (
     precision_notes,
     prediction_lines,
     simulated_facts,
+    tuning_notes,
 )
 from lightning_hetero.simulator.simulate import (
     Event,
@@ -62,5 +63,6 @@ __all__ = [
     "simulated_facts",
     "split_batch",
     "trace_events",
+    "tuning_notes",
     "usable_bytes",
 ]
