@@ -13,10 +13,9 @@ import yaml
 
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.operations.answer import Layout, answer
 from lightning_hetero.straggler.operations.replay import Replay
 from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
-from lightning_hetero.straggler.operations.what_if import Explanation, explain
+from lightning_hetero.straggler.operations.what_if import Explanation, Layout, answer, explain
 from tests.straggler.operations.emulated import Planted
 
 DATA = Path(__file__).parents[4] / "shared/data/straggler-traces"
