@@ -111,7 +111,7 @@ def test_ranks_hold_the_heads_that_their_queries_read(
     spec = ParameterSpec(
         name="key", shape=(count * rows, 2), tp_dim=0, tp_heads=count, tp_readers=readers
     )
-    heads = Heads(count=count, readers=readers, blocks=1, attention="", attribute=None)
+    heads = Heads(count=count, readers=readers, blocks=1, attention="")
     share = count * readers // degree
     for tp_rank in range(degree):
         ((start, stop),) = spec.rows_of(tp_rank, degree)
