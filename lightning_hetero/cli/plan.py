@@ -46,9 +46,9 @@ from lightning_hetero.planner import (
     plan,
     plan_best_size,
 )
-from lightning_hetero.planner.estimating.memory_fit import own_microbatches
+from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
-from lightning_hetero.planner.unequal_sizes import sizes_of
+from lightning_hetero.planner.search import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,

@@ -25,7 +25,7 @@ from lightning_hetero.planner import (
     Workload,
     plan,
 )
-from lightning_hetero.planner.microbatch_size import plan_best_size
+from lightning_hetero.planner import plan_best_size
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.harness import Row, median_times_s
 from tests.planner.grouping import effective_power, group_devices
