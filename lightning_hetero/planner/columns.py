@@ -70,11 +70,13 @@ class ColumnTimes:
         self.hop_s = cache(self._hop_s)
         self.unit_s = cache(self._unit_s)
         self.rate = cache(self._rate)
+        self.uses = cache(self._uses)
+        self.is_recomputing = cache(self._is_recomputing)
         self.balance = cache(self._balance)
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
 
-    def is_recomputing(self, column: Column) -> bool:
+    def _is_recomputing(self, column: Column) -> bool:
         """Return whether a stage recomputes a layer."""
         last = len(column.layers) - 1
         for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
@@ -100,6 +102,11 @@ class ColumnTimes:
             found.append((forward_s, total_s - forward_s, float(rooms[variant])))
         return found
 
+    def _uses(self, options: tuple[Option, ...]) -> FloatArray:
+        """Return [rows] what stages take of the nodes."""
+        found: FloatArray = self.stages.uses[[self.index[option] for option in options]].sum(axis=0)
+        return found
+
     def _rate(self, column: Column) -> Rate | None:
         """Return the seconds and needs of a column; None if it doesn't fit."""
         stage_times = self._stage_times(column)
@@ -117,8 +124,8 @@ class ColumnTimes:
         blocking = self.stages.cost.layout.blocking_messages
         slope_s = steady_round_s(times, blocking=blocking)
         ends_s = self._ends_s(column, times, blocking=blocking)
-        uses = self.stages.uses[[self.index[option] for option in column.options]].sum(axis=0)
-        return Rate(slope_s, max(ends_s) - slope_s * self.usual, uses, sum(rooms))
+        fill_s = max(ends_s) - slope_s * self.usual
+        return Rate(slope_s, fill_s, self.uses(column.options), sum(rooms))
 
     def _ends_s(self, column: Column, times: EqualTimes, *, blocking: bool) -> list[float]:
         """Return when each stage has pulled, computed, pushed and stepped."""

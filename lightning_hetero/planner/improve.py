@@ -1,11 +1,12 @@
 """Improve placed plans by local search: one neighbourhood, one driver, the simulator as judge.
 
-A neighbour differs by a layer, a micro-batch, a device, a TP degree, or by two places swapped.
-Slopes and fills rank all neighbours of a plan; the simulator judges the likeliest, and the first
-that is faster is taken. The search ends at a plan with no better neighbour, or when so many stages
-have been simulated as it may.
+A neighbour differs by a layer, a micro-batch, a device, a TP degree, or by two places swapped. The
+search is best-first: the fastest plan whose neighbours are not known is looked at next. Slopes and
+fills rank its neighbours, the simulator judges the likeliest. So beyond a plan without a better
+neighbour, plans nearly as fast are looked at, until as much has been done as may be.
 """
 
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,14 @@ _TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
 """Neighbours of small plans that are simulated, with so many stages together."""
 _WORSE = 1.03
 """An estimate may be so much above the plan's own; estimates err by 1 to 2 %."""
+_FAR = 1.04
+"""Plans so much slower than the best one are not looked at."""
+_LACKING = 1.02
+"""What more recomputation costs, about, where stages lack room to own all states."""
 _GAIN = 1e-4
 """Least share of the seconds that a step must gain."""
+_FEW_STAGES = 12
+"""Stages of a pipeline up to which one is moved anywhere."""
 _MOST_NEIGHBOURS = 1_500
 """Neighbours of a plan that are estimated, at about 0.2 ms each."""
 
@@ -46,91 +53,111 @@ class Improver:
 
     Args:
         judge: Simulates plans.
-        most_work: Stages that may be simulated.
+        most_work: Stages that may be simulated and neighbours that may be estimated, together.
     """
 
     def __init__(self, judge: Judge, most_work: int) -> None:
         self.judge, self.most_work = judge, most_work
+        self.num_rated = 0
 
-    def improve(self, candidate: Candidate) -> Candidate:
-        """Return the plan at which the search ends."""
-        best, best_s = candidate, self.judge.seconds(candidate)
-        start = self.judge.work_done
-        while self.judge.work_done - start < self.most_work:
-            found = self._step(best, best_s)
-            if found is None:
+    def improve(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the fastest plan found from some; None if none of them fits."""
+        waiting = [(self.judge.seconds(item), i, item) for i, item in enumerate(candidates)]
+        waiting = [entry for entry in waiting if entry[0] < float("inf")]
+        heapq.heapify(waiting)
+        if not waiting:
+            return None
+        seen, begun = set(candidates), self._work()
+        best_s, _, best = waiting[0]
+        while waiting and self._work() - begun < self.most_work:
+            seconds, _, plan = heapq.heappop(waiting)
+            if seconds > best_s * _FAR:
                 break
-            best, best_s = found, self.judge.seconds(found)
+            for item in self._likeliest(plan, seen):
+                seen.add(item)
+                found_s = self.judge.seconds(item)
+                if found_s < best_s * _FAR:
+                    heapq.heappush(waiting, (found_s, len(seen), item))
+                if found_s < best_s * (1 - _GAIN):
+                    # Go on from there, and come back for the other neighbours later.
+                    heapq.heappush(waiting, (seconds, len(seen), plan))
+                    best_s, best = found_s, item
+                    break
         return best
 
-    def _step(self, plan: Candidate, seconds: float) -> Candidate | None:
+    def _work(self) -> int:
+        return self.judge.work_done + self.num_rated
+
+    def _likeliest(self, plan: Candidate, seen: set[Candidate]) -> list[Candidate]:
+        """Return the neighbours of a plan that may be the fastest, those not seen."""
         own = [
             _Pipeline(nodes.stages, size, layers)
             for nodes, size, layers in zip(plan.arrangement, plan.sizes, plan.layers, strict=True)
         ]
         estimate_s = self._fill(own, plan.counts)
         if estimate_s is None:
-            return None
+            return []
         rated: dict[Candidate, float] = {}
         for pipelines in itertools.islice(self._neighbours(own), _MOST_NEIGHBOURS):
             filled = self._fill(pipelines, None)
+            self.num_rated += 1
             if filled is not None and filled[1] < estimate_s[1] * _WORSE:
                 rated.setdefault(filled[0], filled[1])
         for counts in self._dealt(plan, estimate_s[2]):
             filled = self._fill(own, counts)
             if filled is not None:
                 rated.setdefault(filled[0], min(filled[1], estimate_s[1]))
-        rated.pop(plan, None)
         num_stages = sum(map(len, plan.layers))
         tried = max(_TRIED, min(_TRIED_IF_SMALL, _TRIED_STAGES // num_stages))
-        likeliest = sorted(rated, key=rated.__getitem__)[:tried]
-        return next(
-            (item for item in likeliest if self.judge.seconds(item) < seconds * (1 - _GAIN)), None
-        )
-
-    def _rates(self, pipelines: Sequence[_Pipeline]) -> list[tuple[Column, Rate]] | None:
-        found = []
-        for pipeline in pipelines:
-            nodes = PipelineNodes.of_stages(pipeline.stages)
-            layers = pipeline.layers
-            rate = None
-            for by_room in (False, True):
-                ownership = Ownership(len(pipelines), by_room)
-                times = self.judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
-                options = self.judge.column(nodes, (), pipeline.size).options
-                layers = pipeline.layers or times.balance(options)
-                if layers is None:
-                    continue
-                column = Column(options, layers, pipeline.size)
-                rate = times.rate(column)
-                if rate is not None:
-                    break
-            if rate is None:
-                return None
-            found.append((column, rate))
-        return found
+        likeliest = sorted(rated, key=rated.__getitem__)
+        return [item for item in likeliest if item not in seen][:tried]
 
     def _fill(
         self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None
     ) -> tuple[Candidate, float, list[Rate]] | None:
-        """Return the candidate of some pipelines, its estimated seconds and its rates."""
-        rated = self._rates(pipelines)
-        if rated is None:
-            return None
-        rates, sizes = [rate for _, rate in rated], [p.size for p in pipelines]
-        total = self.judge.workload.global_batch_size
+        """Return the candidate of some pipelines, its estimated seconds and its rates.
+
+        Holders own; where they then must recompute, owners may follow room instead.
+        """
+        found = self._filled(pipelines, counts, by_room=False)
+        if not self.judge.cost.layout.is_owned_by_room or (found and not found[3]):
+            return found and found[:3]
+        other = self._filled(pipelines, counts, by_room=True)
+        best = min((f for f in (found, other) if f), key=lambda item: item[1], default=None)
+        return best and best[:3]
+
+    def _filled(
+        self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None, *, by_room: bool
+    ) -> tuple[Candidate, float, list[Rate], bool] | None:
+        """Return candidate, seconds, rates and whether a stage recomputes, for one ownership."""
+        ownership, judge = Ownership(len(pipelines), by_room), self.judge
+        columns, rates, is_recomputing = [], [], False
+        for pipeline in pipelines:
+            times = judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
+            options = judge.options(pipeline.stages)
+            layers = pipeline.layers or times.balance(options)
+            column = Column(options, layers, pipeline.size) if layers else None
+            rate = times.rate(column) if column else None
+            if column is None or rate is None:
+                return None
+            columns.append(column)
+            rates.append(rate)
+            is_recomputing = is_recomputing or times.is_recomputing(column)
+        sizes, total = [p.size for p in pipelines], judge.workload.global_batch_size
         if counts is None:
-            counts = deal(rates, sizes, total, equally=self.judge.equally)
+            counts = deal(rates, sizes, total, equally=judge.equally)
         if counts is None:
             return None
         candidate = Candidate(
             arrangement=tuple(PipelineNodes.of_stages(p.stages) for p in pipelines),
-            layers=tuple(column.layers for column, _ in rated),
+            layers=tuple(column.layers for column in columns),
             sizes=tuple(sizes),
             counts=tuple(counts),
         )
         seconds = max(r.fill_s + r.slope_s * k for r, k in zip(rates, counts, strict=True))
-        return candidate, seconds, rates
+        if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
+            seconds *= _LACKING
+        return candidate, seconds, rates, is_recomputing
 
     def _dealt(self, plan: Candidate, rates: Sequence[Rate]) -> Iterator[tuple[int, ...]]:
         """Yield other micro-batches: one from any pipeline to any other of another kind."""
@@ -237,6 +264,11 @@ class Improver:
                 swapped = list(stages)
                 swapped[one], swapped[other] = swapped[other], swapped[one]
                 yield tuple(swapped)
+        for place in range(len(stages) if len(stages) <= _FEW_STAGES else 0):
+            rest = stages[:place] + stages[place + 1 :]
+            for other in range(len(stages)):
+                if abs(other - place) > 1 and stages[other] != stages[place]:
+                    yield (*rest[:other], stages[place], *rest[other:])
         for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
             joined = degree + next_degree
             if node == near and joined in self._degrees(node, joined):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.columns import Column, ColumnTimes, Rate
+from lightning_hetero.planner.columns import ColumnTimes, Rate
 from lightning_hetero.planner.memory import own_microbatches, settle_memory
 from lightning_hetero.planner.placement import Arrangement, MappingOrder, PipelineNodes, to_plan
 from lightning_hetero.planner.stages import Option, Ownership, Stages
@@ -103,11 +103,10 @@ class Judge:
             self._times[key] = ColumnTimes(self.stages[size], ownership, order)
         return self._times[key]
 
-    def column(self, pipeline: PipelineNodes, layers: tuple[int, ...], size: int) -> Column:
-        """Return the column of a placed pipeline."""
+    def options(self, stages: Sequence[tuple[int, int]]) -> tuple[Option, ...]:
+        """Return the options of placed stages, given as (node, devices)."""
         kinds = self.any_stages.class_of_node
-        options = (Option(kinds[node], degree) for node, degree in pipeline.stages)
-        return Column(tuple(options), layers, size)
+        return tuple([Option(kinds[node], degree) for node, degree in stages])
 
     def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation] | None:
         """Return the fastest plan of a candidate and its simulation; None if none fits."""

@@ -14,7 +14,8 @@ costs. Whole x_p are then chosen from the columns of the linear programme and th
 cost, with whole micro-batches where each pipeline runs few.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,14 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import Column, ColumnTimes, Rate
 from lightning_hetero.planner.memory import idle_capacity
 from lightning_hetero.planner.pricing import Duals, Pricing
+from lightning_hetero.planner.stages import Option
 
 __all__ = ["Master", "Mix"]
 
 _ROUNDS = 14
 """Rounds of pricing at most; most masters end after 3 to 8."""
+_MOST_EVEN = 1_000
+"""Even pipelines that begin a search; three classes with four degrees each make 750."""
 _ADDED = 24
 """Columns that join in a round: about half of the levels that are priced."""
 _LACKING = 30.0
@@ -102,6 +106,11 @@ class Master:
         Args:
             upper_s: Seconds beyond which nobody is interested.
         """
+        smallest = [column for pricing in self.pricing if (column := pricing.smallest())]
+        devices = [sum(option.tp_degree for option in column.options) for column in smallest]
+        if self.most * min(devices, default=np.inf) > sum(self.stages.devices.values()):
+            return np.inf
+        self.add(smallest)
         self._begin()
         if not self.pool:
             return np.inf
@@ -142,34 +151,44 @@ class Master:
             return 1e9, Duals(rows=np.zeros(len(stages.rows)))
         time_s = 1.3 * self.total * stages.num_layers / power
         rows = [
-            speed[kind] * time_s / stages.num_layers if degree == 1 else 0.0
-            for kind, degree, _ in stages.rows
+            speed[kind] * time_s / stages.num_layers * degree for kind, degree, _ in stages.rows
         ]
-        return time_s, Duals(rows=np.array(rows))
+        of_devices = [degree == 1 for _, degree, _ in stages.rows]
+        self.floor = np.array(rows)
+        return time_s, Duals(rows=np.where(of_devices, self.floor, 0.0))
 
     def _begin(self) -> None:
-        """Fill the pool with columns for guessed prices."""
+        """Fill the pool with even columns, and those for guessed prices."""
         time_s, duals = self._guess()
-        self.floor = duals.rows
         if len(self.pool) < _ADDED:
+            for times in self.times.values():
+                size = times.stages.workload.sequences_per_microbatch
+                every = itertools.islice(self._even_options(), _MOST_EVEN)
+                rows = [(options, times.balance(options)) for options in every]
+                self.add([Column(options, layers, size) for options, layers in rows if layers])
             for pricing in self.pricing:
                 pricing.is_wide = True
-            for prices in self._guesses(duals.rows):
-                self.add([c for _, c in self._price(time_s, Duals(rows=prices), -np.inf)])
+            self.add([column for _, column in self._price(time_s, duals, -np.inf)])
             for pricing in self.pricing:
                 pricing.is_wide = False
-        if not self.pool:
-            # Nothing ends by the guess; whatever fits will do.
-            for factor in (4, 30, 1000):
-                self.add([c for _, c in self._price(factor * time_s, duals, -np.inf)])
 
-    def _guesses(self, rows: FloatArray) -> list[FloatArray]:
-        """Return prices that begin a search: the guess, and one class dearer or cheaper."""
-        found = [rows]
-        for kind in self.stages.devices:
-            own = np.array([row[0] == kind for row in self.stages.rows])
-            found += [np.where(own, factor * rows, rows) for factor in (0.5, 2.0)]
-        return found
+    def _even_options(self) -> Iterator[tuple[Option, ...]]:
+        """Yield pipelines that take an even share of the devices of some classes.
+
+        Stages of a class are next to each other and have one degree.
+        """
+        stages, most = self.stages, self.stages.max_stages
+        choices: list[list[tuple[Option, ...]]] = []
+        for kind, count in stages.devices.items():
+            own = [option for option in stages.options if option.node_class == kind]
+            numbers = [(o, count // (self.most * o.tp_degree)) for o in own]
+            choices.append([(), *((option,) * n for option, n in numbers if 0 < n <= most)])
+        for blocks in itertools.product(*choices):
+            used = [block for block in blocks if block]
+            for order in itertools.permutations(used):
+                options = tuple(itertools.chain.from_iterable(order))
+                if 0 < len(options) <= most:
+                    yield options
 
     def _newton(self) -> Duals | None:
         """Step T down to where the pool's columns just finish; return the duals there."""

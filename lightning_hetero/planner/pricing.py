@@ -13,7 +13,7 @@ of layers on some stage option. Slow links make circles of stages wait, which no
 says; so paths are found for several shares of links in `w ≤ t`, and valued by their exact rates.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -29,14 +29,18 @@ _LEVELS = 48
 """Levels of the bottleneck priced at once: three in a factor of 1.3, where all are few."""
 _SLOW_LINK = 0.02
 """Links that take so much of a pipeline's seconds decide its composition."""
-_EXTRACTED = 16
-"""Levels, the best of those priced at once, whose pipelines become columns."""
 _OF_LENGTH = 3
 """Pipelines of each number of stages that begin a search."""
-_FLOORS = (0.0, 0.3, 1.0)
-"""Shares of the devices' average prices to which duals are raised until columns fit."""
+_RAISES = 6
+"""Times that a level's prices are raised at most, until its pipeline fits."""
+_CARRY = 0.5
+"""Share of raised prices with which the levels beside a level begin."""
+_STEP = 0.2
+"""Share of the devices' average prices by which a price changes at least."""
 _ENOUGH = 4
-"""Columns that fit and end the raising of prices."""
+"""Columns that improve the master and spare a closer look at levels."""
+_NEAREST = 5
+"""Levels whose neighbours are looked at."""
 _WAITS = (0.0, 0.5, 1.0)
 """Shares of its links' seconds that a stage may have to wait for: those of the slowest circle of n
 stages count (n - 1)/n each, none if that circle is elsewhere."""
@@ -103,56 +107,115 @@ class Pricing:
     ) -> list[tuple[float, Column]]:
         """Return columns that the nodes can run with a reduced value above `least`, best first.
 
-        Duals of rows with devices to spare are 0, and then paths use more devices than there are.
-        So paths are also found with the prices raised to `floor`; values are by the duals alone.
+        Duals of rows with devices to spare are 0, and a pipeline may be worth more than its devices
+        cost with more of them than there are. So each level raises the prices of what its path
+        takes too much of, in steps of `floor`, until the path fits; values are by the duals alone.
         Prices and values are in sequences, so for each micro-batch they are divided by its size.
         """
         size = self.stages.workload.sequences_per_microbatch
-        duals = Duals(
-            rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size
-        )
+        own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
         exact: dict[Column, float] = {}
-        for share in _FLOORS:
-            raised = np.maximum(duals.rows, share * floor / size)
-            for column in self._paths(time_s, replace(duals, rows=raised)):
-                rate = self.times.rate(column) if column not in exact else None
-                if rate is not None and (rate.uses <= self.stages.limits).all():
-                    needs = float(rate.uses @ duals.rows) + duals.pipeline - duals.room * rate.room
-                    exact[column] = (time_s - rate.fill_s) / rate.slope_s - needs
-            if len(exact) >= _ENOUGH:
+        for wait in self._waits_in_order():
+            self._find(wait, time_s, own, least / size, floor / size, exact)
+            if sum(value * size > least for value in exact.values()) >= _ENOUGH:
+                self._wait = wait
                 break
         ranked = sorted(exact.items(), key=lambda item: -item[1])
         return [(value * size, column) for column, value in ranked if value * size > least]
 
-    def _paths(self, time_s: float, duals: Duals) -> dict[Column, None]:
-        """Return the best columns of the best levels."""
-        found: dict[Column, None] = {}
-        for wait, every in zip(self.waits, self.levels, strict=True):
-            levels = every[every <= time_s]
-            self._wait = wait
-            step = max(1, len(levels) // _LEVELS)
-            chosen = np.arange(step // 2, len(levels), step)
-            while len(chosen):
-                values = self._price(levels[chosen], time_s, duals, found)
-                if step == 1:
-                    break
-                # Levels next to the best ones, at a quarter of the distance.
-                step = max(1, step // 4)
-                best = chosen[np.argsort(-values, kind="stable")[:8]]
-                near = np.unique((best[:, None] + step * np.arange(-3, 4)).ravel())
-                chosen = near[(near >= 0) & (near < len(levels))]
-        return found
+    def _waits_in_order(self) -> list[float]:
+        """Return the shares of links to try, the one that found columns last before the others."""
+        return sorted(self.waits, key=lambda wait: wait != self._wait)
 
-    def _price(
+    def _find(  # noqa: PLR0913
         self,
+        wait: float,
+        time_s: float,
+        duals: Duals,
+        least: float,
+        floor: FloatArray,
+        exact: dict[Column, float],
+    ) -> None:
+        """Add columns that fit to `exact`, with their values, for one share of links."""
+        every = self.levels[self.waits.index(wait)]
+        levels = every[every <= time_s]
+        step = max(1, len(levels) // _LEVELS)
+        chosen = np.arange(step // 2, len(levels), step)
+        raised = np.zeros((len(chosen), len(floor)))
+        while len(chosen):
+            values = self._fitting(wait, levels[chosen], time_s, duals, floor, raised, exact)
+            if step == 1 or sum(value > least for value in exact.values()) >= _ENOUGH:
+                break
+            # Levels next to the best ones, at a quarter of the distance, from their prices.
+            step = max(1, step // 4)
+            best = np.argsort(-values, kind="stable")[:_NEAREST]
+            near = np.unique((chosen[best][:, None] + step * np.arange(-3, 4)).ravel())
+            near = np.setdiff1d(near[(near >= 0) & (near < len(levels))], chosen)
+            after = np.clip(np.searchsorted(chosen, near), 0, len(chosen) - 1)
+            chosen, raised = near, _CARRY * raised[after]
+
+    def _fitting(  # noqa: PLR0913
+        self,
+        wait: float,
         levels: FloatArray,
         time_s: float,
         duals: Duals,
-        found: dict[Column, None],
+        floor: FloatArray,
+        raised: FloatArray,
+        exact: dict[Column, float],
     ) -> FloatArray:
-        """Add the best column of each level to `found`; return the levels' best values."""
+        """Raise prices until columns fit; return the levels' best values."""
+        limits = self.stages.limits
+        values = np.full(len(levels), -np.inf)
+        open_levels = np.arange(len(levels))
+        for attempt in range(_RAISES):
+            prices = (duals.rows + raised[open_levels]) @ self.stages.uses.T
+            found = self._price(wait, levels[open_levels], time_s, duals, prices)
+            left = []
+            for index, column in found:
+                level = int(open_levels[index])
+                uses = self.times.uses(column.options)
+                over = uses - limits
+                if (over <= 0).all():
+                    rate = self.times.rate(column) if column not in exact else None
+                    if rate is not None:
+                        needs = float(uses @ duals.rows) + duals.pipeline - duals.room * rate.room
+                        exact[column] = (time_s - rate.fill_s) / rate.slope_s - needs
+                    values[level] = max(values[level], exact.get(column, -np.inf))
+                    if not raised[level].any():
+                        continue
+                # A subgradient step: dearer where too much is taken, cheaper where some is left.
+                moved = np.sign(over) * _STEP + over / limits
+                raised[level] = np.maximum(raised[level] + floor * moved / (1 + attempt), 0.0)
+                left.append(level)
+            open_levels = np.unique(np.array(left, dtype=np.int64))
+            if not len(open_levels):
+                break
+        return values
+
+    def smallest(self) -> Column | None:
+        """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
+        level_s = max((float(every[-1]) for every in self.levels if len(every)), default=0.0)
+        if not level_s:
+            return None
+        degrees = np.array([[1e3 * option.tp_degree for option in self.stages.options]])
+        nothing = Duals(rows=np.zeros(len(self.stages.rows)))
+        found = self._price(0.0, np.array([level_s]), level_s, nothing, degrees)
+        return found[0][1] if found else None
+
+    def _price(
+        self, wait: float, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
+    ) -> list[tuple[int, Column]]:
+        """Return the best column of each level and, for a wide search, of each length.
+
+        Args:
+            wait: Share of its links' seconds that a stage has to wait for.
+            levels: Bottlenecks.
+            time_s: Seconds of an iteration.
+            duals: Prices of a pipeline and of room.
+            prices: [levels, options] of each stage.
+        """
         count, size = len(levels), self.num_layers + 1
-        prices = self.stages.uses @ duals.rows
         best = np.full(count, -np.inf)
         reached = np.full((1, count, size), np.inf)
         reached[0, :, 0] = 0.0
@@ -163,7 +226,7 @@ class Pricing:
         for position in range(self.stages.max_stages):
             is_last = position == 0
             ends = self.only if is_last else self.first
-            edge = self._edge(ends, position, levels, prices, duals, is_first=True)
+            edge = self._edge(ends, wait, position, levels, prices, duals, is_first=True)
             total = paths[-1][:, ::-1] + edge[0]
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
@@ -175,24 +238,24 @@ class Pricing:
             middle = self.last if is_last else self.inner
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = self._edge(middle, position, levels, prices, duals, is_first=False)
+            edge = self._edge(middle, wait, position, levels, prices, duals, is_first=False)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge[0]))
             if not np.isfinite(paths[-1]).any():
                 break
-        every = np.argsort(-best, kind="stable")[:_EXTRACTED].tolist()
-        chosen = [(level, int(at[level])) for level in every if np.isfinite(best[level])]
+        chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
         for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
             every = np.argsort(-row, kind="stable")[:_OF_LENGTH].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
-        for level, position in dict.fromkeys(chosen):
-            column = self._column(paths, edges, closing[position], level, position)
-            found[column] = None
-        return best
+        return [
+            (level, self._column(paths, edges, closing[position], level, position))
+            for level, position in dict.fromkeys(chosen)
+        ]
 
-    def _edge(
+    def _edge(  # noqa: PLR0913
         self,
         tables: tuple[FloatArray, FloatArray],
+        wait: float,
         position: int,
         levels: FloatArray,
         prices: FloatArray,
@@ -205,9 +268,9 @@ class Pricing:
         position = min(position, tables[0].shape[2] - 1)
         seconds, room = (item[:, :, position] for item in tables)
         end_s = seconds + links_s + self.first_s[:, None] * is_first
-        fixed = prices[:, None, None] - duals.room * room
-        cost = end_s[None] / levels[:, None, None, None] + fixed[None]
-        busy = seconds + self._wait * links_s
+        cost = end_s[None] / levels[:, None, None, None] + prices[:, :, None, None]
+        cost -= duals.room * room
+        busy = seconds + wait * links_s
         cost = np.where(busy[None] <= levels[:, None, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
         cost = cost.min(axis=2)

@@ -39,7 +39,7 @@ _NEAR = 1.06
 """A master may end so much above the best one, and its plans are placed and simulated."""
 _PLACED = 24
 """Whole mixes that are placed and simulated, the fastest by their own times."""
-_IMPROVED = 3
+_IMPROVED = 12
 """Plans that local search begins from."""
 _WORK = 6_000
 """Stages that local search may simulate from each plan: 2 s at most."""
@@ -332,10 +332,10 @@ class _OnNodes:
         begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
         self.task.progress("Improving the best plans", 0.6)
         most_work = _WORK if self.task.options.thorough else _WORK // 8
-        improver = Improver(self.judge, most_work)
-        improved = [improver.improve(item) for item in dict.fromkeys(begin)]
+        improved = Improver(self.judge, most_work).improve(begin)
         plans: dict[ParallelPlan, PlannedCandidate] = {}
-        for item in sorted({*improved, *ranked}, key=self.judge.seconds):
+        every = [*ranked, *begin, *([improved] if improved else [])]
+        for item in sorted(dict.fromkeys(every), key=self.judge.seconds):
             found = self.judge.plan(item)
             if found is not None:
                 plans.setdefault(found[0], _priced(*found, self.judge.cost))
@@ -379,20 +379,22 @@ class _OnNodes:
         if not abs(other / times[best, orders[0]] - 1) < _SAME_ORDER:
             self._scan(lambda n: solve(n, orders[1]), numbers)
         least_s = min(times.values())
-        if self._is_short_of_memory(least_s) and self.judge.cost.layout.is_owned_by_room:
-            rooms: dict[int, float] = {}
+        if not self.judge.cost.layout.is_owned_by_room:
+            return least_s
+        rooms: dict[int, float] = {}
 
-            def solve_by_room(number: int) -> float:
-                if number not in rooms:
-                    upper_s = min(rooms.values(), default=float("inf"))
-                    rooms[number] = self._solve(Ownership(number, True), orders[0], sizes, upper_s)
-                return rooms[number]
+        def solve_by_room(number: int) -> float:
+            if number not in rooms:
+                upper_s = min(rooms.values(), default=float("inf"))
+                rooms[number] = self._solve(Ownership(number, True), orders[0], sizes, upper_s)
+            return rooms[number]
 
-            self._scan(solve_by_room, _numbers(top))
-            best = min(rooms, key=rooms.__getitem__)
-            other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])
-            least_s = min(least_s, rooms[best], other)
-        return least_s
+        if least_s < np.inf and solve_by_room(best) > least_s * (1 - _SAME_ORDER):
+            return min(least_s, rooms[best])
+        self._scan(solve_by_room, _numbers(top))
+        best = min(rooms, key=rooms.__getitem__)
+        other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])
+        return min(least_s, rooms[best], other)
 
     def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
         """Try numbers of pipelines in order, until more are worse, and those around the best."""
@@ -424,13 +426,6 @@ class _OnNodes:
             master.add(list(other.pool))
         self.solved[ownership, order] = master
         return master.solve(upper_s)
-
-    def _is_short_of_memory(self, least_s: float) -> bool:
-        """Return whether the best master recomputes anything, or none fits."""
-        if least_s == float("inf"):
-            return True
-        best = min(self.solved.values(), key=lambda master: master.time_s)
-        return best.is_recomputing()
 
     def _mixes(self, least_s: float) -> list[tuple[Master, Mix]]:
         """Return whole mixes of the masters near the best one, fastest first."""
