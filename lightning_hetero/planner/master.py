@@ -29,7 +29,7 @@ from lightning_hetero.planner.stages import Option
 
 __all__ = ["Master", "Mix"]
 
-_ROUNDS = 14
+_ROUNDS = 8
 """Rounds of pricing at most; most masters end after 3 to 8."""
 _MOST_EVEN = 1_000
 """Even pipelines that begin a search; three classes with four degrees each make 750."""

@@ -39,6 +39,8 @@ _STEP = 0.2
 """Share of the devices' average prices by which a price changes at least."""
 _ENOUGH = 4
 """Columns that improve the master and spare a closer look at levels."""
+_LOOKS = 2
+"""Times that levels are looked at; layers are balanced for each pipeline that is found."""
 _NEAREST = 5
 """Levels whose neighbours are looked at."""
 _WAITS = (0.0, 0.5, 1.0)
@@ -142,7 +144,9 @@ class Pricing:
         step = max(1, len(levels) // _LEVELS)
         chosen = np.arange(step // 2, len(levels), step)
         raised = np.zeros((len(chosen), len(floor)))
-        while len(chosen):
+        for _ in range(_LOOKS):
+            if not len(chosen):
+                break
             values = self._fitting(wait, levels[chosen], time_s, duals, floor, raised, exact)
             if step == 1 or sum(value > least for value in exact.values()) >= _ENOUGH:
                 break
@@ -177,11 +181,7 @@ class Pricing:
                 uses = self.times.uses(column.options)
                 over = uses - limits
                 if (over <= 0).all():
-                    rate = self.times.rate(column) if column not in exact else None
-                    if rate is not None:
-                        needs = float(uses @ duals.rows) + duals.pipeline - duals.room * rate.room
-                        exact[column] = (time_s - rate.fill_s) / rate.slope_s - needs
-                    values[level] = max(values[level], exact.get(column, -np.inf))
+                    values[level] = max(values[level], self._valued(column, time_s, duals, exact))
                     if not raised[level].any():
                         continue
                 # A subgradient step: dearer where too much is taken, cheaper where some is left.
@@ -192,6 +192,19 @@ class Pricing:
             if not len(open_levels):
                 break
         return values
+
+    def _valued(
+        self, column: Column, time_s: float, duals: Duals, exact: dict[Column, float]
+    ) -> float:
+        """Add a column, and the same stages with balanced layers, to `exact`; return its value."""
+        layers = self.times.balance(column.options)
+        every = [column] if layers is None else [column, column._replace(layers=layers)]
+        for item in every:
+            rate = self.times.rate(item) if item not in exact else None
+            if rate is not None:
+                needs = float(rate.uses @ duals.rows) + duals.pipeline - duals.room * rate.room
+                exact[item] = (time_s - rate.fill_s) / rate.slope_s - needs
+        return max(exact.get(item, -np.inf) for item in every)
 
     def smallest(self) -> Column | None:
         """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
