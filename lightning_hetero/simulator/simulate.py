@@ -1,7 +1,7 @@
 """Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
 
-An iteration is pull → 1F1B of every pipeline → push → optimizer step, as the runtime does it and
-from the runtime's own action lists. Pulls overlap with the warm-up bubble, pushes with the last
+An iteration is pull → the schedule of every pipeline, 1F1B or given lists of actions → push →
+optimizer step, as the runtime does it. Pulls overlap with the warm-up bubble, pushes with the last
 backward and the cool-down bubble.
 """
 
@@ -10,20 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.simulator.budgets import StageBudgets
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.exchange import exchange_of
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
-from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
-from lightning_hetero.simulator.propagate import (
-    EqualTimes,
-    PipelineTimes,
-    Timeline,
-    propagate_all,
-)
-from lightning_hetero.simulator.stage import StageShape
+from lightning_hetero.simulator.propagate import Orders, Timeline, propagate_all
+from lightning_hetero.simulator.work import PipelineWork
 
-__all__ = ["Event", "Simulation", "simulate", "split_batch"]
+__all__ = ["Event", "Simulation", "host_bytes", "simulate", "split_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +27,8 @@ class Event:
     pipeline_index: int
     stage_index: int
     kind: str
-    """Compute is "F", "B" or "step"; a message to the next stage "SF", to the previous "SB"; the
-    exposed exchange "pull" or "push"."""
+    """Compute is "F", "B" (or "I" and "W" if that is split) or "step"; a message to the next stage
+    "SF", to the previous "SB"; the exposed exchange "pull" or "push"."""
     microbatch_index: int
     """The micro-batch; -1 for exchange and step, which belong to none."""
     start_s: float
@@ -144,6 +138,7 @@ def simulate(
     cost: CostModel,
     microbatches: Sequence[Sequence[MicroBatchShape]],
     *,
+    orders: Sequence[Orders | None] | None = None,
     record_events: bool = False,
 ) -> Simulation:
     """Simulate one iteration.
@@ -152,64 +147,48 @@ def simulate(
         plan: The plan; its own `num_microbatches` are ignored.
         cost: Times and bytes; it caches, so pass the same one for every plan.
         microbatches: For each pipeline its micro-batches; a pipeline may have none.
+        orders: For each pipeline the actions of its stages, of any depth, with whole or split
+            backwards, such as `schedules.solve_actions` returns; None runs 1F1B.
         record_events: Keep every event, for traces and pictures; slower.
 
     Raises:
-        PlanError: Plan, model, cluster and micro-batches don't match.
+        PlanError: Plan, model, cluster, micro-batches and actions don't match.
     """
-    _check(plan, cost, microbatches)
-    kinds, kind_of = _alike(plan, cost, microbatches)
-    firsts = [members[0] for members in kinds]
-    pipelines = [plan.pipelines[index] for index in firsts]
-    batches = [microbatches[index] for index in firsts]
-    shapes = [[cost.shape_in(plan, stage) for stage in p.stages] for p in pipelines]
+    every = orders or [None] * plan.num_pipelines
+    _check(plan, cost, microbatches, every)
+    kinds, kind_of = _alike(plan, cost, microbatches, every)
+    works = [PipelineWork(plan, m[0], cost, microbatches[m[0]], every[m[0]]) for m in kinds]
     exchange = exchange_of(plan, kinds, cost)
-    compute: list[PipelineTimes | EqualTimes] = []
-    budgets = [StageBudgets(p, cost, work) for p, work in zip(pipelines, batches, strict=True)]
-    for pipeline, row, work, budget in zip(pipelines, shapes, batches, budgets, strict=True):
-        compute.append(budget.lengthen(_compute_times(pipeline, row, cost, work)))
-    pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
+    pulled = exchange.pull_start_s([work.first_forward_s for work in works])
     timelines = propagate_all(
-        compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
+        [work.times for work in works],
+        pulled,
+        [work.orders for work in works],
+        blocking=cost.layout.blocking_messages,
+        record=record_events,
     )
     computed = [timeline.end_s for timeline in timelines]
-    has_work = [bool(work) for work in batches]
-    spans = [times.last_backward_s for times in compute]
-    pushed = exchange.push_end_s(computed, spans, has_work)
-    owned = [
-        [cost.owned_params(plan, *pair) for pair in zip(pipeline.stages, row, strict=True)]
-        for pipeline, row in zip(pipelines, shapes, strict=True)
-    ]
-    steps = [
-        [cost.update_s(*pair) for pair in zip(*rows, strict=True)]
-        for rows in zip(shapes, owned, strict=True)
-    ]
+    has_work = [bool(work.microbatches) for work in works]
+    pushed = exchange.push_end_s(computed, [line.last_s for line in timelines], has_work)
+    steps = [work.steps_s for work in works]
     stepped = [
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)
     ]
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-    iteration_s = ends.iteration_s
+    iteration_s, exchange_s = ends.iteration_s, ends.exposed_s(has_work)
     busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
-    memory = [
-        tuple([budget.bound(index, terms) for index, terms in enumerate(row)])
-        for budget, row in zip(
-            budgets, _stage_memory(plan.num_pipelines, cost, shapes, owned, batches), strict=True
-        )
-    ]
-    usable = [tuple([cost.usable_bytes(shape.device) for shape in row]) for row in shapes]
-    again = [budget.total_recompute_s() for budget in budgets]
-    exchange_s = ends.exposed_s(has_work)
-    every_memory = tuple([memory[kind] for kind in kind_of])
+    every_work = [works[kind] for kind in kind_of]
     every_busy = tuple([busy[kind] for kind in kind_of])
+    every_memory = tuple([work.memory for work in every_work])
     return Simulation(
         iteration_time_s=iteration_s,
         stage_busy=every_busy,
         stage_memory=every_memory,
-        stage_usable_bytes=tuple([usable[kind] for kind in kind_of]),
+        stage_usable_bytes=tuple([work.usable_bytes for work in every_work]),
         memory_bytes=_rank_memory(plan, cost, every_memory),
         host_bytes=host_bytes(plan, cost),
-        stage_recompute_s=tuple([again[kind] for kind in kind_of]),
+        stage_recompute_s=tuple([work.recompute_s for work in every_work]),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
         bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
@@ -220,7 +199,10 @@ def simulate(
 
 
 def _alike(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+    plan: ParallelPlan,
+    cost: CostModel,
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+    orders: Sequence[Orders | None],
 ) -> tuple[list[list[int]], list[int]]:
     """Return groups of pipelines that run alike on the same nodes, and each pipeline's group."""
     # Rings follow the plan's order of ranks, which matters if links differ. With owner shares,
@@ -234,7 +216,8 @@ def _alike(
             [(cost.shape_in(plan, s), s.activation_budget_bytes) for s in pipeline.stages]
         )
         nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
-        key: object = index if is_ordered else (shapes, nodes, _summary(batches))
+        order = orders[index] and tuple(map(tuple, orders[index] or ()))
+        key: object = index if is_ordered else (shapes, nodes, _summary(batches), order)
         members = kinds.setdefault(key, [])
         members.append(index)
         kind_of.append(key)
@@ -276,65 +259,39 @@ class _Ends:
 
 
 def _check(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+    plan: ParallelPlan,
+    cost: CostModel,
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+    orders: Sequence[Orders | None],
 ) -> None:
-    if len(microbatches) != plan.num_pipelines:
-        raise PlanError(
-            f"Micro-batches are given for {len(microbatches)} pipelines but the plan has "
-            f"{plan.num_pipelines}. Give one list for each pipeline, empty if it has no work."
-        )
+    for what, given in ("Micro-batches", microbatches), ("Orders", orders):
+        if len(given) != plan.num_pipelines:
+            raise PlanError(
+                f"{what} are given for {len(given)} pipelines but the plan has "
+                f"{plan.num_pipelines}. Give one list for each pipeline, empty if it has no work."
+            )
     if not any(microbatches):
         raise PlanError("No pipeline has a micro-batch. Give at least one pipeline some work.")
     plan.check_num_layers(cost.model.num_layers)
+    for index, (batches, order) in enumerate(zip(microbatches, orders, strict=True)):
+        if order is None:
+            continue
+        numbers = [{action.microbatch_index for action in actions} for actions in order]
+        if numbers != [set(range(len(batches)))] * plan.pipelines[index].num_stages:
+            raise PlanError(
+                f"The orders of pipeline {index} aren't those of {len(batches)} micro-batches on "
+                f"each of {plan.pipelines[index].num_stages} stages. Solve them for this plan."
+            )
 
 
-def _compute_times(
-    pipeline: PipelinePlan,
-    shapes: Sequence[StageShape],
-    cost: CostModel,
-    microbatches: Sequence[MicroBatchShape],
-) -> PipelineTimes | EqualTimes:
-    """Return the seconds of every action; equal micro-batches are looked up once."""
-    distinct = {batch: position for position, batch in enumerate(dict.fromkeys(microbatches))}
-    tokens = [sum(batch) for batch in distinct]
-    pairs = [[cost.compute_s(shape, batch) for batch in distinct] for shape in shapes]
-    hops = list(itertools.pairwise(pipeline.stages))
-    every = (
-        [[forward for forward, _ in row] for row in pairs],
-        [[backward for _, backward in row] for row in pairs],
-        [[cost.activation_s(a, b, count) for count in tokens] for a, b in hops],
-        [[cost.activation_s(b, a, count) for count in tokens] for a, b in hops],
-    )
-    if len(distinct) == 1:
-        first = [tuple([row[0] for row in rows]) for rows in every]
-        return EqualTimes(first[0], first[1], first[2], first[3], len(microbatches))
-    order = [distinct[batch] for batch in microbatches]
-    forward, backward, there, back = (
-        tuple([tuple([row[position] for position in order]) for row in rows]) for rows in every
-    )
-    return PipelineTimes(
-        forward_s=forward, backward_s=backward, forward_message_s=there, backward_message_s=back
-    )
-
-
-def _stage_memory(
-    num_pipelines: int,
-    cost: CostModel,
-    shapes: Sequence[Sequence[StageShape]],
-    owned: Sequence[Sequence[float]],
-    microbatches: Sequence[Sequence[MicroBatchShape]],
-) -> list[tuple[MemoryTerms, ...]]:
-    return [
-        tuple(
-            [
-                cost.stage_memory(
-                    shape, num_pipelines, batches, len(row) - stage_index, owned_params=params
-                )
-                for stage_index, (shape, params) in enumerate(zip(row, owned_row, strict=True))
-            ]
-        )
-        for row, owned_row, batches in zip(shapes, owned, microbatches, strict=True)
-    ]
+def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
+    """Return each global rank's bytes of masters, states and summed gradients on its host."""
+    found = [0.0] * len(cost.node_of_rank)
+    for _, _, stage in plan.iter_stages():
+        for rank in stage.ranks:
+            if cost.layout.host_owned or rank in plan.host_owners:
+                found[rank] = cost.owned_params(plan, stage) * cost.layout.kept_bytes
+    return tuple(found)
 
 
 def _rank_memory(

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.autoplan.exchange_choice import with_exchange
+from lightning_hetero.autoplan.engine_choices import (
+    check_room_for_states,
+    find_standbys_of_run,
+    with_exchange,
+)
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
-from lightning_hetero.autoplan.owner_shares import check_room_for_states, find_standbys_of_run
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.transfers import ExchangeKind
@@ -22,7 +25,7 @@ from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 if TYPE_CHECKING:
     import torch
 
-    from lightning_hetero.autoplan.request import RunPlans
+    from lightning_hetero.autoplan.facts import RunPlans
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.precision import HeteroPrecision
 

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 
 from lightning_hetero import ParallelPlan
-from lightning_hetero.autoplan import exchange_choice
-from lightning_hetero.autoplan.exchange_choice import with_exchange
-from lightning_hetero.autoplan.request import RunPlans
+from lightning_hetero.autoplan import engine_choices
+from lightning_hetero.autoplan.engine_choices import with_exchange
+from lightning_hetero.autoplan.facts import RunPlans
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.slices import ParameterSpec
@@ -53,8 +53,8 @@ def chosen(
     auto: Any = SimpleNamespace(basis=SimpleNamespace(cluster=cluster))
     plans = RunPlans(first=plan, candidates=(plan,), auto=auto)
     with (
-        mock.patch.object(exchange_choice.dist, "get_backend", return_value=backend),
-        mock.patch.object(exchange_choice, "check_alike"),
+        mock.patch.object(engine_choices.dist, "get_backend", return_value=backend),
+        mock.patch.object(engine_choices, "check_alike"),
     ):
         return with_exchange(EngineConfig(exchange=kind), facts, plans, SPECS)
 

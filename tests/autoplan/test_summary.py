@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.autoplan.engine_choices import state_memory
 from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
-from lightning_hetero.autoplan.summary import StartUp, state_memory
+from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.owners import assign_owners
@@ -19,7 +20,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
-from lightning_hetero.straggler.swap import swap_ranks
+from lightning_hetero.straggler.mitigation import swap_ranks
 
 PLAN = ParallelPlan.from_dict(
     {
