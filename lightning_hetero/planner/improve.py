@@ -241,7 +241,7 @@ class Improver:
         return [o.tp_degree for o in stages.options if o.node_class == kind and o.tp_degree <= most]
 
     def _changed(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
-        """Yield one pipeline's stages with one left out, added, resized, or two swapped."""
+        """Yield one pipeline's stages with one left out, added, resized, moved, or two swapped."""
         for place, (node, degree) in enumerate(stages):
             before, after = stages[:place], stages[place + 1 :]
             if len(stages) > 1:
@@ -252,6 +252,11 @@ class Improver:
                 if other * 2 == degree:
                     yield (*before, (node, other), (node, other), *after)
         yield from self._added_or_swapped(stages, free)
+        if len(stages) <= _FEW_STAGES:
+            for place, other in itertools.permutations(range(len(stages)), 2):
+                if abs(other - place) > 1 and stages[other] != stages[place]:
+                    rest = stages[:place] + stages[place + 1 :]
+                    yield (*rest[:other], stages[place], *rest[other:])
 
     def _added_or_swapped(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
         """Yield a pipeline's stages with one added, or two swapped or joined."""
@@ -264,11 +269,6 @@ class Improver:
                 swapped = list(stages)
                 swapped[one], swapped[other] = swapped[other], swapped[one]
                 yield tuple(swapped)
-        for place in range(len(stages) if len(stages) <= _FEW_STAGES else 0):
-            rest = stages[:place] + stages[place + 1 :]
-            for other in range(len(stages)):
-                if abs(other - place) > 1 and stages[other] != stages[place]:
-                    yield (*rest[:other], stages[place], *rest[other:])
         for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
             joined = degree + next_degree
             if node == near and joined in self._degrees(node, joined):

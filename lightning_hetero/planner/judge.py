@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.columns import ColumnTimes, Rate
 from lightning_hetero.planner.memory import own_microbatches, settle_memory
-from lightning_hetero.planner.placement import Arrangement, MappingOrder, PipelineNodes, to_plan
+from lightning_hetero.planner.placement import Arrangement, MappingOrder, to_plan
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.simulator import CostModel, Simulation, simulate
 

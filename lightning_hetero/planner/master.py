@@ -41,6 +41,8 @@ _ROUNDING = 1e-7
 """Share of all parameters that may lack room by rounding."""
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
+_PROMISING = 80
+"""Columns that a master takes over from another one."""
 _WHOLE = 200
 """Columns of least reduced cost among which whole numbers are chosen."""
 _NODES = 60
@@ -257,9 +259,22 @@ class Master:
         columns, x, _ = self._last
         return [(columns[i], float(x[i])) for i in np.flatnonzero(x > 1e-9).tolist()]
 
-    def is_recomputing(self) -> bool:
-        """Return whether a column that runs recomputes anything."""
-        return any(self.times[c.size].is_recomputing(c) for c, _ in self.best_columns())
+    def promising(self) -> list[Column]:
+        """Return the columns that a master like this one begins with: of least reduced cost."""
+        if self._last is None:
+            return list(self.pool)[:_PROMISING]
+        columns, x, duals = self._last
+        loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
+        return [columns[i] for i in np.argsort(loss, kind="stable")[:_PROMISING].tolist()]
+
+    def _reduced_cost(self, columns: Sequence[Column], duals: Duals) -> FloatArray:
+        """Return what columns cost more than they are worth, in sequences."""
+        rates = [self.pool[column] for column in columns]
+        uses = np.stack([rate.uses for rate in rates])
+        fill = np.array([rate.fill_s for rate in rates])
+        room = np.array([rate.room for rate in rates])
+        cost: FloatArray = uses @ duals.rows + duals.pipeline - duals.room * room
+        return cost - (self.time_s - fill) / _slopes(columns, rates)
 
     def mixes(self) -> list[Mix]:
         """Return whole numbers of pipelines, from the best columns of the last `solve`."""
@@ -267,13 +282,10 @@ class Master:
             return []
         columns, x, duals = self._last
         rates = [self.pool[column] for column in columns]
-        uses = np.stack([rate.uses for rate in rates])
-        slope = _slopes(columns, rates)
         fill = np.array([rate.fill_s for rate in rates])
-        room = np.array([rate.room for rate in rates])
-        value = (self.time_s - fill) / slope
-        cost = uses @ duals.rows + duals.pipeline - duals.room * room
-        order = np.argsort((cost - value) - 1e9 * (x > 1e-9), kind="stable")[:_WHOLE]
+        value = (self.time_s - fill) / _slopes(columns, rates)
+        loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
+        order = np.argsort(loss, kind="stable")[:_WHOLE]
         chosen = order[value[order] > 0.5]
         if not len(chosen):
             return []

@@ -129,7 +129,7 @@ class Pricing:
         """Return the shares of links to try, the one that found columns last before the others."""
         return sorted(self.waits, key=lambda wait: wait != self._wait)
 
-    def _find(  # noqa: PLR0913
+    def _find(
         self,
         wait: float,
         time_s: float,
@@ -318,6 +318,6 @@ def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
     found = np.full(reached.shape, np.inf)
     counts: list[int] = np.flatnonzero(np.isfinite(edge).any(axis=0)).tolist()
     for count in counts:
-        later = reached[:, : found.shape[1] - count] + edge[:, count : count + 1]
+        later = reached[:, : found.shape[1] - count] + edge[:, count, None]
         np.minimum(found[:, count:], later, out=found[:, count:])
     return found
