@@ -35,13 +35,13 @@ def likeliest_node_sets(
         members.setdefault(kind, []).append(index)
     for row in members.values():
         row.sort(key=lambda index: (_price(cluster, index), index))
-    scores: dict[tuple[int, ...], float] = {}
+    scores: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def rate(numbers: tuple[int, ...]) -> None:
         if numbers not in scores and any(numbers):
             chosen = _chosen(members, numbers)
             seconds = least_s(_counts(cluster, chosen))
-            scores[numbers] = seconds * (cluster.price_of(chosen) or 0.0)
+            scores[numbers] = seconds * (cluster.price_of(chosen) or 0.0), seconds
 
     full = tuple(len(row) for row in members.values())
     for numbers in itertools.chain([full], _grid(full)):

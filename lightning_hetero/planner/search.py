@@ -167,7 +167,13 @@ class _Search:
             num_simulated += part.judge.num_simulated
         if start is not None:
             found |= self._running(start, every)
-        ranked = sorted(found.values(), key=lambda item: item.score(task.options.objective))
+        ranked = sorted(
+            found.values(),
+            key=lambda item: (
+                item.score(task.options.objective),
+                item.simulation.iteration_time_s,
+            ),
+        )
         if not ranked:
             return None
         task.progress("Bounding", 0.95)
