@@ -48,6 +48,7 @@ from lightning_hetero.simulator import (
     host_lines,
     precision_notes,
     prediction_lines,
+    tuning_notes,
 )
 
 __all__ = ["PlanRequest", "make_plan"]
@@ -109,6 +110,11 @@ class PlanRequest:
             )
         stages = 1 if num_stages is None else num_stages
         return cls(plan=plan, num_stages=stages, num_candidate_plans=num_candidate_plans)
+
+    @property
+    def may_use_tensor_parallelism(self) -> bool:
+        """Whether a given plan has a stage of several ranks; a plan to be made is known later."""
+        return isinstance(self.plan, ParallelPlan) and self.plan.has_tensor_parallelism
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse a request that can't run on a number of processes, before these are started.
@@ -351,6 +357,7 @@ def _propose(task: ProposalTask, contingencies: Contingencies, data: DataFacts) 
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
         *host_lines(host_bytes(found.plans[0], basis.cost())),
+        *[f"trains          {note}" for note in tuning_notes(basis.model)],
         *_precision_lines(basis),
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
@@ -372,6 +379,7 @@ def _summary(job: Job, result: PlanningResult, basis: PlanBasis) -> str:
         f"{_source(measured=basis.profile is not None)}",
         *prediction_lines(simulation, workload.num_tokens),
         *fitting_lines(result.best.plan, simulation),
+        *[f"trains          {note}" for note in tuning_notes(basis.model)],
         *_precision_lines(basis),
         bound_line(f"faster than {bound_s:.4g} s", gap),
         f"limited by      {result.limit}",

@@ -13,10 +13,8 @@ A search times thousands of plans, so exchanges of many pieces are computed at o
 [D, G]: D holders of each of G pieces, which exchange among themselves.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from math import ceil
 
 import numpy as np
 
@@ -227,14 +225,10 @@ def _inside_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> Fl
 
 def push_straight_s(links: ClusterLinks, ranks: Sequence[int], num_bytes: float) -> float:
     """Return the seconds in which holders send each other their pieces of `num_bytes` each."""
-    nodes = Counter(links.node_of_rank[rank] for rank in ranks)
-    piece = num_bytes / len(ranks)
-    return max(
-        _sends_s(
-            links, node, {other: count - (other == node) for other, count in nodes.items()}, piece
-        )
-        for node in nodes
-    )
+    nodes = np.array(links.node_of_rank)[[*ranks], None]
+    peers = Peers.of_holders(links, nodes)
+    pieces = np.full(nodes.shape, num_bytes / len(ranks))
+    return float((peers.latency_s + peers.carry_s(pieces)).max())
 
 
 def push_by_node_s(
@@ -250,31 +244,15 @@ def push_by_node_s(
         num_bytes: Bytes of gradients that each of them holds.
         width: Bytes of a value in a sum, over those of a value in a gradient on its way.
     """
-    nodes = Counter(links.node_of_rank[rank] for rank in ranks)
+    counts = np.bincount(np.array(links.node_of_rank)[[*ranks]], minlength=len(links.cluster.nodes))
+    nodes = np.flatnonzero(counts)
     if len(nodes) in (1, len(ranks)):
         return push_straight_s(links, ranks, num_bytes)
-    inside_s = max(
-        _sends_s(links, node, {node: count - 1}, num_bytes / count) for node, count in nodes.items()
-    )
-    between_s = max(
-        _sends_s(
-            links,
-            node,
-            {other: ceil(far / count) for other, far in nodes.items() if other != node},
-            num_bytes / len(ranks) * width,
-        )
-        for node, count in nodes.items()
-    )
-    return inside_s + between_s
-
-
-def _sends_s(links: ClusterLinks, node: int, counts: Mapping[int, int], num_bytes: float) -> float:
-    """Return the seconds in which a rank of `node` sends `counts` messages to each node's ranks."""
-    first, longest_s, busy_s = links.first_rank_of_node, 0.0, 0.0
-    for other, count in counts.items():
-        if count:
-            latency_s = links.link(first[node], first[other])[1]
-            longest_s = max(longest_s, latency_s)
-            message_s = links.transfer_s(first[node], first[other], num_bytes)
-            busy_s += count * (message_s - latency_s)
-    return longest_s + busy_s
+    own, nothing = counts[nodes], np.zeros((1, len(nodes), 1))
+    on_nodes = np.ceil(counts / own[:, None])
+    on_nodes[np.arange(len(nodes)), nodes] = 0.0
+    inside_s = (own > 1) * links.inside_latency_s[nodes]
+    inside_s += (own - 1) / own * num_bytes / links.inside_bytes_per_s[nodes]
+    between = Peers(links, nodes[None], on_nodes, nothing)
+    pieces = np.full((1, len(nodes)), num_bytes / len(ranks) * width)
+    return float(inside_s.max() + (between.latency_s + between.carry_s(pieces)).max())

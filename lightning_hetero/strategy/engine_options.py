@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+from jsonargparse.typing import range_serializer, register_type
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.autoplan.engine_choices import (
@@ -15,11 +16,13 @@ from lightning_hetero.autoplan.engine_choices import (
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.reading import parse_range
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts, is_quantized
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.precision import HeteroPrecision
 
-__all__ = ["EngineOptions"]
+__all__ = ["EngineOptions", "register_layers"]
 
 _WITHOUT_LAYERS = (
     "The module has no list of layers, so it is trained data parallel, one whole model a rank. To "
@@ -82,6 +85,17 @@ class EngineOptions:
                 f'exchange="{self.config.exchange}" sums in an order of its own for each rank, so '
                 'a slice and its standby would differ. Use exchange="collectives", or redundancy=0.'
             )
+
+    def check_quantized(self, module: pl.LightningModule) -> None:
+        """Refuse quantized weights that tensor parallelism would cut, before processes are started.
+
+        Weights that `configure_model` makes are checked when they are there.
+
+        Raises:
+            ModelError: There are such weights.
+        """
+        if any(is_quantized(parameter) for parameter in module.parameters()):
+            ModelCuts.of(module, ModelLayout.of(module, layers=self.layers), self.tp_plan)
 
     def gather_facts(
         self,
@@ -142,6 +156,8 @@ class EngineOptions:
                 option=self.tp_plan,
                 sequence_parallel=self.sequence_parallel,
             )
+            for plan in plans.candidates:
+                tensor_parallel.check_degrees(plan)
             layout = tensor_parallel.layout
         config = with_exchange(config, facts, plans, layout.specs)
         check_room_for_states(facts, plans, config, layout.specs)
@@ -155,3 +171,19 @@ class EngineOptions:
             clock=facts.emulation.make_clock(facts.device),
             tensor_parallel=tensor_parallel,
         )
+
+
+def register_layers() -> None:
+    """Teach jsonargparse, which LightningCLI parses with, to read ranges in both spellings.
+
+    What it could read before, such as "range(4)", it still reads.
+    """
+    register_type(range, serializer=range_serializer, deserializer=_read_layers)
+
+
+def _read_layers(value: object) -> range:
+    if isinstance(value, str):
+        digits = value.replace(" ", "").removeprefix("range(").removesuffix(")").split(",")
+        if value.strip().startswith("range(") and all(d.lstrip("-").isdigit() for d in digits):
+            return range(*map(int, digits))
+    return parse_range(value)
