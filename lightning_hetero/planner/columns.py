@@ -173,7 +173,8 @@ class ColumnTimes:
         stages, num = self.stages, self.ownership.num_pipelines
         size = max(stages.counts_of_class[option.node_class])
         width = option.tp_degree if self.order is MappingOrder.STAGES_TOGETHER else in_pipeline
-        inside = min(num, max(1, size // width)) - 1
+        is_lone = sum(map(bool, stages.counts)) == 1
+        inside = num - 1 if is_lone else min(num, max(1, size // width)) - 1
         rank = stages.cost.first_rank_of_node[stages.node_of_class[option.node_class]]
         own_rate, own_latency_s = stages.cost.link(rank, rank)
         cluster = stages.cost.cluster

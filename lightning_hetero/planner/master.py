@@ -184,7 +184,8 @@ class Master:
         for kind, count in stages.devices.items():
             own = [option for option in stages.options if option.node_class == kind]
             numbers = [(o, count // (self.most * o.tp_degree)) for o in own]
-            choices.append([(), *((option,) * n for option, n in numbers if 0 < n <= most)])
+            rows = {(option,) * n for option, most_n in numbers for n in (most_n, 1) if 0 < n <= most}
+            choices.append([(), *sorted(rows)])
         for blocks in itertools.product(*choices):
             used = [block for block in blocks if block]
             for order in itertools.permutations(used):
