@@ -27,6 +27,11 @@ class Edge:
     latency_s: float = 0.0
     transfer_s: float = 0.0
 
+    @property
+    def whole_s(self) -> float:
+        """Seconds after which a message arrives, if the link is free."""
+        return self.latency_s + self.transfer_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleProblem:

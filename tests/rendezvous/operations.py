@@ -21,7 +21,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import TransferTable, Unit
-from lightning_hetero.runtime.stage.activations import HEADER_BYTES
+from lightning_hetero.runtime.stage.mailboxes import HEADER_BYTES
 
 __all__ = [
     "BACKWARD",

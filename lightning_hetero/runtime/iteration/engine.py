@@ -201,7 +201,7 @@ class Engine:
             self.boundary,
             results,
             microbatches,
-            self._recomputation.of(running.stage, microbatches, schedule),
+            self._recomputation.of(running.stage, microbatches, schedule.actions),
             first_index=first_index,
             seed=seed,
             splitter=running.splitter if is_training and self.schedules.is_split else None,

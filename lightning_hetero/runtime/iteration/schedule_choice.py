@@ -1,23 +1,33 @@
 """The order of a stage's passes: 1F1B, or one that is solved for the times measured in this run.
 
-A plan's first iterations run 1F1B. Then ranks share the seconds that a forward and a backward took
-on each stage, and each rank solves the same problem (see `lightning_hetero.schedules`), so all know
-the same orders without another message. They are solved once per plan and number of micro-batches.
+A plan's first iterations run 1F1B. Then ranks share the seconds that a forward, a backward and a
+message to the next stage took, and each rank solves the same problem (see
+`lightning_hetero.schedules`), so all know the same orders without another message. They are solved
+once per plan and number of micro-batches.
 """
 
 from collections import defaultdict
 from functools import lru_cache
 from statistics import median
+from typing import NamedTuple
 
-from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b, schedule_forward
+from lightning_hetero.core.actions import (
+    MAX_KEPT_SENDS,
+    Action,
+    ActionKind,
+    most_held,
+    schedule_1f1b,
+    schedule_forward,
+)
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.schedules import StageTimes, solve_actions
+from lightning_hetero.runtime.stage.link_times import measure_edge
+from lightning_hetero.schedules import Edge, StageTimes, solve_actions
 
-__all__ = ["Schedule", "ScheduleChoice"]
+__all__ = ["Schedule", "ScheduleChoice", "StageSchedule"]
 
 _MEASURED_ITERATIONS = 3
 """Training iterations under 1F1B that are measured; the first one, which warms up, isn't used."""
@@ -39,6 +49,26 @@ class Schedule(Choice):
     where 1F1B holds one on the first stage and fewer on later ones."""
 
 
+class StageSchedule(NamedTuple):
+    """What a stage runs in an iteration."""
+
+    actions: tuple[Action, ...] = ()
+    """In their order."""
+    held: int = MAX_KEPT_SENDS
+    """Most micro-batches that it holds between forward and backward."""
+    held_before: int = MAX_KEPT_SENDS
+    """The same of the stage before."""
+
+
+class _Times(NamedTuple):
+    """Seconds of a micro-batch on one rank."""
+
+    forward_s: float
+    backward_s: float
+    edge: Edge
+    """The link to the next stage."""
+
+
 class ScheduleChoice:
     """The actions of one rank's stage in each training iteration.
 
@@ -55,8 +85,8 @@ class ScheduleChoice:
         self._plan: ParallelPlan | None = None
         self._num_iterations = 0
         self._own_s: dict[ActionKind, list[float]] = defaultdict(list)
-        self._times: dict[ParallelPlan, list[tuple[float, float]]] = {}
-        """By plan: seconds of a forward and a backward, by rank."""
+        self._times: dict[ParallelPlan, list[_Times]] = {}
+        """By plan and rank."""
         self._solve = lru_cache(maxsize=64)(self._solved)
 
     @property
@@ -66,20 +96,28 @@ class ScheduleChoice:
 
     def of(
         self, running: RunningPlan, num_microbatches: int, *, is_training: bool
-    ) -> tuple[Action, ...]:
-        """Return the actions of this rank's stage for a number of micro-batches."""
+    ) -> StageSchedule:
+        """Return what this rank's stage runs for a number of micro-batches."""
         if running.place is None:
-            return ()
+            return StageSchedule()
         index, num_stages = running.place.stage_index, len(running.stages)
         if not is_training:
-            return schedule_forward(stage_index=index, num_microbatches=num_microbatches)
+            return StageSchedule(
+                schedule_forward(stage_index=index, num_microbatches=num_microbatches)
+            )
+        orders = None
         if running.plan in self._times and num_stages > 1 and num_microbatches:
             orders = self._solve(running.plan, running.place.pipeline_index, num_microbatches)
-            if orders is not None:
-                return orders[index]
-        return schedule_1f1b(
-            stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
-        )
+        if orders is None:
+            before, own = (
+                schedule_1f1b(
+                    stage_index=stage, num_stages=num_stages, num_microbatches=num_microbatches
+                )
+                for stage in (max(index - 1, 0), index)
+            )
+        else:
+            before, own = orders[max(index - 1, 0)], orders[index]
+        return StageSchedule(own, most_held(own), most_held(before))
 
     def learn(self, running: RunningPlan) -> None:
         """Note the times of a training iteration; called by every rank after each.
@@ -98,10 +136,13 @@ class ScheduleChoice:
             for action in last.actions:
                 self._own_s[action.kind].append(action.compute_s)
         if self._num_iterations == _MEASURED_ITERATIONS:
-            kinds = ActionKind.FORWARD, ActionKind.BACKWARD
-            own = [median(self._own_s[kind]) if self._own_s[kind] else 0.0 for kind in kinds]
-            gathered = self._comms.gather_objects(own)
-            self._times[plan] = [(forward_s, backward_s) for forward_s, backward_s in gathered]
+            forward_s, backward_s = (
+                median(self._own_s[kind]) if self._own_s[kind] else 0.0
+                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            )
+            place = running.place
+            edge = Edge() if place is None else measure_edge(running.link, place)
+            self._times[plan] = self._comms.gather_objects(_Times(forward_s, backward_s, edge))
             if len(self._times) > MAX_KNOWN_PLANS:
                 self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
 
@@ -112,8 +153,9 @@ class ScheduleChoice:
         stages = [
             # Ranks of a tensor-parallel group wait for the slowest.
             StageTimes(
-                forward_s=max(times[rank][0] for rank in stage.ranks),
-                backward_s=max(times[rank][1] for rank in stage.ranks),
+                forward_s=max(times[rank].forward_s for rank in stage.ranks),
+                backward_s=max(times[rank].backward_s for rank in stage.ranks),
+                edge=max((times[rank].edge for rank in stage.ranks), key=lambda edge: edge.whole_s),
             )
             for stage in plan.pipelines[pipeline_index].stages
         ]
