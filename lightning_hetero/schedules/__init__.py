@@ -4,7 +4,7 @@
 `solve_actions` turns it into the lists of actions that the runtime executes.
 """
 
-from lightning_hetero.schedules.actions import StageTimes, solve_actions
+from lightning_hetero.schedules.actions import StageTimes, as_actions, solve_actions
 from lightning_hetero.schedules.bound import lower_bound_s
 from lightning_hetero.schedules.dispatch import end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
@@ -15,6 +15,7 @@ __all__ = [
     "ScheduleProblem",
     "Solution",
     "StageTimes",
+    "as_actions",
     "end_s",
     "lower_bound_s",
     "order_1f1b",

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.core.actions import Action, ActionKind
-from lightning_hetero.schedules.dispatch import end_s
+from lightning_hetero.schedules.dispatch import Orders, end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
 from lightning_hetero.schedules.solve import order_1f1b, solve
 
-__all__ = ["StageTimes", "solve_actions"]
+__all__ = ["StageTimes", "as_actions", "solve_actions"]
 
 _WEIGHT_SHARE = 0.5
 """Share of a backward that W takes: a linear layer's two products take the same time."""
@@ -56,6 +56,11 @@ def solve_actions(
     found = solve(problem_of(_WEIGHT_SHARE))
     if found.end_s > end_s(whole, order_1f1b(whole)) * (1 - least_gain):
         return None
+    return as_actions(found.orders)
+
+
+def as_actions(orders: Orders) -> tuple[tuple[Action, ...], ...]:
+    """Return orders as lists of actions."""
     return tuple(
-        tuple(Action(_KINDS[kind], stage, m) for kind, stage, m in order) for order in found.orders
+        tuple(Action(_KINDS[kind], stage, m) for kind, stage, m in order) for order in orders
     )

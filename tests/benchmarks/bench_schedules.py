@@ -131,9 +131,7 @@ def train(
     far = frozenset({middle} if rank == middle - 1 else {middle - 1} if rank == middle else ())
     sends = LateSends(latency * UNIT_S, far) if latency else dist
     late = SimpleNamespace(isend=sends.isend, irecv=dist.irecv)
-    trainer = L.Trainer(
-        **quiet(devices=num_stages, strategy=strategy, max_steps=NUM_ITERATIONS)
-    )
+    trainer = L.Trainer(**quiet(devices=num_stages, strategy=strategy, max_steps=NUM_ITERATIONS))
     rows = torch.randn(num_microbatches * NUM_ITERATIONS, WIDTH)
     with mock.patch.object(activations, "dist", late), mock.patch.object(link_times, "dist", late):
         trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=num_microbatches))
@@ -154,20 +152,15 @@ class PacedStage(pipelining.PipelineStage):
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         return self._paced(super().forward_one_chunk, 1.0, *args, **options)
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **options: Any
-    ) -> Any:
-        units = 2.0 if full_backward else 1.0
-        run = super().backward_one_chunk
-        return self._paced(run, units, bwd_chunk_id, loss, full_backward, **options)
+    def backward_one_chunk(self, *args: Any, full_backward: Any = True, **options: Any) -> Any:
+        units, run = 2.0 if full_backward else 1.0, super().backward_one_chunk
+        return self._paced(run, units, *args, full_backward=full_backward, **options)
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
         return self._paced(super().backward_weight_one_chunk, 1.0, *args, **options)
 
 
-def train_by_torch(
-    rank: int, units: tuple[float, ...], num_microbatches: int, name: str
-) -> float:
+def train_by_torch(rank: int, units: tuple[float, ...], num_microbatches: int, name: str) -> float:
     """Return the median seconds of an iteration under a schedule of torch's."""
     dist.init_process_group("gloo")
     num_ranks = len(units)

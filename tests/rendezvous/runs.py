@@ -22,7 +22,7 @@ from tests.rendezvous.operations import (
     Operation,
     iteration_operations,
 )
-from tests.rendezvous.recorder import Recorder
+from tests.rendezvous.recorder import REST, Recorder
 from tests.toy import CONTEXT, ToyModule, ToyOptions, loader, quiet
 
 ROWS = 4
@@ -85,6 +85,11 @@ class _Look(L.Callback):
             if trainer.global_rank in ranks:
                 self.names[group.group_name] = exchange_among(ranks)
 
+    def name_of(self, group_name: str) -> str:
+        """Return the name of a queue for that of its group."""
+        group = group_name.removesuffix(REST)
+        return self.names.get(group, group) + group_name[len(group) :]
+
     def on_train_batch_start(self, *_: Any) -> None:
         self._begin = len(self._recorder.operations)
 
@@ -134,8 +139,7 @@ def record(rank: int, job: Job) -> Found:
         trainer.fit(module, loader(rows, ROWS), loader(2 * ROWS, ROWS, seed=1))
         trainer.test(module, loader(2 * ROWS, ROWS, seed=1), verbose=False)
     operations = [
-        replace(item, communicator=look.names.get(item.communicator, item.communicator))
-        for item in recorder.operations
+        replace(item, communicator=look.name_of(item.communicator)) for item in recorder.operations
     ]
     iterations = [tuple(operations[part]) for part in look.iterations]
     return Found(tuple(operations), tuple(iterations), tuple(look.expected))

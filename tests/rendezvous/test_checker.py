@@ -19,6 +19,8 @@ from tests.rendezvous.operations import (
     OperationKind,
     Transfer,
     iteration_operations,
+    orders_1f1b,
+    random_orders,
 )
 from tests.rendezvous.stepwise import runs_through
 
@@ -43,7 +45,7 @@ def random_operations(
         world_size=world_size,
         num_microbatches=tuple(rng.randint(0, max_microbatches) for _ in plan.pipelines),
         activation_bytes=rng.randint(1, 9),
-        early_gradients=rng.random() < 0.5,
+        orders_of=rng.choice([orders_1f1b, random_orders(rng)]),
         collective_of=rng.choice([lambda _: "", lambda members: f"{EXCHANGE} {members}"]),
     )
     return operations_of(plan, rule, iteration, tied=rng.random() < 0.5)
@@ -260,13 +262,12 @@ def test_waiting_for_what_is_not_issued_yet_is_refused(position):
         check_rendezvous({0: (item,)})
 
 
-def two_by_two(*, early_gradients: bool = True) -> Lists:
+def two_by_two() -> Lists:
     plan = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
     iteration = Iteration(
         world_size=4,
         num_microbatches=(4, 4),
         activation_bytes=64,
-        early_gradients=early_gradients,
     )
     return operations_of(plan, Ownership.HOLDERS, iteration, tied=False)
 
@@ -293,7 +294,7 @@ def test_one_queue_for_both_directions_of_a_pipeline_is_found():
     In the steady state a stage sends activations while the next one sends gradients; on one
     communicator each would wait for the other to receive first.
     """
-    check_rendezvous(two_by_two(early_gradients=False))
+    check_rendezvous(two_by_two())
     lists = {
         rank: tuple(
             replace(item, communicator="both")
@@ -301,6 +302,6 @@ def test_one_queue_for_both_directions_of_a_pipeline_is_found():
             else item
             for item in items
         )
-        for rank, items in two_by_two(early_gradients=False).items()
+        for rank, items in two_by_two().items()
     }
     assert_found(lists, "Deadlock", "'both'")

@@ -25,6 +25,7 @@ from tests.rendezvous.operations import (
     Operation,
     OperationKind,
 )
+from tests.rendezvous.recorder import REST
 from tests.rendezvous.runs import Found, Job, record, record_with_streams
 from tests.rendezvous.stepwise import runs_through
 from tests.rendezvous.test_checker import Lists, assert_found, swapped
@@ -178,16 +179,25 @@ Message = tuple[int, int, int]
 def messages_of(items: Sequence[Operation]) -> dict[str, list[list[Message]]]:
     """Return by communicator the groups of messages in the order issued."""
     queues: dict[str, list[list[Message]]] = defaultdict(list)
+    parts: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for item in items:
+        for x in item.transfers if item.communicator.endswith(REST) else ():
+            parts[x.source, x.destination].append(x.num_bytes)
+    rests = {ends: iter(sizes) for ends, sizes in parts.items()}
     for item in items:
         # What ranks agree on travels beside the headers, and behind all actions.
         is_agreed = item.communicator == CONTROL and not re.search(r" [FB]\d", item.label)
         if item.kind is OperationKind.TRANSFER and not is_agreed:
+            if item.communicator.endswith(REST):
+                continue
             found = sorted((x.source, x.destination, x.num_bytes) for x in item.transfers)
             # Headers of pieces have a queue of their own beside what all ranks agree on.
             name = CONTROL if item.communicator == HEADERS else item.communicator
-            # A new link's first message is announced, which the model leaves out.
-            if name not in (FORWARD, CONTROL) or found[0][-1] != LENGTHS_BYTES:
-                queues[name].append(found)
+            # On a new link what doesn't fit into buffers follows, which the model leaves out.
+            (source, destination, num_bytes), *_ = found
+            if name in (FORWARD, CONTROL) and num_bytes == LENGTHS_BYTES:
+                found = [(source, destination, num_bytes + next(rests[source, destination]))]
+            queues[name].append(found)
     return dict(queues)
 
 
