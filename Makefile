@@ -8,7 +8,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-fast explore fuzz check format bench docs clean
+.PHONY: install train test test-all explore fuzz check format bench docs clean
 
 install: $(VENV)/.installed
 
@@ -23,11 +23,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: install
 	$(BIN)/python examples/train_text.py
 
+# The laws: a few minutes on two cores.
 test: install
-	$(PYTEST)
-
-test-fast: install
 	$(PYTEST) -m "not slow"
+
+# Everything: also soaks, drills, real servers, all architectures.
+test-all: install
+	$(PYTEST)
 
 # Each law that is tried on random examples, on ones that nobody has tried yet.
 explore: install

@@ -48,6 +48,7 @@ examples/README
 examples/how-it-works
 examples/migrating
 docs/contract
+docs/supported
 docs/files
 examples/measured
 CHANGELOG

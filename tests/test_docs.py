@@ -93,7 +93,7 @@ def test_the_wheels_description_names_files_instead_of_linking_to_them(
     text = metadata.read_text("utf-8")
     assert "# lightning_hetero" in text
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
-    assert "More examples (`examples/README.md`), how it works (`examples/how" in text
+    assert "more examples (`examples/README.md`), how it works (`examples/how" in text
     assert "1. `lightning_hetero/core/plan.py`: what a plan is." in text
 
 

@@ -24,7 +24,7 @@ from lightning_hetero.core.profile import LinkTimes, Profile
 from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
-from lightning_hetero.straggler.locate import Pair
+from lightning_hetero.straggler.events import Pair
 from lightning_hetero.straggler.probe import probe_links
 
 __all__ = ["MeasuredLinks", "add_arguments", "measure_links", "run_profile"]

@@ -26,7 +26,7 @@ import yaml
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.message_curve import MessageCurve
-from lightning_hetero.core.reading import build, load_file, parse_yaml
+from lightning_hetero.core.reading import build, load_file, parse_yaml, readable
 from lightning_hetero.core.table import format_table
 
 __all__ = ["Cluster", "Link", "MessageRate", "Node"]
@@ -34,6 +34,7 @@ __all__ = ["Cluster", "Link", "MessageRate", "Node"]
 _MOST_DEVICES = 2**20
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine with devices of one type."""
@@ -74,6 +75,7 @@ class Node:
             )
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """Bandwidth and latency between two nodes, if they differ from the cluster's."""
@@ -102,6 +104,7 @@ class Link:
             )
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class MessageRate:
     """The rate that messages of one size reach between two nodes, as a benchmark measures it."""
@@ -112,6 +115,7 @@ class MessageRate:
     """Rate of such a message in one direction, without its latency, bytes/s."""
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """All nodes and the links between them.

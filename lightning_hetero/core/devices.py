@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.reading import nearest
+from lightning_hetero.core.reading import nearest, readable
 
 __all__ = ["KNOWN_DEVICES", "Arithmetic", "DeviceSpec", "canonical_name", "find_device"]
 
@@ -29,6 +29,7 @@ class Arithmetic(StrEnum):
     FP32 = "fp32"
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """Speed, memory and bandwidths of one device type."""

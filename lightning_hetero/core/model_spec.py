@@ -13,11 +13,20 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.process.cache import cached_config, hub_cache
-from lightning_hetero.core.reading import build, load_file, nearest, parse_json, parse_yaml, show
+from lightning_hetero.core.reading import (
+    build,
+    load_file,
+    nearest,
+    parse_json,
+    parse_yaml,
+    readable,
+    show,
+)
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Sizes of one transformer.

@@ -14,20 +14,21 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.ownership import check_owners, check_owners_exist
-from lightning_hetero.core.reading import build, load_file, parse_json
+from lightning_hetero.core.reading import LayerRange, build, load_file, parse_json, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.table import format_table
 
 __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """A run of consecutive layers on one tensor-parallel group."""
 
     ranks: tuple[int, ...]
     """Global ranks of the tensor-parallel group, in order of `tp_rank`."""
-    layers: range
+    layers: LayerRange
     """Indices of the stage's layers; consecutive, at least one."""
     recomputed_layers: int | None = None
     """How many of the stage's layers, from its first on, recompute their activations in backward;
@@ -65,6 +66,7 @@ class StagePlan:
         return len(self.ranks)
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """One model replica: stages that cover every layer once and in order."""
@@ -134,6 +136,7 @@ class RankPlace:
     tp_rank: int
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """All pipelines, their stages, ranks and layers.

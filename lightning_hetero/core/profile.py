@@ -20,7 +20,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.reading import build, load_file, parse_json, show
+from lightning_hetero.core.reading import build, load_file, parse_json, readable, show
 
 __all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "LinkTimes", "Profile", "binary_blocks"]
 
@@ -32,6 +32,7 @@ def binary_blocks(num_layers: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in range(num_layers.bit_length()) if num_layers >> bit & 1)
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
     """Seconds of layers, embedding and head at one TP degree and one micro-batch."""
@@ -80,6 +81,7 @@ class BlockTimes:
         return forward, backward
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
     """Measured memory of one rank at one TP degree."""
@@ -111,6 +113,7 @@ class LayerMemory:
             raise ProfileError(f"Memory at TP {self.tp_degree} is {values}; measure again.")
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class LinkTimes:
     """Measured times of messages from one rank to another: a latency, then bytes at a rate."""
@@ -129,6 +132,7 @@ class LinkTimes:
             )
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
     """All measurements on one device type."""
@@ -190,6 +194,7 @@ class DeviceProfile:
         return found
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of one model on one or more device types.

@@ -115,16 +115,21 @@ def describe_recomputation(
 
 @lru_cache(maxsize=256)
 def held_at_backward(schedule: tuple[Action, ...]) -> Windows:
-    """Return for each backward the micro-batches in flight when it begins, its own first."""
+    """Return for each backward the micro-batches in flight when it begins, its own first.
+
+    If it is split, its micro-batch is in flight until the gradients of its weights are done.
+    """
     held: dict[int, None] = {}
     windows = []
     for action in schedule:
         index = action.microbatch_index
         if action.kind is ActionKind.FORWARD:
             held[index] = None
-        else:
+            continue
+        if action.kind is not ActionKind.WEIGHT:
+            windows.append((index, *(other for other in held if other != index)))
+        if action.kind is not ActionKind.INPUT:
             del held[index]
-            windows.append((index, *held))
     return tuple(windows)
 
 

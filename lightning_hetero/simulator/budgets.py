@@ -7,6 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from lightning_hetero.core.actions import schedule_1f1b
 from lightning_hetero.core.plan import PipelinePlan
@@ -17,8 +18,8 @@ from lightning_hetero.core.recomputation import (
     peak_activation_bytes,
 )
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, in_flight_tokens
-from lightning_hetero.simulator.propagate import EqualTimes, PipelineTimes
+from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
+from lightning_hetero.simulator.propagate import EqualTimes, Orders
 
 __all__ = ["StageBudgets"]
 
@@ -30,17 +31,23 @@ class StageBudgets:
         pipeline: The pipeline.
         cost: Times and bytes.
         microbatches: The pipeline's micro-batches.
+        orders: The actions of its stages; None is 1F1B.
 
     Raises:
         PlanError: A budget doesn't even hold one recomputed layer.
     """
 
     def __init__(
-        self, pipeline: PipelinePlan, cost: CostModel, microbatches: Sequence[MicroBatchShape]
+        self,
+        pipeline: PipelinePlan,
+        cost: CostModel,
+        microbatches: Sequence[MicroBatchShape],
+        orders: Orders | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._cost = cost
         self._microbatches = microbatches
+        self._orders = orders
         self._tokens = [sum(batch) for batch in microbatches]
         self.recompute_s: dict[int, tuple[float, ...]] = {}
         """For each stage with a budget, seconds of recomputation in each micro-batch's backward."""
@@ -50,19 +57,20 @@ class StageBudgets:
             if stage.activation_budget_bytes is not None and microbatches:
                 self._choose(pipeline, index, stage.activation_budget_bytes)
 
-    def lengthen(self, times: PipelineTimes | EqualTimes) -> PipelineTimes | EqualTimes:
+    def lengthen(self, runs: Sequence[EqualTimes]) -> Sequence[EqualTimes]:
         """Return the times with recomputation added to the backwards."""
         if not self.recompute_s:
-            return times
-        if isinstance(times, EqualTimes):
-            times = times.one_by_one()
-        rows = [
-            tuple(map(operator.add, row, self.recompute_s[index]))
-            if index in self.recompute_s
-            else row
-            for index, row in enumerate(times.backward_s)
-        ]
-        return replace(times, backward_s=tuple(rows))
+            return runs
+        singles = [run for run in runs for _ in range(run.num_microbatches)]
+        found = []
+        for m, run in enumerate(singles):
+            more = [
+                self.recompute_s[stage][m] if stage in self.recompute_s else 0.0
+                for stage in range(len(run.backward_s))
+            ]
+            backward_s = tuple(map(operator.add, run.backward_s, more))
+            found.append(replace(run, backward_s=backward_s, num_microbatches=1))
+        return [replace(run, num_microbatches=len([*same])) for run, same in groupby(found)]
 
     def total_recompute_s(self) -> tuple[float, ...]:
         """Return the seconds in which each stage recomputes activations."""
@@ -75,13 +83,17 @@ class StageBudgets:
             for index, shape in enumerate(shapes)
         )
 
-    def bound(self, index: int, terms: MemoryTerms) -> MemoryTerms:
-        """Return the terms of a stage that keeps all layers, with activations cut to its budget."""
+    def bound(self, index: int, terms: MemoryTerms, held: int) -> MemoryTerms:
+        """Return the terms of a stage that keeps all layers, with activations cut to its budget.
+
+        Args:
+            index: The stage.
+            terms: Its terms if it kept all layers.
+            held: Most tokens of micro-batches in flight.
+        """
         if index not in self.peak_bytes:
             return terms
         shape = self._cost.shape_of(self._pipeline.stages[index])
-        num_in_flight = self._pipeline.num_stages - index
-        held = in_flight_tokens(self._microbatches, min(num_in_flight, len(self._tokens)))
         layers = shape.num_layers * self._cost.layer_bytes(shape)[0] * held
         return terms._replace(activations=terms.activations - layers + self.peak_bytes[index])
 
@@ -90,12 +102,15 @@ class StageBudgets:
         shape, num_layers = cost.shape_of(stage), len(stage.layers)
         kept, recomputed = cost.layer_bytes(shape)
         layer = LayerBytes(kept=kept, recomputed=recomputed)
-        schedule = schedule_1f1b(
-            stage_index=index,
-            num_stages=pipeline.num_stages,
-            num_microbatches=len(self._microbatches),
-        )
-        windows = held_at_backward(schedule)
+        if self._orders is None:
+            order = schedule_1f1b(
+                stage_index=index,
+                num_stages=pipeline.num_stages,
+                num_microbatches=len(self._microbatches),
+            )
+        else:
+            order = tuple(self._orders[index])
+        windows = held_at_backward(order)
         # A run compares its budget with what it counts of a layer, without the correction.
         room = budget_bytes * cost.layout.activation_factor
         counts = fewest_recomputed(room, layer, num_layers, self._tokens, windows)

@@ -36,6 +36,8 @@ _SUM_BYTES = 4
 _HOST_STEP_BYTES = 42
 """Bytes of host memory touched per parameter: Adam reads 4 and writes 3 fp32 values, the sum is
 scaled, and the weight is narrowed for its way back."""
+_WEIGHT_SHARE = 0.5
+"""Share of a backward without recomputation that the gradients of weights take."""
 _SELECTIVE_SHARE = 0.1
 """Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
 Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
@@ -135,6 +137,14 @@ class CostModel(ClusterLinks, ABC):
             backward += self.recompute_s(shape, microbatch)
             times = self._compute[key] = forward, backward
         return times
+
+    def weight_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
+        """Return the seconds of a backward that the gradients of weights take, if it is split.
+
+        A linear layer's two products take the same time, so it is half of what isn't recomputation.
+        """
+        backward_s = self.compute_s(shape, microbatch)[1] - self.recompute_s(shape, microbatch)
+        return _WEIGHT_SHARE * backward_s
 
     def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward in which a stage recomputes activations."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeVar
 
+from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.errors import ProfileError
 
@@ -19,6 +20,7 @@ __all__ = [
     "MemoryTerms",
     "MicroBatchShape",
     "OutOfMemory",
+    "held_tokens",
     "in_flight_tokens",
     "push_buffer_bytes",
     "reserved_bytes",
@@ -86,6 +88,22 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
     for index in range(num_in_flight, len(tokens)):
         window += tokens[index] - tokens[index - num_in_flight]
         most = max(most, window)
+    return most
+
+
+def held_tokens(order: Sequence[Action], microbatches: Sequence[MicroBatchShape]) -> int:
+    """Return the most tokens that a stage holds at once if it runs its actions in this order.
+
+    A micro-batch is held from its forward to the end of its backward: of its W, if that is split.
+    """
+    held = most = 0
+    for action in order:
+        tokens = sum(microbatches[action.microbatch_index])
+        if action.kind is ActionKind.FORWARD:
+            held += tokens
+            most = max(most, held)
+        elif action.kind is not ActionKind.INPUT:
+            held -= tokens
     return most
 
 

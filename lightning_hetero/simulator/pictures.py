@@ -33,6 +33,8 @@ __all__ = ["draw_memory", "plot_timeline", "save_trace", "trace_events"]
 _COLOURS = {
     "F": "#56B4E9",
     "B": "#0072B2",
+    "I": "#0072B2",
+    "W": "#009E73",
     "pull": "#F0E442",
     "push": "#E69F00",
     "step": "#CC79A7",
@@ -40,11 +42,13 @@ _COLOURS = {
 _LABELS = {
     "F": "forward",
     "B": "backward",
+    "I": "gradient of the input",
+    "W": "gradients of weights",
     "pull": "pull weights (exposed)",
     "push": "push gradients, wait for peers",
     "step": "optimizer step",
 }
-_TEXT_COLOURS = {"F": "black", "B": "white"}
+_TEXT_COLOURS = {"F": "black", "B": "white", "I": "white", "W": "white"}
 _LANE_HEIGHT = 0.8
 _HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
@@ -53,6 +57,8 @@ _MAX_LANES = 64
 _NAMES = {
     "F": "forward",
     "B": "backward",
+    "I": "gradient of the input",
+    "W": "gradients of weights",
     "SF": "send activation",
     "SB": "send gradient",
     "pull": "pull weights",

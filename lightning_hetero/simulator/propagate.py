@@ -11,7 +11,7 @@ What is left of the repetitions is then skipped.
 1F1B goes in rounds: in round r stage s runs the forward of micro-batch `r - s` and then, once the
 first micro-batch is through, the backward of `r - (num_stages - 1)`. As long as micro-batches are
 equal, so are these rounds. So any number of equal micro-batches takes about 4·S rounds of 2·S
-steps, for S stages.
+steps, for S stages. Any other schedule is given as each stage's list of actions, and is one round.
 """
 
 import itertools
@@ -20,11 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.core.errors import PlanError
+
 __all__ = [
     "NOTHING",
     "NOWHERE",
     "EqualTimes",
-    "PipelineTimes",
+    "Orders",
     "Round",
     "Step",
     "Timeline",
@@ -33,7 +36,8 @@ __all__ = [
     "run_rounds",
 ]
 
-_Matrix = Sequence[Sequence[float]]
+Orders = Sequence[Sequence[Action]]
+"""The actions of each stage of a pipeline, in the order in which it runs them."""
 
 _SAME = 1e-9
 """Rounds that differ by at most this share of their steps' seconds count as equal."""
@@ -64,44 +68,9 @@ Round = tuple[Sequence[Step], int]
 """Steps, and how often they're repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineTimes:
-    """Seconds of every action and message of one pipeline, as [stage][micro-batch]."""
-
-    forward_s: _Matrix
-    """Forward of a micro-batch on a stage."""
-    backward_s: _Matrix
-    """Backward of a micro-batch on a stage."""
-    forward_message_s: _Matrix
-    """Hidden state from a stage to the next; one row less than stages."""
-    backward_message_s: _Matrix
-    """Its gradient from the next stage back to this one; one row less than stages."""
-
-    @property
-    def first_forward_s(self) -> tuple[float, ...]:
-        """The first forward on each stage; zeros without micro-batches."""
-        return tuple([row[0] if row else 0.0 for row in self.forward_s])
-
-    @property
-    def last_backward_s(self) -> tuple[float, ...]:
-        """The last backward on each stage; zeros without micro-batches."""
-        return tuple([row[-1] if row else 0.0 for row in self.backward_s])
-
-    def runs(self) -> list["EqualTimes"]:
-        """Return the times of each run of equal micro-batches, in their order."""
-        count = len(self.forward_s[0])
-        parts = (self.forward_s, self.backward_s, self.forward_message_s, self.backward_message_s)
-        columns = [zip(*rows, strict=True) if rows else [()] * count for rows in parts]
-        every = zip(*columns, strict=True)
-        return [
-            EqualTimes(row[0], row[1], row[2], row[3], sum(1 for _ in same))
-            for row, same in itertools.groupby(every)
-        ]
-
-
 @dataclass(frozen=True)
 class EqualTimes:
-    """Seconds of every action and message of a pipeline whose micro-batches are all alike."""
+    """Seconds of every action and message of consecutive micro-batches that are alike."""
 
     forward_s: tuple[float, ...]
     """Forward of a micro-batch on each stage."""
@@ -112,34 +81,9 @@ class EqualTimes:
     backward_message_s: tuple[float, ...]
     """Its gradient from the next stage back to this one; one less than stages."""
     num_microbatches: int
-    """Micro-batches that the pipeline runs, 1 or more."""
-
-    @property
-    def first_forward_s(self) -> tuple[float, ...]:
-        """The first forward on each stage."""
-        return self.forward_s
-
-    @property
-    def last_backward_s(self) -> tuple[float, ...]:
-        """The last backward on each stage."""
-        return self.backward_s
-
-    def one_by_one(self) -> PipelineTimes:
-        """Return the times of each micro-batch by itself."""
-
-        def each(row: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
-            return tuple([(value,) * self.num_microbatches for value in row])
-
-        return PipelineTimes(
-            forward_s=each(self.forward_s),
-            backward_s=each(self.backward_s),
-            forward_message_s=each(self.forward_message_s),
-            backward_message_s=each(self.backward_message_s),
-        )
-
-    def runs(self) -> list["EqualTimes"]:
-        """Return the times of each run of equal micro-batches: this one."""
-        return [self]
+    """How many they are, 1 or more."""
+    weight_s: tuple[float, ...] = ()
+    """The part of each stage's backward that a W action takes; not needed without such actions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,65 +94,81 @@ class Timeline:
     """End of each stage's last action; its start time if it has none."""
     busy_s: tuple[float, ...]
     """Seconds each stage computed."""
+    last_s: tuple[float, ...]
+    """Seconds of each stage's last action; 0 if it has none."""
     events: tuple[tuple[str, int, int, float, float], ...]
     """(kind, stage, micro-batch, start, end) of actions and messages; empty unless recorded."""
 
 
 def propagate(
-    times: PipelineTimes | EqualTimes,
+    times: EqualTimes | Sequence[EqualTimes],
     start_s: Sequence[float],
     *,
+    orders: Orders | None = None,
     blocking: bool = False,
     record: bool = False,
 ) -> Timeline:
-    """Return when each stage of a 1F1B pipeline ends and how long it computed.
+    """Return when each stage of a pipeline ends and how long it computed.
 
     Args:
-        times: Seconds of every action and message.
+        times: Seconds of every action and message, for each run of equal micro-batches in turn.
         start_s: When each stage may start its first forward.
+        orders: The actions of each stage, of any depth, with whole or split backwards, such as
+            `schedules.solve_actions` returns; None runs 1F1B.
         blocking: Whether a message keeps both its ends from computing.
         record: Whether to keep the events.
+
+    Raises:
+        PlanError: The orders wait for each other.
     """
-    runs, num_stages = times.runs(), len(start_s)
+    runs = (times,) if isinstance(times, EqualTimes) else tuple(times)
+    num_stages, count = len(start_s), sum(run.num_microbatches for run in runs)
     events: list[tuple[str, int, int, float, float]] = []
+    if orders is None:
+        rounds: Iterable[Round] = _rounds_1f1b(runs, num_stages, blocking=blocking, named=record)
+        last_s = [*runs[-1].backward_s] if runs else [0.0] * num_stages
+        num_messages = 2 * num_stages
+    else:
+        steps, last_s = _steps_of(orders, runs, blocking=blocking)
+        rounds, num_messages = [(steps, 1)], 2 * num_stages * max(1, count)
     free_s = run_rounds(
-        _rounds_1f1b(runs, num_stages, blocking=blocking, named=record),
+        rounds,
         start_s,
-        num_messages=2 * num_stages,
+        num_messages=num_messages,
         blocking=blocking,
         events=events if record else None,
     )
     busy_s = [
-        sum(
-            item.num_microbatches * (item.forward_s[stage] + item.backward_s[stage])
-            for item in runs
-        )
+        sum(run.num_microbatches * (run.forward_s[stage] + run.backward_s[stage]) for run in runs)
         for stage in range(num_stages)
     ]
-    return Timeline(end_s=tuple(free_s), busy_s=tuple(busy_s), events=tuple(events))
+    return Timeline(
+        end_s=tuple(free_s), busy_s=tuple(busy_s), last_s=tuple(last_s), events=tuple(events)
+    )
 
 
 def propagate_all(
-    compute: Sequence[PipelineTimes | EqualTimes],
+    compute: Sequence[EqualTimes | Sequence[EqualTimes]],
     starts: Sequence[Sequence[float]],
+    orders: Sequence[Orders | None] | None = None,
     *,
     blocking: bool,
     record: bool = False,
 ) -> list[Timeline]:
     """Return the timeline of every pipeline; equal ones are run only once.
 
-    Args:
-        compute: Seconds of every action and message of each.
-        starts: When each of its stages may start its first forward.
-        blocking: Whether a message keeps both its ends from computing.
-        record: Whether to keep events.
+    Arguments are those of `propagate`, for each pipeline.
     """
     timelines: list[Timeline] = []
     known: dict[tuple[object, ...], Timeline] = {}
-    for times, start in zip(compute, starts, strict=True):
-        key = times, tuple(start)
+    for times, start, order in zip(compute, starts, orders or [None] * len(starts), strict=True):
+        key = (
+            times if isinstance(times, EqualTimes) else tuple(times),
+            tuple(start),
+            order if order is None else tuple(map(tuple, order)),
+        )
         if key not in known:
-            known[key] = propagate(times, start, blocking=blocking, record=record)
+            known[key] = propagate(times, start, orders=order, blocking=blocking, record=record)
         timelines.append(known[key])
     return timelines
 
@@ -364,6 +324,52 @@ def _rounds_1f1b(
                     found.append(_named(step, oldest) if named else step)
             yield found, 1
         index += repeats
+
+
+def _steps_of(
+    orders: Orders, runs: Sequence[EqualTimes], *, blocking: bool
+) -> tuple[list[Step], list[float]]:
+    """Return the steps of all stages' actions, each after those that it waits for.
+
+    Every micro-batch has slots of its own, as stages may run ahead by any number of them. The
+    second result is the seconds of each stage's last action.
+    """
+    num_stages = len(orders)
+    known = [_steps(times, num_stages, blocking=blocking) for times in runs]
+    column = [index for index, run in enumerate(runs) for _ in range(run.num_microbatches)]
+
+    def step_of(action: Action) -> Step:
+        kind, stage, microbatch = action.kind, action.stage_index, action.microbatch_index
+        run = column[microbatch]
+        step = known[run][2 * (num_stages - 1 - stage) + (kind is not ActionKind.FORWARD)]
+        if kind is ActionKind.WEIGHT:
+            step = Step(stage, NOTHING, runs[run].weight_s[stage], NOWHERE, 0.0, NOWHERE)
+        elif kind is ActionKind.INPUT:
+            step = step._replace(seconds=step.seconds - runs[run].weight_s[stage])
+        awaits, arrives = (
+            slot if slot < 0 else slot + 2 * num_stages * microbatch
+            for slot in (step.awaits, step.arrives)
+        )
+        return step._replace(awaits=awaits, arrives=arrives, name=(kind.value, stage, microbatch))
+
+    steps: list[Step] = []
+    sent, done = {NOTHING}, [0] * num_stages
+    last_s, waiting = [0.0] * num_stages, [*range(num_stages)]
+    while waiting:
+        stage = waiting.pop()
+        for action in orders[stage][done[stage] :]:
+            step = step_of(action)
+            if step.awaits not in sent:
+                break
+            steps.append(step)
+            done[stage] += 1
+            last_s[stage] = step.seconds
+            if step.arrives != NOWHERE:
+                sent.add(step.arrives)
+                waiting.append(stage + (1 if action.kind is ActionKind.FORWARD else -1))
+    if done != [len(order) for order in orders]:
+        raise PlanError("The schedule's actions wait for each other.")
+    return steps, last_s
 
 
 def _named(step: Step, microbatch_index: int) -> Step:

@@ -1,27 +1,31 @@
 """Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
 
-An iteration is pull → 1F1B of every pipeline → push → optimizer step, as the runtime does it and
-from the runtime's own action lists. Pulls overlap with the warm-up bubble, pushes with the last
+An iteration is pull → the schedule of every pipeline, 1F1B or given lists of actions → push →
+optimizer step, as the runtime does it. Pulls overlap with the warm-up bubble, pushes with the last
 backward and the cool-down bubble.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
+from lightning_hetero.simulator.memory import (
+    MemoryTerms,
+    MicroBatchShape,
+    held_tokens,
+    in_flight_tokens,
+)
 from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
 from lightning_hetero.simulator.propagate import (
     EqualTimes,
-    PipelineTimes,
+    Orders,
     Timeline,
     propagate_all,
 )
-from lightning_hetero.simulator.stage import StageShape
 
 __all__ = ["Event", "Simulation", "simulate", "split_batch"]
 
@@ -33,8 +37,8 @@ class Event:
     pipeline_index: int
     stage_index: int
     kind: str
-    """Compute is "F", "B" or "step"; a message to the next stage "SF", to the previous "SB"; the
-    exposed exchange "pull" or "push"."""
+    """Compute is "F", "B" (or "I" and "W" if that is split) or "step"; a message to the next stage
+    "SF", to the previous "SB"; the exposed exchange "pull" or "push"."""
     microbatch_index: int
     """The micro-batch; -1 for exchange and step, which belong to none."""
     start_s: float
@@ -144,6 +148,7 @@ def simulate(
     cost: CostModel,
     microbatches: Sequence[Sequence[MicroBatchShape]],
     *,
+    orders: Sequence[Orders | None] | None = None,
     record_events: bool = False,
 ) -> Simulation:
     """Simulate one iteration.
@@ -152,54 +157,40 @@ def simulate(
         plan: The plan; its own `num_microbatches` are ignored.
         cost: Times and bytes; it caches, so pass the same one for every plan.
         microbatches: For each pipeline its micro-batches; a pipeline may have none.
+        orders: For each pipeline the actions of its stages, of any depth, with whole or split
+            backwards, such as `schedules.solve_actions` returns; None runs 1F1B.
         record_events: Keep every event, for traces and pictures; slower.
 
     Raises:
-        PlanError: Plan, model, cluster and micro-batches don't match.
+        PlanError: Plan, model, cluster, micro-batches and actions don't match.
     """
-    _check(plan, cost, microbatches)
-    kinds, kind_of = _alike(plan, cost, microbatches)
-    firsts = [members[0] for members in kinds]
-    pipelines = [plan.pipelines[index] for index in firsts]
-    batches = [microbatches[index] for index in firsts]
-    shapes = [[cost.shape_in(plan, stage) for stage in p.stages] for p in pipelines]
+    every = orders or [None] * plan.num_pipelines
+    _check(plan, cost, microbatches, every)
+    kinds, kind_of = _alike(plan, cost, microbatches, every)
+    works = [_Work(plan, m[0], cost, microbatches[m[0]], every[m[0]]) for m in kinds]
     exchange = exchange_of(plan, kinds, cost)
-    compute: list[PipelineTimes | EqualTimes] = []
-    budgets = [StageBudgets(p, cost, work) for p, work in zip(pipelines, batches, strict=True)]
-    for pipeline, row, work, budget in zip(pipelines, shapes, batches, budgets, strict=True):
-        compute.append(budget.lengthen(_compute_times(pipeline, row, cost, work)))
-    pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
+    pulled = exchange.pull_start_s([work.first_forward_s for work in works])
     timelines = propagate_all(
-        compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
+        [work.times for work in works],
+        pulled,
+        [work.orders for work in works],
+        blocking=cost.layout.blocking_messages,
+        record=record_events,
     )
     computed = [timeline.end_s for timeline in timelines]
-    has_work = [bool(work) for work in batches]
-    spans = [times.last_backward_s for times in compute]
-    pushed = exchange.push_end_s(computed, spans, has_work)
-    owned = [
-        [cost.owned_params(plan, *pair) for pair in zip(pipeline.stages, row, strict=True)]
-        for pipeline, row in zip(pipelines, shapes, strict=True)
-    ]
-    steps = [
-        [cost.update_s(*pair) for pair in zip(*rows, strict=True)]
-        for rows in zip(shapes, owned, strict=True)
-    ]
+    has_work = [bool(work.microbatches) for work in works]
+    pushed = exchange.push_end_s(computed, [line.last_s for line in timelines], has_work)
+    steps = [work.steps_s for work in works]
     stepped = [
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)
     ]
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-    iteration_s = ends.iteration_s
+    iteration_s, exchange_s = ends.iteration_s, ends.exposed_s(has_work)
     busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
-    memory = [
-        tuple([budget.bound(index, terms) for index, terms in enumerate(row)])
-        for budget, row in zip(
-            budgets, _stage_memory(plan.num_pipelines, cost, shapes, owned, batches), strict=True
-        )
-    ]
-    usable = [tuple([cost.usable_bytes(shape.device) for shape in row]) for row in shapes]
-    again = [budget.total_recompute_s() for budget in budgets]
-    exchange_s = ends.exposed_s(has_work)
+    memory = [work.memory(plan.num_pipelines) for work in works]
+    usable = [tuple([cost.usable_bytes(shape.device) for shape in w.shapes]) for w in works]
+    again = [work.budgets.total_recompute_s() for work in works]
     every_memory = tuple([memory[kind] for kind in kind_of])
     every_busy = tuple([busy[kind] for kind in kind_of])
     return Simulation(
@@ -219,8 +210,80 @@ def simulate(
     )
 
 
+class _Work:
+    """What one pipeline runs: its stages, and seconds and bytes of its micro-batches."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        index: int,
+        cost: CostModel,
+        microbatches: Sequence[MicroBatchShape],
+        orders: Orders | None,
+    ) -> None:
+        self.microbatches, self.orders, self._cost = microbatches, orders, cost
+        pipeline = plan.pipelines[index]
+        self.shapes = [cost.shape_in(plan, stage) for stage in pipeline.stages]
+        self._owned = [
+            cost.owned_params(plan, *pair)
+            for pair in zip(pipeline.stages, self.shapes, strict=True)
+        ]
+        self.budgets = StageBudgets(pipeline, cost, microbatches, orders)
+        hops = list(itertools.pairwise(pipeline.stages))
+        known: dict[MicroBatchShape, EqualTimes] = {}
+        for batch in dict.fromkeys(microbatches):
+            pairs, tokens = [cost.compute_s(shape, batch) for shape in self.shapes], sum(batch)
+            is_split = orders is not None
+            known[batch] = EqualTimes(
+                tuple([forward for forward, _ in pairs]),
+                tuple([backward for _, backward in pairs]),
+                tuple([cost.activation_s(a, b, tokens) for a, b in hops]),
+                tuple([cost.activation_s(b, a, tokens) for a, b in hops]),
+                1,
+                tuple([cost.weight_s(shape, batch) for shape in self.shapes]) if is_split else (),
+            )
+        self.times = self.budgets.lengthen(
+            [
+                replace(known[batch], num_microbatches=len([*same]))
+                for batch, same in itertools.groupby(microbatches)
+            ]
+        )
+
+    @property
+    def first_forward_s(self) -> Sequence[float]:
+        """Seconds of the first forward on each stage; zeros without micro-batches."""
+        return self.times[0].forward_s if self.times else [0.0] * len(self.shapes)
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Seconds of each stage's optimizer step."""
+        return [self._cost.update_s(*p) for p in zip(self.shapes, self._owned, strict=True)]
+
+    def memory(self, num_pipelines: int) -> tuple[MemoryTerms, ...]:
+        """Return the peak of each stage's ranks."""
+        longest = max(map(sum, set(self.microbatches)), default=0)
+        found = []
+        for index, (shape, owned) in enumerate(zip(self.shapes, self._owned, strict=True)):
+            held = self._held_tokens(index)
+            terms = self._cost.memory_of_tokens(
+                shape, num_pipelines, held, longest, owned_params=owned
+            )
+            found.append(self.budgets.bound(index, terms, held))
+        return tuple(found)
+
+    def _held_tokens(self, index: int) -> int:
+        """Return the most tokens of micro-batches in flight on a stage."""
+        if self.orders is not None:
+            return held_tokens(self.orders[index], self.microbatches)
+        depth = min(len(self.shapes) - index, len(self.microbatches))
+        return in_flight_tokens(self.microbatches, depth) if depth else 0
+
+
 def _alike(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+    plan: ParallelPlan,
+    cost: CostModel,
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+    orders: Sequence[Orders | None],
 ) -> tuple[list[list[int]], list[int]]:
     """Return groups of pipelines that run alike on the same nodes, and each pipeline's group."""
     # Rings follow the plan's order of ranks, which matters if links differ. With owner shares,
@@ -234,7 +297,8 @@ def _alike(
             [(cost.shape_in(plan, s), s.activation_budget_bytes) for s in pipeline.stages]
         )
         nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
-        key: object = index if is_ordered else (shapes, nodes, _summary(batches))
+        order = orders[index] and tuple(map(tuple, orders[index] or ()))
+        key: object = index if is_ordered else (shapes, nodes, _summary(batches), order)
         members = kinds.setdefault(key, [])
         members.append(index)
         kind_of.append(key)
@@ -276,65 +340,29 @@ class _Ends:
 
 
 def _check(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+    plan: ParallelPlan,
+    cost: CostModel,
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+    orders: Sequence[Orders | None],
 ) -> None:
-    if len(microbatches) != plan.num_pipelines:
-        raise PlanError(
-            f"Micro-batches are given for {len(microbatches)} pipelines but the plan has "
-            f"{plan.num_pipelines}. Give one list for each pipeline, empty if it has no work."
-        )
+    for what, given in ("Micro-batches", microbatches), ("Orders", orders):
+        if len(given) != plan.num_pipelines:
+            raise PlanError(
+                f"{what} are given for {len(given)} pipelines but the plan has "
+                f"{plan.num_pipelines}. Give one list for each pipeline, empty if it has no work."
+            )
     if not any(microbatches):
         raise PlanError("No pipeline has a micro-batch. Give at least one pipeline some work.")
     plan.check_num_layers(cost.model.num_layers)
-
-
-def _compute_times(
-    pipeline: PipelinePlan,
-    shapes: Sequence[StageShape],
-    cost: CostModel,
-    microbatches: Sequence[MicroBatchShape],
-) -> PipelineTimes | EqualTimes:
-    """Return the seconds of every action; equal micro-batches are looked up once."""
-    distinct = {batch: position for position, batch in enumerate(dict.fromkeys(microbatches))}
-    tokens = [sum(batch) for batch in distinct]
-    pairs = [[cost.compute_s(shape, batch) for batch in distinct] for shape in shapes]
-    hops = list(itertools.pairwise(pipeline.stages))
-    every = (
-        [[forward for forward, _ in row] for row in pairs],
-        [[backward for _, backward in row] for row in pairs],
-        [[cost.activation_s(a, b, count) for count in tokens] for a, b in hops],
-        [[cost.activation_s(b, a, count) for count in tokens] for a, b in hops],
-    )
-    if len(distinct) == 1:
-        first = [tuple([row[0] for row in rows]) for rows in every]
-        return EqualTimes(first[0], first[1], first[2], first[3], len(microbatches))
-    order = [distinct[batch] for batch in microbatches]
-    forward, backward, there, back = (
-        tuple([tuple([row[position] for position in order]) for row in rows]) for rows in every
-    )
-    return PipelineTimes(
-        forward_s=forward, backward_s=backward, forward_message_s=there, backward_message_s=back
-    )
-
-
-def _stage_memory(
-    num_pipelines: int,
-    cost: CostModel,
-    shapes: Sequence[Sequence[StageShape]],
-    owned: Sequence[Sequence[float]],
-    microbatches: Sequence[Sequence[MicroBatchShape]],
-) -> list[tuple[MemoryTerms, ...]]:
-    return [
-        tuple(
-            [
-                cost.stage_memory(
-                    shape, num_pipelines, batches, len(row) - stage_index, owned_params=params
-                )
-                for stage_index, (shape, params) in enumerate(zip(row, owned_row, strict=True))
-            ]
-        )
-        for row, owned_row, batches in zip(shapes, owned, microbatches, strict=True)
-    ]
+    for index, (batches, order) in enumerate(zip(microbatches, orders, strict=True)):
+        if order is None:
+            continue
+        numbers = [{action.microbatch_index for action in actions} for actions in order]
+        if numbers != [set(range(len(batches)))] * plan.pipelines[index].num_stages:
+            raise PlanError(
+                f"The orders of pipeline {index} aren't those of {len(batches)} micro-batches on "
+                f"each of {plan.pipelines[index].num_stages} stages. Solve them for this plan."
+            )
 
 
 def _rank_memory(

@@ -4,7 +4,6 @@
 imported at first use, because it needs torch and the other names don't.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +14,29 @@ from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,
+    DecisionKind,
     Event,
     EventLog,
+    Finding,
     FindingEvent,
+    FindingKind,
     GenerationEvent,
     IterationEvent,
+    Mitigation,
     read_events,
     to_entry,
 )
-from lightning_hetero.straggler.history import Observation, RankHistory, RankReport
-from lightning_hetero.straggler.levels import RankNote
-from lightning_hetero.straggler.locate import Finding, FindingKind
-from lightning_hetero.straggler.look import Probes, Suspicion, diagnose, probe_rounds, suspect
+from lightning_hetero.straggler.locate import Probes, Suspicion, diagnose, probe_rounds, suspect
 from lightning_hetero.straggler.mitigation import (
-    Mitigation,
     PossibleMitigation,
     WatchedPlans,
     find_mitigations,
     restart_mitigation,
+    true_causes,
 )
-from lightning_hetero.straggler.policy import Decision, DecisionKind, PolicyConfig
-from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
+from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote, RankReport
+from lightning_hetero.straggler.policy import Decision, PolicyConfig
+from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction, Slowness
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ __all__ = [
     "RankNote",
     "RankReport",
     "Recording",
-    "RunModel",
+    "RunPrediction",
     "RunWatch",
     "Slowness",
     "Suspicion",
@@ -91,22 +92,11 @@ __all__ = [
     "restart_mitigation",
     "suspect",
     "to_entry",
+    "true_causes",
 ]
-
-_RENAMED = {
-    "Measure": "PossibleMitigation",
-    "Option": "PossibleMitigation",
-    "conclude": "diagnose",
-    "find_measures": "find_mitigations",
-    "restart_measure": "restart_mitigation",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Recording", "record"):
         return getattr(import_module("lightning_hetero.straggler.any_job.recording"), name)
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    text = f"{__name__}.{name} is called {_RENAMED[name]} now; the old name goes with this release."
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

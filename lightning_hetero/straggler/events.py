@@ -5,34 +5,108 @@ fields of that event's dataclass. Other kinds of events in the same log are skip
 crash are left out, with a warning; anything else is an error that gives its line number.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event, read_entries
-from lightning_hetero.core.reading import show
+from lightning_hetero.core.reading import build, readable, show
 from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
-from lightning_hetero.straggler.locate import Finding, FindingKind
-from lightning_hetero.straggler.mitigation import Mitigation
-from lightning_hetero.straggler.policy import Decision, DecisionKind
 
 __all__ = [
     "ActionEvent",
     "ChangeEvent",
+    "DecisionKind",
     "Event",
     "EventLog",
+    "Finding",
     "FindingEvent",
+    "FindingKind",
     "GenerationEvent",
     "IterationEvent",
+    "Mitigation",
+    "Pair",
     "format_message",
+    "normalise_pair",
     "read_events",
     "to_entry",
 ]
 
 
+Pair = tuple[int, int]
+"""Global ranks at the two ends of a link."""
+
+
+def normalise_pair(rank_a: int, rank_b: int) -> Pair:
+    """Return the pair with the smaller rank first."""
+    return (rank_a, rank_b) if rank_a < rank_b else (rank_b, rank_a)
+
+
+class FindingKind(StrEnum):
+    """Kinds of slow parts."""
+
+    DEVICE = "device"
+    """A rank's device: its matmul probe is slow."""
+    HOST = "host"
+    """A slow rank whose device is as fast as ever: something else keeps it from computing."""
+    LINK = "link"
+    """The link between two ranks."""
+    PORT = "port"
+    """All links of a rank, so its network port rather than one link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A device, link or port found slow."""
+
+    kind: FindingKind
+    ranks: tuple[int, ...]
+    """The rank, or the two ranks of a link."""
+    ratio: float
+    """Its time over the median of its peers."""
+
+    def __str__(self) -> str:
+        if self.kind is FindingKind.DEVICE:
+            return f"rank {self.ranks[0]} computes {self.ratio:.1f}× slower than its peers"
+        if self.kind is FindingKind.HOST:
+            return (
+                f"rank {self.ranks[0]} takes {self.ratio:.1f}× longer than its peers, although its "
+                "device is as fast as ever"
+            )
+        if self.kind is FindingKind.PORT:
+            return f"every link of rank {self.ranks[0]} is {self.ratio:.1f}× slower than its peers"
+        ends = " and ".join(str(rank) for rank in self.ranks)
+        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
+
+
+class Mitigation(StrEnum):
+    """Greyhound's four steps, cheapest first."""
+
+    IGNORE = "S1"
+    """Do nothing."""
+    REBALANCE = "S2"
+    """Give slow pipelines fewer micro-batches."""
+    SWAP = "S3"
+    """Swap places in the plan."""
+    RESTART = "S4"
+    """Restart from a checkpoint without the bad node."""
+
+
+class DecisionKind(StrEnum):
+    """What the caller is to do."""
+
+    KEEP = "keep"
+    """Nothing changes."""
+    APPLY = "apply"
+    """Take the step now, at this iteration boundary."""
+    UNDO = "undo"
+    """Return to the plan without a mitigation."""
+
+
+@readable
 @dataclass(frozen=True, kw_only=True)
 class IterationEvent:
     """An iteration ended."""
@@ -43,6 +117,7 @@ class IterationEvent:
     """Predicted seconds, if anything was predicted."""
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ChangeEvent:
     """The level of a stream changed."""
@@ -76,6 +151,7 @@ class ChangeEvent:
         )
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class FindingEvent:
     """A device, link or port was found slow."""
@@ -96,6 +172,7 @@ class FindingEvent:
         return Finding(kind=self.kind, ranks=self.ranks, ratio=self.ratio)
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ActionEvent:
     """A mitigation was applied or undone, or would have been in a dry run."""
@@ -114,18 +191,8 @@ class ActionEvent:
     """Seconds that taking it cost."""
     dry_run: bool = False
 
-    @classmethod
-    def from_decision(cls, decision: Decision, *, step: int) -> Self:
-        """Return the event of a decision; effect, gain and cost are filled in once known."""
-        return cls(
-            step=step,
-            kind=decision.kind,
-            mitigation=decision.mitigation,
-            reason=decision.reason,
-            dry_run=decision.dry_run,
-        )
 
-
+@readable
 @dataclass(frozen=True, kw_only=True)
 class GenerationEvent:
     """Ranks were lost, or have joined, and the others went on in place; written by `RunLog`."""
@@ -197,59 +264,22 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
         lines = list(read_entries(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"Can't read the event log {path}: {error}.") from error
-    events = []
-    for number, entry in lines:
-        try:
-            event = _parse(entry)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigurationError(
-                f"{path}, line {number}: {show(entry)} is no event: {error}. Events are "
-                f"{', '.join(_NAMES)}."
-            ) from error
-        events += [] if event is None else [event]
-    return tuple(events)
+    found = (_parse(entry, f"{path}, line {number}") for number, entry in lines)
+    return tuple(event for event in found if event is not None)
 
 
-def _parse(entry: Any) -> Event | None:
-    """Return the event of a line; None if it is of another kind."""
-    kind = _NAMES.get(str(entry.get("event"))) if isinstance(entry, dict) else None
+def _parse(entry: Any, where: str) -> Event | None:
+    """Return the event of a line; None if it is of a kind that tells nothing of stragglers."""
+    if not isinstance(entry, dict) or "event" not in entry:
+        raise ConfigurationError(f"{where}: {show(entry)} is no mapping with the key 'event'.")
+    kind = _NAMES.get(str(entry["event"]))
     if kind is None:
-        # Logs of older releases hold no others, and no times.
-        if isinstance(entry, dict) and {"event", "at_s"} <= entry.keys():
-            return None
-        raise ValueError('it needs "event" with a known name')
-    unknown = entry.keys() - {field.name for field in fields(kind)} - {"event", "at_s"}
-    if unknown:
-        raise ValueError(f"unknown keys {sorted(unknown)}")
-    given = {k: v for k, v in entry.items() if k not in ("event", "at_s") and v is not None}
-    return kind(**{key: _as(kind, key, value) for key, value in given.items()})
-
-
-def _as(kind: type[Event], key: str, value: Any) -> Any:
-    if key == "kind":
-        choices = {ChangeEvent: ChangeKind, FindingEvent: FindingKind, ActionEvent: DecisionKind}
-        return choices[kind](value)
-    if key == "mitigation":
-        return Mitigation(value)
-    if key in ("lost", "joined") or (key == "ranks" and kind is not GenerationEvent):
-        return tuple(_whole(key, rank) for rank in value)
-    if key in ("step", "onset_step", "generation", "ranks", "steps_again"):
-        return _whole(key, value)
-    if key in ("reason", "effect", "where", "dry_run"):
-        if not isinstance(value, bool if key == "dry_run" else str):
-            wanted = "truth value" if key == "dry_run" else "text"
-            raise ValueError(f"{key} is {show(value)}, no {wanted}")
-        return value
-    number = float(value)
-    if math.isnan(number):
-        raise ValueError(f"{key} is {show(value)}, no number")
-    return number
-
-
-def _whole(key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
-        raise ValueError(f"{key} is {show(value)}, no whole number of 64 bits")
-    return value
+        return None
+    known = {k: v for k, v in entry.items() if k not in ("event", "at_s") and v is not None}
+    try:
+        return build(kind, known, "event", ConfigurationError)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
 
 
 def format_message(

@@ -20,26 +20,15 @@ The benchmark measures it.)
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.mitigation import Mitigation, PossibleMitigation
+from lightning_hetero.straggler.events import DecisionKind, Mitigation
+from lightning_hetero.straggler.mitigation import PossibleMitigation
 
-__all__ = ["Decision", "DecisionKind", "MitigationPolicy", "PolicyConfig"]
+__all__ = ["Decision", "MitigationPolicy", "PolicyConfig"]
 
 _LADDER = tuple(Mitigation)
 _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
-
-
-class DecisionKind(StrEnum):
-    """What the caller is to do."""
-
-    KEEP = "keep"
-    """Nothing changes."""
-    APPLY = "apply"
-    """Take the step now, at this iteration boundary."""
-    UNDO = "undo"
-    """Return to the plan without a mitigation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.straggler.locate import Pair, normalise_pair
+from lightning_hetero.straggler.events import Pair, normalise_pair
 
 __all__ = ["probe_device", "probe_devices", "probe_links"]
 

@@ -23,16 +23,19 @@ from lightning_hetero.straggler.bocd import BocdConfig, ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,
+    DecisionKind,
     Event,
+    Finding,
     FindingEvent,
+    FindingKind,
     IterationEvent,
+    Mitigation,
     format_message,
 )
-from lightning_hetero.straggler.levels import LevelWatch, slowest_s
-from lightning_hetero.straggler.locate import Finding, FindingKind
-from lightning_hetero.straggler.look import are_alike
-from lightning_hetero.straggler.mitigation import Mitigation, PossibleMitigation
-from lightning_hetero.straggler.policy import Decision, DecisionKind, MitigationPolicy, PolicyConfig
+from lightning_hetero.straggler.locate import are_alike
+from lightning_hetero.straggler.mitigation import PossibleMitigation
+from lightning_hetero.straggler.paces import LevelWatch, slowest_s
+from lightning_hetero.straggler.policy import Decision, MitigationPolicy, PolicyConfig
 
 __all__ = ["Order", "RunWatch", "WatchConfig"]
 
@@ -246,7 +249,7 @@ class RunWatch:
             self._decision = decision
             return
         self._decision = None
-        self._report(ActionEvent.from_decision(decision, step=step))
+        self._report(_event_of(decision, step))
         self._say(format_message(self._change))
 
     # -- what to do -----------------------------------------------------------------------------
@@ -262,7 +265,7 @@ class RunWatch:
             self._finish(step, decision, before_s=self._slow_s, after_s=choice.iteration_s)
         elif not self._said_why:
             self._said_why = True
-            self._report(ActionEvent.from_decision(decision, step=step))
+            self._report(_event_of(decision, step))
         return False
 
     def next_decision(self) -> Decision | None:
@@ -287,7 +290,7 @@ class RunWatch:
         if refusal is not None:
             self._transition = None
             self._possible = tuple(item for item in self._possible if not item.plans)
-            self._report(ActionEvent.from_decision(decision, step=self._step))
+            self._report(_event_of(decision, self._step))
             self._say(f"{decision.mitigation.value} can't be done here. {refusal}")
         elif not decision.choice.plans:
             # A restart: this run won't see what it gains.
@@ -327,7 +330,7 @@ class RunWatch:
         """Report a mitigation that was applied or undone, or would have been in a dry run."""
         assert self._change is not None
         event = replace(
-            ActionEvent.from_decision(decision, step=step),
+            _event_of(decision, step),
             effect="" if decision.kind is DecisionKind.UNDO else decision.choice.effect,
             before_s=before_s,
             after_s=after_s,
@@ -335,3 +338,14 @@ class RunWatch:
         )
         self._report(event)
         self._say(format_message(replace(self._change, step=step), self.known, event))
+
+
+def _event_of(decision: Decision, step: int) -> ActionEvent:
+    """Return the event of a decision; effect, gain and cost are filled in once known."""
+    return ActionEvent(
+        step=step,
+        kind=decision.kind,
+        mitigation=decision.mitigation,
+        reason=decision.reason,
+        dry_run=decision.dry_run,
+    )

@@ -19,7 +19,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
-from lightning_hetero.straggler.swap import swap_ranks
+from lightning_hetero.straggler.mitigation import swap_ranks
 
 PLAN = ParallelPlan.from_dict(
     {

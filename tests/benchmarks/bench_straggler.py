@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.straggler import BocdDetector, ChangeKind, Mitigation
+from lightning_hetero.straggler.prediction import balance_microbatches
 from lightning_hetero.straggler.run_length import RunLengthPosterior
-from lightning_hetero.straggler.run_model import balance_microbatches
 from tests.benchmarks import cluster_run
 from tests.benchmarks.harness import Row, median_times_s
 from tests.straggler.corpus import (

@@ -28,9 +28,9 @@ from lightning_hetero.straggler import (
     PossibleMitigation,
 )
 from lightning_hetero.straggler.locate import find_suspects
+from lightning_hetero.straggler.mitigation import propose_swap, swap_ranks
 from lightning_hetero.straggler.policy import MitigationPolicy
-from lightning_hetero.straggler.run_model import balance_microbatches
-from lightning_hetero.straggler.swap import propose_swap, swap_ranks
+from lightning_hetero.straggler.prediction import balance_microbatches
 
 NUM_NODES, TP, NUM_PIPELINES, NUM_STAGES = 32, 8, 16, 2
 NUM_MICROBATCHES = 16 * NUM_PIPELINES
@@ -259,16 +259,16 @@ class _Trainer:
         """Return slow nodes by what their stages compute, against the plan's prediction."""
         healthy_s = self.cluster.node_s(self.plan, Faults())
         suspects = find_suspects(self.cluster.node_s(self.plan, faults), expected_s=healthy_s)
-        return {suspect.key for suspect in suspects}
+        return set(suspects)
 
     def _locate(self, step: int, faults: Faults) -> float:
         """Find slow nodes from their computing times and slow links by probes; return seconds."""
         suspects = self._slow_nodes(faults)
         probes_s = self.cluster.matmul_s(faults)
-        devices = {s.key: round(s.ratio, 2) for s in find_suspects(probes_s) if s.key in suspects}
+        devices = {n: round(r, 2) for n, r in find_suspects(probes_s).items() if n in suspects}
         pairs = [(a, b) for a in range(NUM_NODES) for b in range(a + 1, NUM_NODES)]
         probed = self.cluster.link_s(faults, pairs)
-        links = {s.key: s.ratio for s in find_suspects(probed, least_ratio=1.5)}
+        links = find_suspects(probed, least_ratio=1.5)
         self.known = Faults(
             devices=tuple(sorted(devices.items())),
             links=tuple((a, b, ratio) for (a, b), ratio in sorted(links.items())),
@@ -343,7 +343,7 @@ class _Trainer:
             slow_links=[(a * TP, b * TP) for a, b, _ in known.links],
             predict_s=predict_s,
         )
-        return None if proposal is None else (proposal.plan, self._balanced(proposal.plan))
+        return None if proposal is None else (proposal[0], self._balanced(proposal[0]))
 
 
 @cache

@@ -14,7 +14,6 @@ from lightning_hetero.straggler import (
     Finding,
     FindingKind,
     Mitigation,
-    Probes,
 )
 
 SLOW = [Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)]
@@ -35,7 +34,7 @@ def run_with(callbacks: list[Any]) -> PlainRun:
 
 
 def mitigations(run: PlainRun):
-    return run.find_mitigations([], SLOW, healthy_s=3.0, probes=Probes())
+    return run.find_mitigations(SLOW, (), healthy_s=3.0)
 
 
 def test_the_machine_of_a_slow_rank_leaves_and_the_others_share_its_work(

@@ -203,7 +203,7 @@ def test_a_wrong_cluster_is_refused_with_its_values_and_a_remedy(build, said):
     [
         ("nodes: [", ["valid YAML"]),
         ("", ["None", "mapping"]),
-        ("hosts: []", ["hosts", "needed: ['nodes']"]),
+        ("hosts: []", ["`hosts`", "add nodes"]),
         ("nodes: 3", ["`nodes` is 3", "list"]),
         ("nodes: [A10]", ["`nodes[0]` is 'A10'", "mapping"]),
         ("nodes: [{device: A10, count: two}]", ["`nodes[0].count` is 'two'", "whole number"]),
@@ -213,8 +213,8 @@ def test_a_wrong_cluster_is_refused_with_its_values_and_a_remedy(build, said):
             ["`inter_node_latency_s` is 'fast'", "number of seconds", "'20 us'"],
         ),
         (
-            "{nodes: [{device: A10, count: 1}], links: [{nodes: 0, bytes_per_s: 1}]}",
-            ["`links[0].nodes` is 0", "list of 2"],
+            "{nodes: [{device: A10, count: 1}], links: [{nodes: 0, bytes_per_s: 1GB/s}]}",
+            ["`links[0].nodes` is 0", "list"],
         ),
         (
             "{nodes: [{device: A10, count: 1}], links: [{nodes: [0, x], bytes_per_s: 1GB/s}]}",

@@ -104,7 +104,7 @@ def test_hugging_face_folders_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("num_layers: 3", "needed"),
+        ("num_layers: 3", "Add name, hidden_size"),
         ("[1, 2]", "mapping"),
         ("name: [", "not valid YAML"),
     ],
@@ -139,6 +139,6 @@ def test_impossible_sizes_are_refused(change):
 
 
 def test_flags_must_be_true_or_false():
-    data = ModelSpec.load("llama-7b").to_dict() | {"gated_mlp": "yes"}
+    data = ModelSpec.load("llama-7b").to_dict() | {"gated_mlp": "sometimes"}
     with pytest.raises(ModelError, match="true or false"):
         ModelSpec.from_dict(data)

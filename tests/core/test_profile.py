@@ -123,8 +123,8 @@ def damaged(**changes):
         (damaged(date="yesterday"), "`date` is 'yesterday'; it must be a date"),
         (damaged(date="2026-01-31"), "time zone"),
         (damaged(devices=[]), "at least one"),
-        (damaged(devices=[{"device": "A10"}]), r"`devices\[0\]` has keys.*Add times"),
-        (damaged(model={"name": "x"}), "`model` has keys.*Add.*num_layers"),
+        (damaged(devices=[{"device": "A10"}]), r"`devices\[0\].times` is missing"),
+        (damaged(model={"name": "x"}), "`model.num_layers` is missing. Add.*hidden_size"),
         (damaged(versions=3), "`versions` is 3; it must be a mapping"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 from lightning_hetero.simulator.operations import OperationGraph, propagate_operations
-from lightning_hetero.simulator.propagate import PipelineTimes, propagate
+from lightning_hetero.simulator.propagate import EqualTimes, propagate
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -15,12 +15,10 @@ def test_a_pipeline_takes_as_long_as_by_its_schedule(seed):
     forward, backward = rng.random((2, num_stages, num_microbatches))
     # Messages shorter than any action never queue, so links need no order of their own.
     there, back = 1e-3 * rng.random((2, max(num_stages - 1, 0), num_microbatches))
-    times = PipelineTimes(
-        forward_s=forward.tolist(),
-        backward_s=(backward + 0.01).tolist(),
-        forward_message_s=there.tolist(),
-        backward_message_s=back.tolist(),
-    )
+    times = [
+        EqualTimes(*(tuple(row[:, m]) for row in (forward, backward + 0.01, there, back)), 1)
+        for m in range(num_microbatches)
+    ]
     expected = propagate(times, [0.0] * num_stages)
     lists = [
         schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=num_microbatches)

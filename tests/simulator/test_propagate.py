@@ -1,23 +1,17 @@
 """Pipelines end when a slow walk over the runtime's own action lists says, in few rounds."""
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.actions import ActionKind, schedule_1f1b
+from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.schedules import ScheduleProblem, solve
 from lightning_hetero.simulator import propagate as module
-from lightning_hetero.simulator.propagate import (
-    NOTHING,
-    NOWHERE,
-    EqualTimes,
-    PipelineTimes,
-    Step,
-    propagate,
-    run_rounds,
-)
+from lightning_hetero.simulator.propagate import EqualTimes, Orders, propagate
 
 seconds = st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(1e-3, 10.0))
 
@@ -26,28 +20,27 @@ def row_of(draw, count: int) -> tuple[float, ...]:
     return tuple(draw(seconds) for _ in range(count))
 
 
-def times_of(draw, num_stages: int, kinds: Sequence[int]) -> PipelineTimes:
-    """Draw times for micro-batches of some kinds."""
-
-    def rows(count: int) -> list[list[float]]:
-        known = [row_of(draw, max(kinds, default=0) + 1) for _ in range(count)]
-        return [[row[kind] for kind in kinds] for row in known]
-
-    return PipelineTimes(
-        forward_s=rows(num_stages),
-        backward_s=rows(num_stages),
-        forward_message_s=rows(num_stages - 1),
-        backward_message_s=rows(num_stages - 1),
-    )
+def times_of(draw, num_stages: int, kinds: Sequence[int]) -> list[EqualTimes]:
+    """Draw times for micro-batches of some kinds, one after another."""
+    known = {kind: equal_of(draw, num_stages, 1) for kind in sorted(set(kinds))}
+    return [known[kind] for kind in kinds]
 
 
-def walk(times: PipelineTimes, start_s: Sequence[float], *, blocking: bool):
-    """Run each stage's action list; repeatedly take any stage whose next action may run."""
-    num_stages, count = len(start_s), len(times.forward_s[0])
-    lists = [
+def equal_of(draw, num_stages: int, count: int) -> EqualTimes:
+    rows = [row_of(draw, num_stages - back // 2) for back in range(4)]
+    return EqualTimes(*rows, count)
+
+
+def lists_1f1b(num_stages: int, count: int) -> Orders:
+    return [
         schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=count)
         for s in range(num_stages)
     ]
+
+
+def walk(times: Sequence[EqualTimes], start_s: Sequence[float], lists: Orders, *, blocking: bool):
+    """Run each stage's action list; repeatedly take any stage whose next action may run."""
+    num_stages = len(start_s)
     position, free = [0] * num_stages, list(start_s)
     sent_at: dict[tuple[str, int, int], tuple[float, float]] = {}
     ended: set[tuple[str, int, int]] = set()
@@ -56,30 +49,26 @@ def walk(times: PipelineTimes, start_s: Sequence[float], *, blocking: bool):
         for stage, actions in enumerate(lists):
             if position[stage] == len(actions):
                 continue
-            action = actions[position[stage]]
-            is_forward = action.kind is ActionKind.FORWARD
-            source = stage - 1 if is_forward else stage + 1
-            kind, number = "F" if is_forward else "B", action.microbatch_index
-            start = free[stage]
-            if 0 <= source < num_stages:
-                if (kind, source, number) not in sent_at:
+            kind, number = actions[position[stage]].kind, actions[position[stage]].microbatch_index
+            run, step = times[number], 1 if kind == "F" else 0 if kind == "W" else -1
+            start, source, target = free[stage], stage - step, stage + step
+            if step and 0 <= source < num_stages:
+                if (source, step, number) not in sent_at:
                     continue
-                left, message_s = sent_at[kind, source, number]
+                left, message_s = sent_at[source, step, number]
                 start = max(start, left) + message_s if blocking else max(start, left + message_s)
-            rows = times.forward_s if is_forward else times.backward_s
-            free[stage] = end = start + rows[stage][number]
-            target = stage + 1 if is_forward else stage - 1
-            if 0 <= target < num_stages:
-                message_s = (
-                    times.forward_message_s[stage]
-                    if is_forward
-                    else times.backward_message_s[target]
-                )[number]
+            weight_s = run.weight_s[stage] if kind in "IW" else 0.0
+            backward_s = run.backward_s[stage] - weight_s
+            seconds_of = {"F": run.forward_s[stage], "W": weight_s}
+            free[stage] = end = start + seconds_of.get(kind, backward_s)
+            if step and 0 <= target < num_stages:
+                row = run.forward_message_s if step == 1 else run.backward_message_s
+                message_s = row[min(stage, target)]
                 left = max(end, link_free.get((stage, target), 0.0))
-                sent_at[kind, stage, number] = left, message_s
+                sent_at[stage, step, number] = left, message_s
                 link_free[stage, target] = left + message_s
                 free[stage] = left + message_s if blocking else end
-            ended.add((kind, stage, number))
+            ended.add((kind.value, stage, number))
             position[stage] += 1
     return free, ended
 
@@ -94,13 +83,17 @@ def walk(times: PipelineTimes, start_s: Sequence[float], *, blocking: bool):
 def test_ends_are_those_of_a_walk_over_the_action_lists(data, num_stages, runs, blocking):
     kinds = [kind for kind, count in runs for _ in range(count)]
     times, start = times_of(data.draw, num_stages, kinds), row_of(data.draw, num_stages)
-    free, ended = walk(times, start, blocking=blocking)
+    lists = lists_1f1b(num_stages, len(kinds))
+    free, ended = walk(times, start, lists, blocking=blocking)
     found = propagate(times, start, blocking=blocking)
     recorded = propagate(times, start, blocking=blocking, record=True)
+    listed = propagate(times, start, orders=lists, blocking=blocking, record=True)
     assert found.end_s == pytest.approx(free, rel=1e-7)
     assert recorded.end_s == pytest.approx(free, rel=1e-12)
     assert found.busy_s == recorded.busy_s
     assert {event[:3] for event in recorded.events if event[0] in "FB"} == ended
+    assert sorted(listed.events) == sorted(recorded.events)
+    assert replace(listed, events=()) == replace(recorded, events=())
     for stage in range(num_stages):
         own = [event for event in recorded.events if event[1] == stage and event[0] in "FB"]
         assert found.busy_s[stage] == pytest.approx(sum(end - start for *_, start, end in own))
@@ -108,12 +101,12 @@ def test_ends_are_those_of_a_walk_over_the_action_lists(data, num_stages, runs, 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 6), st.integers(1, 40), st.booleans())
-def test_equal_times_are_a_short_form(data, num_stages, count, blocking):
-    rows = [row_of(data.draw, num_stages - back // 2) for back in range(4)]
-    equal = EqualTimes(*rows, count)
-    start = row_of(data.draw, num_stages)
-    results = [propagate(t, start, blocking=blocking) for t in (equal, equal.one_by_one())]
-    assert results[0] == results[1]
+def test_a_run_of_equal_micro_batches_is_a_short_form(data, num_stages, count, blocking):
+    run, start = equal_of(data.draw, num_stages, count), row_of(data.draw, num_stages)
+    singles = [replace(run, num_microbatches=1)] * count
+    short, long = (propagate(t, start, blocking=blocking) for t in (run, singles))
+    assert short.end_s == pytest.approx(long.end_s, rel=1e-7)
+    assert short.busy_s == pytest.approx(long.busy_s)
 
 
 @pytest.mark.parametrize("num_microbatches", [100, 16_384])
@@ -131,22 +124,34 @@ def test_rounds_do_not_grow_with_micro_batches(monkeypatch, num_microbatches):
     assert len(ran) < 40
 
 
-def test_other_schedules_are_lists_of_steps():
-    """A weight gradient fills the time in which the input gradient is under way."""
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 8), st.floats(1.0, 2.0), st.booleans())
+def test_solved_orders_end_when_the_solver_says(data, num_stages, count, depth, is_split):
+    run = equal_of(data.draw, num_stages, count)
+    free = (0.0,) * (num_stages - 1)
+    weight_s = tuple(0.4 * is_split * seconds for seconds in run.backward_s)
+    run = replace(run, forward_message_s=free, backward_message_s=free, weight_s=weight_s)
+    problem = ScheduleProblem.equal(
+        forward_s=run.forward_s,
+        input_s=[a - b for a, b in zip(run.backward_s, weight_s, strict=True)],
+        weight_s=weight_s,
+        num_microbatches=count,
+        most_held=[depth * num_stages] * num_stages,
+    )
+    solution = solve(problem)
+    orders = [
+        [Action(ActionKind("FIW"[kind]), stage, m) for kind, stage, m in order]
+        for order in solution.orders
+    ]
+    start = [0.0] * num_stages
+    found = propagate(run, start, orders=orders)
+    assert max(found.end_s) == pytest.approx(solution.end_s)
+    singles = [replace(run, num_microbatches=1)] * count
+    assert found.end_s == pytest.approx(walk(singles, start, orders, blocking=False)[0])
 
-    def run(*, split: bool) -> list[float]:
-        last, first = [], []
-        for _ in range(3):
-            last.append(Step(1, 0, 1.0 if split else 2.0, 1, 0.5, 1, ("I", 1, 0)))
-            first.append(Step(0, 1, 2.0, NOWHERE, 0.0, NOWHERE, ("B", 0, 0)))
-            if split:
-                last.append(Step(1, NOTHING, 1.0, NOWHERE, 0.0, NOWHERE, ("W", 1, 0)))
-        # One round: each message is read before the next one arrives in its slot.
-        pairs = itertools.chain.from_iterable(
-            [*last[index * (1 + split) : (index + 1) * (1 + split)], first[index]]
-            for index in range(3)
-        )
-        return run_rounds([(list(pairs), 1)], [0.0, 0.0], num_messages=2)
 
-    assert run(split=False) == [8.5, 6.0]
-    assert run(split=True) == [7.5, 6.0]
+def test_orders_that_wait_for_each_other_are_refused():
+    forward, backward = (Action(kind, 0, 0) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    orders = [[backward, forward], lists_1f1b(2, 1)[1]]
+    with pytest.raises(PlanError, match="wait for each other"):
+        propagate(EqualTimes((1.0, 1.0), (1.0, 1.0), (0.0,), (0.0,), 1), [0.0, 0.0], orders=orders)

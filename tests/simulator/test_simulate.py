@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
@@ -279,9 +280,25 @@ def test_memory_holds_at_most_num_stages_minus_stage_microbatches(p, lengths):
         assert tokens <= sum(sorted(lengths)[-(p - s) :])
 
 
-def test_in_flight_tokens_is_the_fullest_window():
-    assert in_flight_tokens([(1,), (5, 2), (3,), (4,)], 2) == 10
-    assert in_flight_tokens([(1,), (5, 2)], 2) == 8
+def test_orders_say_what_runs_and_what_is_held():
+    cost, plan, batches = speed_cost(2, 2), plan_of([1, 1]), [(3,), (1,), (2,)]
+    usual = simulate(plan, cost, [batches])
+    lists = [schedule_1f1b(stage_index=s, num_stages=2, num_microbatches=3) for s in range(2)]
+    assert simulate(plan, cost, [batches], orders=[lists]) == usual
+    split = [[Action(ActionKind(kind), s, m) for kind in "FIW" for m in range(3)] for s in range(2)]
+    deep = simulate(plan, cost, [batches], orders=[split], record_events=True)
+    # All forwards run first, and each micro-batch is held until its W.
+    for index in range(2):
+        more = deep.stage_memory[0][index].activations - usual.stage_memory[0][index].activations
+        assert more == 1000 * (6 - [4, 3][index])
+        own = {e.kind: e for e in deep.events if e.stage_index == index and e.microbatch_index == 2}
+        assert own["W"].end_s - own["W"].start_s == own["I"].end_s - own["I"].start_s
+        assert own["W"].start_s >= own["I"].end_s
+    assert deep.stage_busy[0][0] * deep.iteration_time_s == pytest.approx(
+        usual.stage_busy[0][0] * usual.iteration_time_s
+    )
+    with pytest.raises(PlanError, match="orders of pipeline 0"):
+        simulate(plan, cost, [batches[:2]], orders=[lists])
 
 
 def test_owned_states_are_shared_by_the_pipelines():
@@ -388,5 +405,5 @@ def test_pipelines_that_run_alike_are_simulated_as_one(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(module, "_alike", lambda *_: apart)
             assert simulate(plan, cost, batches) == together
-        kinds, kind_of = module._alike(plan, cost, batches)
+        kinds, kind_of = module._alike(plan, cost, batches, [None] * 5)
         assert (len(kinds), kind_of) == (4, [0, 0, 1, 2, 3])

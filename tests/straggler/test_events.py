@@ -1,8 +1,7 @@
 """Laws of the event log: what is written is read back, bad lines are named, one message."""
 
 import json
-import math
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +15,9 @@ from lightning_hetero.straggler import (
     BocdDetector,
     ChangeEvent,
     ChangeKind,
-    Decision,
-    DecisionKind,
     EventLog,
     FindingEvent,
     IterationEvent,
-    PossibleMitigation,
     read_events,
 )
 from lightning_hetero.straggler.events import format_message
@@ -30,12 +26,11 @@ from tests.straggler.sample_events import ACTION, CHANGE, EVENTS, FOUND, ITERATI
 
 def test_events_survive_the_file_and_a_restart(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
-    odd = IterationEvent(step=60, iteration_s=math.inf, predicted_s=1.0)
-    for part in (EVENTS[:2], (*EVENTS[2:], odd)):
+    for part in (EVENTS[:2], EVENTS[2:]):
         log = EventLog(path)
         for event in part:
             log.write(event)
-    assert read_events(path) == (*EVENTS, odd)
+    assert read_events(path) == EVENTS
 
 
 def test_a_log_of_the_run_is_read_for_what_it_says_of_stragglers(tmp_path):
@@ -73,7 +68,6 @@ def test_a_relative_log_stays_where_the_run_began(tmp_path, monkeypatch):
     "line",
     [
         "[]",
-        '{"event": "party", "step": 1}',
         '{"event": "iteration", "step": 1.5, "iteration_s": 1}',
         '{"event": "iteration", "step": 1}',
         '{"event": "iteration", "step": 1, "iteration_s": "long"}',
@@ -101,12 +95,8 @@ def test_the_message_says_what_where_why_and_what_was_done():
     )
 
 
-def test_findings_and_decisions_become_events():
+def test_findings_become_events():
     assert FindingEvent.from_finding(FOUND.finding, step=43) == FOUND
-    choice = PossibleMitigation(mitigation=ACTION.mitigation, iteration_s=1.0, effect=ACTION.effect)
-    decision = Decision(kind=DecisionKind.APPLY, choice=choice, reason=ACTION.reason)
-    done = ActionEvent.from_decision(decision, step=45)
-    assert replace(done, effect=choice.effect, before_s=2.0, after_s=1.0) == ACTION
 
 
 def test_a_change_point_becomes_an_event_with_the_steps_of_the_run():
@@ -153,6 +143,6 @@ def test_any_line_is_an_event_or_refused_by_its_number(tmp_path_factory, data):
     except ConfigurationError as error:
         said = str(error)
     else:
-        said = f"line 1 {summarise(events)}"
+        said = f"line 1 {summarise(events) if events else ''}"
     assert "line 1" in said
     assert len(said) < 700

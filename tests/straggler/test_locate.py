@@ -38,14 +38,13 @@ def test_a_rank_named_twice_is_refused():
 
 def test_suspicion_begins_at_a_tenth_above_the_peers():
     times = {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.101, 4: 1.09}
-    assert [suspect.key for suspect in find_suspects(times)] == [3]
+    assert list(find_suspects(times)) == [3]
 
 
 def test_unequal_devices_are_compared_with_what_they_should_take():
     times, expected = {0: 1.0, 1: 2.0, 2: 3.1, 3: 1.01}, {0: 1.0, 1: 2.0, 2: 2.0, 3: 1.0}
     suspects = find_suspects(times, expected_s=expected)
-    assert [suspect.key for suspect in suspects] == [2]
-    assert suspects[0].ratio == pytest.approx(3.1 / 2.0 / 1.0, rel=0.02)
+    assert suspects == {2: pytest.approx(3.1 / 2.0 / 1.0, rel=0.02)}
 
 
 def ring_of(size, slow=()):
@@ -70,13 +69,12 @@ def test_every_single_fault_is_named(size, data):
     (finding,) = diagnose_links(ring_of(size, slow=(slow,)))
     assert (finding.kind, finding.ranks) == (FindingKind.LINK, slow)
     rank = data.draw(st.integers(0, size - 1))
-    (suspect,) = find_suspects(dict.fromkeys(range(size), 0.5) | {rank: 0.7})
-    assert (suspect.key, suspect.ratio) == (rank, 0.7 / 0.5)
+    assert find_suspects(dict.fromkeys(range(size), 0.5) | {rank: 0.7}) == {rank: 0.7 / 0.5}
 
 
 def test_nothing_slow_gives_no_finding():
     assert diagnose_links(ring_of(4)) == ()
-    assert find_suspects(dict.fromkeys(range(4), 1.0)) == ()
-    assert find_suspects({0: 1.0}) == ()
-    assert find_suspects({0: math.nan, 1: 1.0}) == ()
+    assert find_suspects(dict.fromkeys(range(4), 1.0)) == {}
+    assert find_suspects({0: 1.0}) == {}
+    assert find_suspects({0: math.nan, 1: 1.0}) == {}
     assert ring_rounds([5]) == ring_rounds([]) == ()

@@ -24,7 +24,7 @@ from lightning_hetero.straggler import (
     RunWatch,
     WatchConfig,
 )
-from lightning_hetero.straggler.history import Observation
+from lightning_hetero.straggler.paces import Observation
 
 PLAN = ParallelPlan.even(world_size=4, num_layers=4)
 OTHER = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)

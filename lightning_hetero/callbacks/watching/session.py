@@ -29,8 +29,9 @@ from lightning_hetero.straggler import (
     diagnose,
     probe_rounds,
     suspect,
+    true_causes,
 )
-from lightning_hetero.straggler.locate import Pair
+from lightning_hetero.straggler.events import Pair
 from lightning_hetero.straggler.probe import probe_devices, probe_links
 
 __all__ = ["StragglerSession"]
@@ -126,13 +127,13 @@ class StragglerSession:
         probes = self._probe(suspicion, rounds, self._healthy.hosts)
         if watch is None:
             return
-        findings = diagnose(suspicion, probes, self._healthy)
+        measured = self._run.measure(reports, watch.base_s(), self._healthy)
+        found = diagnose(suspicion, probes, self._healthy)
+        findings = true_causes(found, measured, self._ranks.world_size)
         watch.found(
             step,
             findings,
-            lambda: self._run.find_mitigations(
-                reports, findings, healthy_s=watch.base_s(), probes=self._healthy
-            ),
+            lambda: self._run.find_mitigations(findings, measured, healthy_s=watch.base_s()),
             where=self._run.where(findings),
             look_s=time.perf_counter() - start_s,
         )

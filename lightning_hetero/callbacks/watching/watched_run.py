@@ -2,9 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
@@ -18,7 +19,7 @@ from lightning_hetero.straggler import (
     PossibleMitigation,
     Probes,
     RankReport,
-    RunModel,
+    RunPrediction,
     Slowness,
     WatchedPlans,
     find_mitigations,
@@ -61,13 +62,14 @@ class PlainRun:
         """Return which part of the run the findings concern, such as "pipeline 1"."""
         return "the run"
 
+    def measure(
+        self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
+    ) -> Sequence[MeasuredRun]:
+        """Return what is known of each plan that ran while nothing was slow: here nothing."""
+        return ()
+
     def find_mitigations(
-        self,
-        reports: Sequence[RankReport],
-        findings: Sequence[Finding],
-        *,
-        healthy_s: float,
-        probes: Probes,
+        self, findings: Sequence[Finding], measured: Sequence[MeasuredRun], *, healthy_s: float
     ) -> Sequence[PossibleMitigation]:
         """Return the possible mitigations: S4 if a callback can restart the run; on rank 0 only."""
         if self._restarter is None:
@@ -123,27 +125,22 @@ class HeteroRun(PlainRun):
         indices = {place.pipeline_index for place in places if place is not None}
         return f"pipeline {indices.pop()}" if len(indices) == 1 else "the run"
 
+    @override
     def find_mitigations(
-        self,
-        reports: Sequence[RankReport],
-        findings: Sequence[Finding],
-        *,
-        healthy_s: float,
-        probes: Probes,
+        self, findings: Sequence[Finding], measured: Sequence[MeasuredRun], *, healthy_s: float
     ) -> Sequence[PossibleMitigation]:
         """Return S2 and S3, if measurements allow a prediction, and S4; on rank 0 only."""
-        restarts = super().find_mitigations(reports, findings, healthy_s=healthy_s, probes=probes)
-        slowness = Slowness.of(findings, self._world_size)
-        plans = self._plans_without_fault()
-        measured = self._measure(plans, reports, healthy_s, probes)
-        models = sorted(
-            (RunModel(facts, slowness) for facts in measured), key=lambda model: -model.facts.share
-        )
-        if not models:
+        restarts = super().find_mitigations(findings, measured, healthy_s=healthy_s)
+        if not measured:
             return restarts
+        slowness = Slowness.of(findings, self._world_size)
         memory = self._strategy.memory
         assert memory is not None, "the strategy has not been set up"
-        watched = WatchedPlans(plans=plans, models=tuple(models), has_room=memory.has_room)
+        watched = WatchedPlans(
+            plans=self._plans_without_fault(),
+            models=tuple(RunPrediction(run, slowness) for run in measured),
+            has_room=memory.has_room,
+        )
         return (*find_mitigations(watched, slowness), *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
@@ -152,34 +149,32 @@ class HeteroRun(PlainRun):
             return self._first_plans
         return (self._strategy.plan,) if self._datamodule is None else self._datamodule.plans
 
-    def _measure(
-        self,
-        plans: Sequence[ParallelPlan],
-        reports: Sequence[RankReport],
-        healthy_s: float,
-        probes: Probes,
-    ) -> Iterator[MeasuredRun]:
-        """Yield the measurements of each plan that ran while nothing was slow."""
-        engine = self._strategy.engine
-        device_s = probes.device_s
+    @override
+    def measure(
+        self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
+    ) -> Sequence[MeasuredRun]:
+        """Return the measurements of each plan that ran, the one that ran most often first."""
+        engine, device_s = self._strategy.engine, probes.device_s
         equal = not device_s or max(device_s.values()) < _EQUAL_DEVICES * min(device_s.values())
         link_s = statistics.median(probes.link_s.values()) if probes.link_s else 0.0
-        for plan, share in self._shares(plans):
-            if not math.isfinite(healthy_s) or not all(reports[r].pace > 0.0 for r in plan.ranks):
-                continue
-            yield MeasuredRun(
+        runs = [
+            MeasuredRun(
                 plan=plan,
                 counts=self._counts(plan, reports),
                 iteration_s=healthy_s,
                 places={r: _place_times(reports[r], plan.share(r)) for r in plan.ranks},
                 probe_s={} if equal else device_s,
                 link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
-                hidden_bytes=max(report.hidden_bytes for report in reports),
+                hidden_bytes=max(r.before.hidden_bytes for r in reports if r.before),
                 value_bytes=engine.config.compute_dtype.itemsize,
                 table_of=engine.plans.table_of,
                 is_assigned=self._datamodule is not None,
                 share=share,
             )
+            for plan, share in self._shares(self._plans_without_fault())
+            if math.isfinite(healthy_s) and all(reports[r].pace > 0.0 for r in plan.ranks)
+        ]
+        return sorted(runs, key=lambda run: -run.share)
 
     def _shares(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, float]]:
         """Return the plans that ran, each with its share of the iterations."""
@@ -194,7 +189,7 @@ class HeteroRun(PlainRun):
         if self._datamodule is None:
             return plan.count_microbatches(self._strategy.engine.config.num_microbatches)
         return tuple(
-            max(1, *(round(reports[rank].num_microbatches) for rank in pipeline.ranks))
+            max(1, *(b.num_microbatches for rank in pipeline.ranks if (b := reports[rank].before)))
             for pipeline in plan.pipelines
         )
 
@@ -228,9 +223,11 @@ class HeteroRun(PlainRun):
 
 
 def _place_times(report: RankReport, share: float) -> PlaceTimes:
-    total_s = report.pace * report.work * share
+    """Return a rank's times of a micro-batch; the pace counts under whatever plans ran."""
+    before = report.before
+    assert before is not None
+    total_s = report.pace * before.work * share
+    forward = before.forward_s / (before.forward_s + before.backward_s)
     return PlaceTimes(
-        forward_s=total_s * report.forward_share,
-        backward_s=total_s * (1 - report.forward_share),
-        work=report.work,
+        forward_s=total_s * forward, backward_s=total_s * (1 - forward), work=before.work
     )

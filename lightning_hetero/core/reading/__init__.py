@@ -1,11 +1,11 @@
 """Read files of users and other programs: text, then plain data, then dataclasses.
 
-`text` turns a file into plain data, `fields` plain data into a dataclass, `quantities` a text such
-as "80 GiB" into a number. The result is always a valid object or one of our own errors, which names
-the place in the file, the wrong value and what to write instead.
+`text` turns a file into plain data, `fields` plain data into a dataclass (with pydantic),
+`quantities` a text such as "80 GiB" into a number. The result is always a valid object or one of
+our own errors, which names the place in the file, the wrong value and what to write instead.
 """
 
-from lightning_hetero.core.reading.fields import build, parse_range
+from lightning_hetero.core.reading.fields import LayerRange, build, parse_range, readable
 from lightning_hetero.core.reading.quantities import parse_quantity, unit_of_field
 from lightning_hetero.core.reading.text import (
     load_file,
@@ -17,6 +17,7 @@ from lightning_hetero.core.reading.text import (
 )
 
 __all__ = [
+    "LayerRange",
     "build",
     "load_file",
     "nearest",
@@ -25,6 +26,7 @@ __all__ = [
     "parse_range",
     "parse_yaml",
     "read_text",
+    "readable",
     "show",
     "unit_of_field",
 ]

@@ -231,14 +231,6 @@ def test_merged_keys_of_yaml_are_no_duplicates():
         ({"memory": [PROFILE["devices"][0]["memory"][0]] * 2}, "memory at TP 1 twice"),
         ({"times": [PROFILE["devices"][0]["times"][0] | {"tp_degree": 1.5}]}, "tp_degree` is 1.5"),
         ({"times": [PROFILE["devices"][0]["times"][0] | {"lengths": [1.5]}]}, "lengths[0]` is 1.5"),
-        (
-            {
-                "times": [
-                    PROFILE["devices"][0]["times"][0] | {"blocks": {"1": [1, 1], "01": [1, 1]}}
-                ]
-            },
-            "`devices[0].times[0].blocks` has the key 1 twice",
-        ),
         ({"spec": CLUSTER["devices"][0] | {"name": "other"}}, "describes a device 'other'"),
     ],
 )

@@ -14,19 +14,23 @@ from lightning_hetero.straggler import (
     MeasuredRun,
     Mitigation,
     PlaceTimes,
-    RunModel,
+    RunPrediction,
     Slowness,
     WatchedPlans,
     find_mitigations,
     restart_mitigation,
+    true_causes,
 )
-from lightning_hetero.straggler.swap import swap_ranks
+from lightning_hetero.straggler.mitigation import swap_ranks
 
 NUM_LAYERS, ROWS = 4, 1000
 SPECS = [
     ParameterSpec(name=f"layers.{layer}.weight", shape=(ROWS,), layer=layer)
     for layer in range(NUM_LAYERS)
 ]
+
+
+KINDS = (FindingKind.HOST, FindingKind.LINK)
 
 
 def even(num_stages: int, world_size: int = 4) -> ParallelPlan:
@@ -50,20 +54,20 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
 
 
 def mitigations_of(ran, slowness, plans=()):
-    models = tuple(RunModel(facts, slowness) for facts in ran)
-    plans = plans or tuple(model.facts.plan for model in models)
+    models = tuple(RunPrediction(facts, slowness) for facts in ran)
+    plans = plans or tuple(model.run.plan for model in models)
     return find_mitigations(WatchedPlans(plans=plans, models=models, has_room=bool), slowness)
 
 
 def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
     for num_stages in (1, 2, 4):
         plan = even(num_stages)
-        assert RunModel(measured(plan), Slowness()).iteration_s(plan) == pytest.approx(10.0)
+        assert RunPrediction(measured(plan), Slowness()).iteration_s(plan) == pytest.approx(10.0)
 
 
 def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     plan, slowness = even(1), Slowness(ranks={3: 1.9})
-    model = RunModel(measured(plan), slowness)
+    model = RunPrediction(measured(plan), slowness)
     assert model.iteration_s(plan) == pytest.approx(10.0 + 8 * 0.9)
     balanced = model.balanced(plan)
     assert model.counts(balanced) == (9, 9, 9, 5)
@@ -78,7 +82,7 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
 
 def test_a_slow_gradient_link_is_left_by_both_its_ends():
     plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
-    model = RunModel(measured(plan), slowness)
+    model = RunPrediction(measured(plan), slowness)
     (found,) = mitigations_of([measured(plan)], slowness)
     assert found.mitigation is Mitigation.SWAP
     assert [p.ranks for p in found.plans[0].pipelines] == [(1, 0), (3, 2)]
@@ -90,7 +94,7 @@ def test_a_slow_gradient_link_is_left_by_both_its_ends():
 
 def test_a_slow_boundary_moves_micro_batches_to_the_other_pipeline():
     plan, slowness = even(2), Slowness(links={(0, 1): 2000.0})
-    model = RunModel(measured(plan), slowness)
+    model = RunPrediction(measured(plan), slowness)
     slow, fine = model.counts(model.balanced(plan))
     assert slow < fine
     assert model.iteration_s(model.balanced(plan)) < model.iteration_s(plan)
@@ -100,7 +104,7 @@ def test_unequal_devices_take_their_own_time_in_another_place():
     plan = even(2)
     places = {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(4)}
     probe_s = {0: 1.0, 1: 2.0, 2: 1.0, 3: 2.0}
-    model = RunModel(measured(plan, places=places, probe_s=probe_s), Slowness())
+    model = RunPrediction(measured(plan, places=places, probe_s=probe_s), Slowness())
     before, after = (model.paces(p) for p in (plan, swap_ranks(plan, (0,), (1,))))
     # Each place has half of the layers.
     assert before[0] == before[1] == pytest.approx(2.0)
@@ -120,7 +124,7 @@ def test_in_a_large_run_only_ranks_that_move_are_counted():
             return super().traffic(global_rank, push=push)
 
     facts = measured(plan, places=places, table_of=lambda plan: Table(SPECS, slices, plan))
-    model = RunModel(facts, Slowness(links={(0, 2): 9.0}))
+    model = RunPrediction(facts, Slowness(links={(0, 2): 9.0}))
     asked.clear()
     model.iteration_s(swap_ranks(plan, (0,), (1,)))
     assert sorted(set(asked)) == [0, 1, 2]
@@ -162,10 +166,10 @@ def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
         [(1, 0, 3, 2)],
         [(1,), (0,), (3,), (2,)],
     ]
-    models = [RunModel(facts, slowness) for facts in ran]
+    models = [RunPrediction(facts, slowness) for facts in ran]
     assert found.iteration_s == pytest.approx(
         sum(
-            model.facts.share * model.iteration_s(plan)
+            model.run.share * model.iteration_s(plan)
             for model, plan in zip(models, found.plans, strict=False)
         )
     )
@@ -180,7 +184,7 @@ def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
     }
     probe_s = {0: 1.0, 1: 3.0, 2: 1.0, 3: 3.0}
     facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
-    model = RunModel(facts, Slowness(ranks={1: 2.0}))
+    model = RunPrediction(facts, Slowness(ranks={1: 2.0}))
     run = WatchedPlans(plans=(even(2),), models=(model,), has_room=bool)
     found = run.mitigation(Mitigation.SWAP, {0: 1, 1: 0}, "")
     assert found.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
@@ -195,3 +199,22 @@ def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
     assert found.exclude == (3,)
     assert found.iteration_s == pytest.approx(4.0)
     assert restart_mitigation(findings, **facts, num_left=lambda exclude: 0) is None
+
+
+@pytest.mark.parametrize(
+    ("rank_ratio", "link_ratio", "kept"),
+    [(1.25, 400.0, [FindingKind.LINK]), (3.0, 400.0, list(KINDS)), (3.0, 1.6, [FindingKind.HOST])],
+)
+def test_what_explains_little_of_a_slowdown_is_no_cause(rank_ratio, link_ratio, kept):
+    findings = [
+        Finding(kind=FindingKind.HOST, ranks=(1,), ratio=rank_ratio),
+        Finding(kind=FindingKind.LINK, ranks=(0, 2), ratio=link_ratio),
+    ]
+    found = true_causes(findings, [measured(even(2))], 4)
+    assert [finding.kind for finding in found] == kept
+
+
+def test_two_devices_that_are_equally_slow_are_both_causes():
+    findings = [Finding(kind=FindingKind.DEVICE, ranks=(r,), ratio=2.0) for r in (1, 3)]
+    assert true_causes(findings, [measured(even(1))], 4) == tuple(findings)
+    assert true_causes(findings, (), 4) == tuple(findings), "nothing is known of the run"

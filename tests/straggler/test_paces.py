@@ -38,7 +38,7 @@ def test_slowness_is_the_pace_now_over_the_pace_before_whatever_the_work():
     report = history.report(30)
     assert report.slowness == pytest.approx(1.5, rel=0.03)
     assert report.pace == pytest.approx(2.0, rel=0.03)
-    assert report.forward_share == pytest.approx(1 / 3)
+    assert report.before.forward_s == pytest.approx(report.before.backward_s / 2)
 
 
 def test_a_change_of_pace_is_found_and_dated_in_steps_of_the_run():

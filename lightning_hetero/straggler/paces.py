@@ -1,0 +1,355 @@
+"""What ranks and the run show of their speed, so that "slower" means slower than before.
+
+A rank's *pace* is its computing time, without waits, per unit of work: packed micro-batches differ
+in work, and devices in pace. Each rank watches its own pace (`RankHistory`), the leader the run's
+level: iteration times over what their work should take (`LevelWatch`). A rank's pace shows a change
+before the run does, and only the pace shows that a slow rank has recovered after others have taken
+over its work. Its pace before a fault stays the baseline until the fault ends, even if the rank
+moves to another place in the plan: then it is told by which factor the places differ (`move`).
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
+from lightning_hetero.straggler.events import ChangeEvent
+
+__all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport", "slowest_s"]
+
+_KEPT = 128
+"""Iterations that are kept: the longest possible baseline."""
+_NUM_FIRST = 3
+"""Iterations after which a rank has a rough idea of its pace."""
+_UP = 1.05
+"""How many times longer iterations must have become for a slower rank to matter."""
+_PATIENCE = 8
+"""Steps within which a slower rank must begin to matter, or is ignored."""
+_RECENT = 4
+"""Newest iterations that show if times have risen; onsets nearer than that are of one change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One rank's view of one iteration."""
+
+    step: int
+    forward_s: float = math.nan
+    """Mean seconds of a micro-batch's forward without waits; NaN if the rank computed none."""
+    backward_s: float = 0.0
+    """The same for its backward; 0 if only forwards can be timed."""
+    work: float = 1.0
+    """Mean work of a micro-batch, in any unit that is the same in all iterations."""
+    num_microbatches: int = 1
+    share: float = 1.0
+    """The rank's share of the model, which changes with the plan."""
+    waits_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of waiting for messages of each peer."""
+    num_messages: Mapping[int, float] = field(default_factory=dict)
+    """Number of messages from each peer."""
+    num_bytes: Mapping[int, float] = field(default_factory=dict)
+    """Bytes of the messages from each peer."""
+    hidden_bytes: int = 0
+    """Bytes of the largest hidden state received; 0 if none was."""
+
+    @property
+    def pace(self) -> float:
+        """Seconds per unit of work, scaled to the whole model; NaN without work."""
+        work = self.work * self.share
+        return (self.forward_s + self.backward_s) / work if work > 0 else math.nan
+
+    @classmethod
+    def usual(cls, observations: Sequence["Observation"]) -> "Observation | None":
+        """Return the medians of some observations; None without any."""
+        if not observations:
+            return None
+
+        def median(value_of: Callable[[Observation], float]) -> float:
+            return _median(map(value_of, observations))
+
+        def by_peer(name: str) -> dict[int, float]:
+            maps = [getattr(o, name) for o in observations]
+            peers = sorted({peer for found in maps for peer in found})
+            return {peer: statistics.median(m.get(peer, 0.0) for m in maps) for peer in peers}
+
+        return cls(
+            step=observations[-1].step,
+            forward_s=median(lambda o: o.forward_s),
+            backward_s=median(lambda o: o.backward_s),
+            work=median(lambda o: o.work),
+            num_microbatches=round(median(lambda o: o.num_microbatches)),
+            share=median(lambda o: o.share),
+            waits_s=by_peer("waits_s"),
+            num_messages=by_peer("num_messages"),
+            num_bytes=by_peer("num_bytes"),
+            hidden_bytes=max(o.hidden_bytes for o in observations),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's report when a cause is looked for."""
+
+    global_rank: int
+    slowness: float = math.nan
+    """Its pace now over its baseline; NaN if either is unknown."""
+    pace: float = math.nan
+    """Its baseline: healthy seconds per unit of work, scaled to the whole model; NaN if unknown."""
+    before: Observation | None = None
+    """Medians of its baseline."""
+    now: Observation | None = None
+    """Medians since the change."""
+
+    @property
+    def excess_wait_s(self) -> dict[int, float]:
+        """By peer, seconds per iteration that waiting for its messages takes longer than before."""
+        before = self.before.waits_s if self.before else {}
+        waits_s = self.now.waits_s if self.now else {}
+        return {peer: seconds - before.get(peer, 0.0) for peer, seconds in waits_s.items()}
+
+
+class RankHistory:
+    """One rank's memory of its iterations; doesn't communicate."""
+
+    def __init__(self, global_rank: int, config: BocdConfig | None = None) -> None:
+        self._rank = global_rank
+        self._detector = BocdDetector(config)
+        self._first_step: int | None = None
+        self._kept: deque[tuple[Observation, float]] = deque(maxlen=_KEPT)
+        self._baseline: tuple[Observation, ...] = ()
+        self._factor = 1.0
+        self._first_pace = math.nan
+
+    def observe(self, observation: Observation) -> ChangePoint | None:
+        """Take in an iteration; return the change of pace that it completes (see `step_of`)."""
+        if self._first_step is None:
+            self._first_step = observation.step
+        pace = observation.pace * self._factor
+        self._kept.append((observation, pace))
+        return self._detector.update(pace)
+
+    def load_s(self, observation: Observation) -> float:
+        """Return the seconds that an iteration's work should take this rank; 0 without work.
+
+        By the rank's first iterations, so only changes mean anything; NaN until there are enough.
+        """
+        if not observation.work:
+            return 0.0
+        if math.isnan(self._first_pace) and len(self._kept) >= _NUM_FIRST:
+            self._first_pace = _median(kept.pace for kept, _ in self._kept)
+        work = observation.work * observation.num_microbatches * observation.share
+        return self._first_pace * work / self._factor
+
+    def step_of(self, index: int) -> int:
+        """Return the step that an index of a `ChangePoint` stands for."""
+        return (self._first_step or 0) + index
+
+    def settle(self, onset_step: int) -> None:
+        """Take the iterations before a step as the baseline, unless there is a baseline already."""
+        if not self._baseline:
+            self._baseline = tuple(o for o, _ in self._kept if o.step < onset_step)
+
+    def move(self, factor: float) -> None:
+        """Note that the rank computes in another place of the plan from now on.
+
+        Args:
+            factor: Its healthy pace in its first place over that in the new one.
+        """
+        self._factor = factor
+
+    def unsettle(self) -> None:
+        """Drop the baseline: there was no fault."""
+        self._baseline = ()
+
+    def recover(self) -> None:
+        """Forget the baseline and the iterations of the fault, which has ended."""
+        self.unsettle()
+        self._kept.clear()
+
+    def report(self, since_step: int) -> RankReport:
+        """Compare the iterations since a step with the baseline."""
+        recent = [entry for entry in self._kept if entry[0].step >= since_step]
+        pace, now = _median(o.pace for o in self._baseline), _median(value for _, value in recent)
+        return RankReport(
+            global_rank=self._rank,
+            slowness=now / pace if pace > 0.0 else math.nan,
+            pace=pace,
+            before=Observation.usual(self._baseline),
+            now=Observation.usual([observation for observation, _ in recent]),
+        )
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the median of the finite values; NaN without any."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan
+
+
+class RankNote(NamedTuple):
+    """One rank's note of one iteration: numbers, which travel as a row of floats.
+
+    All ranks' notes form an array, (num_ranks, num_fields), which rank 0 reads by columns: a few
+    passes over num_ranks numbers per iteration.
+    """
+
+    iteration_s: float
+    load_s: float
+    """Seconds that its work should take to compute; NaN if unknown, 0 for a rank without work."""
+    change: float = 0.0
+    """A change of this rank's pace that was just found: 1 slower, -1 faster, 0 none."""
+    onset_step: float = 0.0
+    before: float = 0.0
+    """Pace before the change."""
+    after: float = 0.0
+
+    @classmethod
+    def of(
+        cls, iteration_s: float, load_s: float, change: ChangePoint | None, onset_step: int
+    ) -> Self:
+        """Return the note of an iteration, with the change that the rank's detector found."""
+        if change is None:
+            return cls(iteration_s, load_s)
+        sign = 1.0 if change.kind is ChangeKind.SLOWDOWN else -1.0
+        return cls(iteration_s, load_s, sign, onset_step, change.before, change.after)
+
+
+def slowest_s(notes: FloatArray) -> float:
+    """Return the seconds of an iteration: those of the slowest rank."""
+    return float(notes[:, 0].max())
+
+
+class _Iteration(NamedTuple):
+    """A summary of all ranks' notes of one iteration."""
+
+    step: int
+    seconds: float
+    load_s: float
+    """The largest `load_s` of any rank; NaN if unknown."""
+    work_s: float
+    """The sum of all ranks' `load_s`, which depends less on how work is divided."""
+
+    @classmethod
+    def of(cls, step: int, notes: FloatArray) -> Self:
+        loads_s = notes[:, 1]
+        return cls(step, slowest_s(notes), float(loads_s.max()), float(loads_s.sum()))
+
+    @property
+    def value(self) -> float:
+        """The iteration's time over what its work should take; NaN if unknown."""
+        return self.seconds / self.load_s if self.load_s > 0.0 else math.nan
+
+
+class LevelWatch:
+    """The leader's memory of all ranks' notes."""
+
+    def __init__(self, config: BocdConfig) -> None:
+        self._config = config
+        self._detector = BocdDetector(config)
+        self._first_step: int | None = None
+        self._kept: deque[_Iteration] = deque(maxlen=_KEPT)
+        self._rank_change: ChangeEvent | None = None
+
+    def before_s(self, step: int) -> float:
+        """Return the seconds of an iteration with usual work before a step; NaN if unknown."""
+        return self._usual_s([item for item in self._kept if item.step < step])
+
+    def since_s(self, step: int) -> float:
+        """Return the seconds of an iteration with usual work from a step on; NaN if unknown."""
+        return self._usual_s([item for item in self._kept if item.step >= step])
+
+    def _usual_s(self, iterations: Sequence[_Iteration]) -> float:
+        """Return a median that doesn't depend on which of the iterations had more work."""
+        load_s = _median(item.load_s for item in self._kept if math.isfinite(item.value))
+        usual_s = _median(item.value for item in iterations) * load_s
+        return usual_s if math.isfinite(usual_s) else _median(i.seconds for i in iterations)
+
+    def skip(self, step: int, notes: FloatArray) -> float:
+        """Ignore an iteration's time, as while plans change, but not changes of ranks' paces.
+
+        Returns:
+            The seconds that it would have taken with the usual work.
+        """
+        self._count(step, math.nan)
+        self._note_rank_change(step, notes)
+        found = _Iteration.of(step, notes)
+        usual_s = _median(item.work_s for item in self._kept if item.work_s > 0.0)
+        return found.seconds * (usual_s / found.work_s if usual_s > 0.0 < found.work_s else 1.0)
+
+    def see(
+        self, step: int, notes: FloatArray, *, last: ChangeEvent | None, is_known: bool
+    ) -> ChangeEvent | None:
+        """Take in an iteration; return the change that it completes and that matters, if any.
+
+        Args:
+            step: The iteration.
+            notes: All ranks' notes, see `RankNote`.
+            last: The previous change.
+            is_known: Whether a fault is known; else a rank's change matters only if iterations have
+                become longer.
+        """
+        found = _Iteration.of(step, notes)
+        self._kept.append(found)
+        self._note_rank_change(step, notes)
+        change = self._count(step, found.value)
+        if change is None:
+            return self._take_rank_change(step, last, is_known=is_known)
+        onset_step = (self._first_step or 0) + change.onset_step
+        return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
+
+    def settle(self) -> None:
+        """Begin a new level with the next iteration."""
+        self._detector.reset()
+
+    def forget(self) -> None:
+        """Forget the iterations that were seen."""
+        self._kept.clear()
+
+    def _count(self, step: int, value: float) -> ChangePoint | None:
+        if self._first_step is None:
+            self._first_step = step
+        return self._detector.update(value)
+
+    def _note_rank_change(self, step: int, notes: FloatArray) -> None:
+        """Keep the largest change of a rank's pace, until it matters."""
+        (changed,) = notes[:, 2].nonzero()
+        if not changed.size:
+            return
+        sizes = np.abs(np.log(notes[changed, 5] / notes[changed, 4]))
+        rank = int(changed[sizes.argmax()])
+        note = RankNote(*notes[rank].tolist())
+        self._rank_change = ChangeEvent(
+            step=step,
+            onset_step=int(note.onset_step),
+            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
+            ratio=note.after / note.before,
+            before=note.before,
+            after=note.after,
+            confidence=self._config.change_probability,
+            where=f"rank {rank}",
+        )
+
+    def _take_rank_change(
+        self, step: int, last: ChangeEvent | None, *, is_known: bool
+    ) -> ChangeEvent | None:
+        event = self._rank_change
+        if event is None or not (is_known or self._is_up()):
+            return None
+        self._rank_change = None
+        is_late = step - event.step >= _PATIENCE and not is_known
+        is_same = (
+            last is not None
+            and event.kind is last.kind
+            and abs(event.onset_step - last.onset_step) < _RECENT
+        )
+        return None if is_late or is_same else replace(event, step=step)
+
+    def _is_up(self) -> bool:
+        values = [item.value for item in self._kept if math.isfinite(item.value)]
+        before, recent = values[:-_RECENT], values[-_RECENT:]
+        return bool(before) and _median(recent) > _UP * _median(before)
