@@ -6,12 +6,14 @@
 
 from lightning_hetero.schedules.actions import StageTimes, as_actions, solve_actions
 from lightning_hetero.schedules.bound import lower_bound_s
+from lightning_hetero.schedules.choice import Schedule
 from lightning_hetero.schedules.dispatch import end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
 from lightning_hetero.schedules.solve import Solution, order_1f1b, solve
 
 __all__ = [
     "Edge",
+    "Schedule",
     "ScheduleProblem",
     "Solution",
     "StageTimes",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.core.actions import Action, ActionKind
-from lightning_hetero.schedules.dispatch import Orders, end_s
+from lightning_hetero.schedules.dispatch import FORWARD, INPUT, WEIGHT, Orders, end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
 from lightning_hetero.schedules.solve import order_1f1b, solve
 
@@ -12,8 +12,10 @@ __all__ = ["StageTimes", "as_actions", "solve_actions"]
 
 _WEIGHT_SHARE = 0.5
 """Share of a backward that W takes: a linear layer's two products take the same time."""
-_KINDS = ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT
-"""The kinds of passes, by their number."""
+_KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.INPUT, WEIGHT: ActionKind.WEIGHT}
+"""The kinds of actions, by those of passes."""
+_WHOLE_KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.BACKWARD}
+"""The same where backwards aren't split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +34,16 @@ def solve_actions(
     *,
     most_held: Sequence[float] = (),
     least_gain: float = 0.0,
+    is_split: bool = True,
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """Return each stage's actions, backwards split; None if they don't gain enough over 1F1B.
+    """Return each stage's actions; None if they don't gain enough over 1F1B.
 
     Args:
         stages: Seconds of a micro-batch, by stage.
         num_microbatches: Micro-batches of the iteration.
         most_held: Micro-batches that each stage has room for; by default as many as 1F1B holds.
         least_gain: What an order must gain, as a share of 1F1B's seconds.
+        is_split: Whether backwards are split.
     """
 
     def problem_of(weight_share: float) -> ScheduleProblem:
@@ -53,14 +57,16 @@ def solve_actions(
         )
 
     whole = problem_of(0.0)
-    found = solve(problem_of(_WEIGHT_SHARE))
+    found = solve(problem_of(_WEIGHT_SHARE) if is_split else whole)
     if found.end_s > end_s(whole, order_1f1b(whole)) * (1 - least_gain):
         return None
-    return as_actions(found.orders)
+    return as_actions(found.orders, is_split=is_split)
 
 
-def as_actions(orders: Orders) -> tuple[tuple[Action, ...], ...]:
-    """Return orders as lists of actions."""
+def as_actions(orders: Orders, *, is_split: bool = True) -> tuple[tuple[Action, ...], ...]:
+    """Return orders as lists of actions; if backwards aren't split, each I is all of one."""
+    kinds = _KINDS if is_split else _WHOLE_KINDS
     return tuple(
-        tuple(Action(_KINDS[kind], stage, m) for kind, stage, m in order) for order in orders
+        tuple(Action(kinds[kind], stage, m) for kind, stage, m in order if kind in kinds)
+        for order in orders
     )

@@ -127,7 +127,12 @@ class Engine:
         )
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
-        self.schedules = ScheduleChoice(config.schedule, communicators, clock)
+        self.schedules = ScheduleChoice(
+            config.schedule,
+            communicators,
+            clock,
+            is_split=not config.layer_options.compile_layers,
+        )
         self._late = LateNumbers(device)
         self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
         self.gradients: dict[str, Tensor] = {}
@@ -204,7 +209,7 @@ class Engine:
             self._recomputation.of(running.stage, microbatches, schedule.actions),
             first_index=first_index,
             seed=seed,
-            splitter=running.splitter if is_training and self.schedules.is_split else None,
+            splitter=running.splitter if schedule.is_split else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))

@@ -6,10 +6,13 @@ message to the next stage took, and each rank solves the same problem (see
 once per plan and number of micro-batches.
 """
 
+import math
 from collections import defaultdict
 from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
+
+import torch
 
 from lightning_hetero.core.actions import (
     MAX_KEPT_SENDS,
@@ -20,33 +23,19 @@ from lightning_hetero.core.actions import (
     schedule_forward,
 )
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage.link_times import measure_edge
-from lightning_hetero.schedules import Edge, StageTimes, solve_actions
+from lightning_hetero.schedules import Edge, Schedule, StageTimes, solve_actions
 
-__all__ = ["Schedule", "ScheduleChoice", "StageSchedule"]
+__all__ = ["ScheduleChoice", "StageSchedule"]
 
 _MEASURED_ITERATIONS = 3
 """Training iterations under 1F1B that are measured; the first one, which warms up, isn't used."""
-_LEAST_GAIN = 0.01
-"""Share of an iteration that a solved order must save over 1F1B to run instead."""
-_DEEP = 1.5
-"""Micro-batches that "deep" may hold on each stage, as a multiple of the number of stages."""
 
-
-class Schedule(Choice):
-    """How the passes of a pipeline's micro-batches are ordered."""
-
-    ONE_F_ONE_B = "1f1b"
-    """One forward and one backward in turn."""
-    SPLIT = "split"
-    """Backward passes of linear layers are split; stages hold no more than under 1F1B."""
-    DEEP = "deep"
-    """The same, and stages run ahead: each holds up to 1.5 micro-batches a stage of the pipeline,
-    where 1F1B holds one on the first stage and fewer on later ones."""
+_USED_MEMORY = 0.9
+"""Share of a device's memory that micro-batches may fill."""
 
 
 class StageSchedule(NamedTuple):
@@ -59,6 +48,11 @@ class StageSchedule(NamedTuple):
     held_before: int = MAX_KEPT_SENDS
     """The same of the stage before."""
 
+    @property
+    def is_split(self) -> bool:
+        """Whether backward passes are split."""
+        return any(action.kind is ActionKind.WEIGHT for action in self.actions)
+
 
 class _Times(NamedTuple):
     """Seconds of a micro-batch on one rank."""
@@ -67,6 +61,8 @@ class _Times(NamedTuple):
     backward_s: float
     edge: Edge
     """The link to the next stage."""
+    room: float
+    """Micro-batches that its memory has room for, the ones that 1F1B holds among them."""
 
 
 class ScheduleChoice:
@@ -74,12 +70,16 @@ class ScheduleChoice:
 
     Args:
         kind: The user's choice.
+        is_split: Whether backward passes can be split.
         comms: Share the measured times.
         clock: Has the times of the last iteration.
     """
 
-    def __init__(self, kind: Schedule, comms: Communicators, clock: ComputeClock) -> None:
+    def __init__(
+        self, kind: Schedule, comms: Communicators, clock: ComputeClock, *, is_split: bool
+    ) -> None:
         self.kind = kind
+        self._is_split = is_split
         self._comms = comms
         self._clock = clock
         self._plan: ParallelPlan | None = None
@@ -88,11 +88,6 @@ class ScheduleChoice:
         self._times: dict[ParallelPlan, list[_Times]] = {}
         """By plan and rank."""
         self._solve = lru_cache(maxsize=64)(self._solved)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether backward passes may be split."""
-        return self.kind is not Schedule.ONE_F_ONE_B
 
     def of(
         self, running: RunningPlan, num_microbatches: int, *, is_training: bool
@@ -125,7 +120,7 @@ class ScheduleChoice:
         Collective over all ranks after a plan's last measured iteration.
         """
         plan = running.plan
-        if self.kind is Schedule.ONE_F_ONE_B or plan.max_stages == 1 or plan in self._times:
+        if not self.kind.is_solved or plan.max_stages == 1 or plan in self._times:
             return
         if plan is not self._plan:
             self._plan, self._num_iterations = plan, 0
@@ -142,7 +137,9 @@ class ScheduleChoice:
             )
             place = running.place
             edge = Edge() if place is None else measure_edge(running.link, place)
-            self._times[plan] = self._comms.gather_objects(_Times(forward_s, backward_s, edge))
+            self._times[plan] = self._comms.gather_objects(
+                _Times(forward_s, backward_s, edge, _room(running))
+            )
             if len(self._times) > MAX_KNOWN_PLANS:
                 self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
 
@@ -162,6 +159,27 @@ class ScheduleChoice:
         return solve_actions(
             stages,
             num_microbatches,
-            most_held=[_DEEP * len(stages)] * len(stages) if self.kind is Schedule.DEEP else (),
-            least_gain=_LEAST_GAIN,
+            most_held=[
+                self.kind.most_held(
+                    index, len(stages), min(times[rank].room for rank in stage.ranks)
+                )
+                for index, stage in enumerate(plan.pipelines[pipeline_index].stages)
+            ],
+            least_gain=self.kind.least_gain,
+            is_split=self._is_split,
         )
+
+
+def _room(running: RunningPlan) -> float:
+    """Return the micro-batches for which this rank's device has memory; infinity on CPUs.
+
+    What the measured iterations took beyond what is kept between them counts as all for the
+    micro-batches that 1F1B holds, so the room is estimated too small rather than too large.
+    """
+    device = running.weights.store.device
+    if device.type != "cuda" or running.place is None:
+        return math.inf
+    held = len(running.stages) - running.place.stage_index
+    most, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    left = _USED_MEMORY * torch.cuda.get_device_properties(device).total_memory - most
+    return held * (1 + max(0.0, left) / max(1, most - kept))
