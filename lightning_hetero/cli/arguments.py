@@ -14,6 +14,8 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
+from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     CostModel,
     MicroBatchShape,
@@ -21,7 +23,6 @@ from lightning_hetero.simulator import (
     Simulation,
     StateLayout,
     choose_cost,
-    simulate,
     split_batch,
 )
 from lightning_hetero.simulator.stage import PRECISIONS
@@ -81,6 +82,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         default="bf16-mixed",
         help="the Trainer's precision, which decides rates, memory and traffic: "
         f"{', '.join(PRECISIONS)} (default: bf16-mixed)",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[str(schedule) for schedule in Schedule],
+        default=str(Schedule.ONE_F_ONE_B),
+        help="the order of passes, as HeteroStrategy(schedule=...) runs them (default: 1f1b)",
     )
     parser.add_argument(
         "--redundancy",
@@ -189,6 +196,8 @@ class Prediction(NamedTuple):
     """The micro-batches of each pipeline."""
     num_tokens: int
     """Tokens of all micro-batches."""
+    scheduled: Scheduled
+    """The schedule under which it was simulated."""
 
 
 def predict(
@@ -209,13 +218,17 @@ def predict(
         sequence_length=arguments.sequence_length,
         microbatch_size=_microbatch_size(plan, arguments),
     )
-    simulation = simulate(plan, cost, batches, record_events=record_events)
+    scheduled = simulate_scheduled(
+        plan, cost, batches, Schedule(arguments.schedule), record_events=record_events
+    )
+    simulation = scheduled.simulation
     if not math.isfinite(simulation.iteration_time_s):
         raise ConfigurationError(
             "An iteration would take for ever. Check the rates of devices and links in the cluster "
             "file and the times of the profile."
         )
-    return Prediction(simulation, batches, sum(sum(map(sum, items)) for items in batches))
+    num_tokens = sum(sum(map(sum, items)) for items in batches)
+    return Prediction(simulation, batches, num_tokens, scheduled)
 
 
 def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:

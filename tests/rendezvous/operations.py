@@ -28,30 +28,31 @@ from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions
 from lightning_hetero.schedules.dispatch import Dispatch, Rule
 
 __all__ = [
-    "BACKWARD",
     "CONTROL",
     "EXCHANGE",
-    "FORWARD",
     "HEADERS",
+    "STAGES",
     "Iteration",
     "Operation",
     "OperationKind",
     "Transfer",
+    "edge_name",
     "iteration_operations",
     "orders_1f1b",
     "random_orders",
 ]
 
-FORWARD = "forward"
-"""Communicator of activations."""
-BACKWARD = "backward"
-"""Communicator of gradients between stages."""
+STAGES = "stages"
+"""Begins the names of communicators between stages, one for each sender and receiver."""
 EXCHANGE = "exchange"
 """Communicator of pull and push."""
 CONTROL = "control"
 """Communicator of what all ranks agree on at the end of an iteration."""
 HEADERS = "headers"
-"""Queue of the headers that announce activations on accelerators; it is on the CPU."""
+"""Begins the names of queues of headers that announce activations on accelerators.
+
+They are on the CPU, where each sender and receiver have a queue.
+"""
 
 
 Orders = Sequence[Sequence[Action]]
@@ -89,6 +90,11 @@ def random_orders(rng: Random) -> Callable[[int, int], Orders]:
         return as_actions(orders)
 
     return orders_of
+
+
+def edge_name(what: str, sender: int, receiver: int) -> str:
+    """Return the name of the queue from one rank to another."""
+    return f"{what} {sender}>{receiver}"
 
 
 class OperationKind(StrEnum):
@@ -342,7 +348,7 @@ class _Steps:
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
-                communicator=HEADERS,
+                communicator=edge_name(HEADERS, piece.sender, piece.receiver),
                 transfers=(transfer,),
                 waits_for=waits_for,
             )
@@ -361,7 +367,7 @@ class _Steps:
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
-                communicator=FORWARD if action.kind is ActionKind.FORWARD else BACKWARD,
+                communicator=edge_name(STAGES, piece.sender, piece.receiver),
                 transfers=(transfer,),
                 waits_for=waits_for,
             )

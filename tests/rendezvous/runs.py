@@ -14,12 +14,12 @@ from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.exchange import pull, push
 from lightning_hetero.runtime.exchange.pull import Pull
 from tests.rendezvous.operations import (
-    BACKWARD,
     CONTROL,
     EXCHANGE,
-    FORWARD,
+    STAGES,
     Iteration,
     Operation,
+    edge_name,
     iteration_operations,
 )
 from tests.rendezvous.recorder import REST, Recorder
@@ -77,10 +77,12 @@ class _Look(L.Callback):
     def _name_groups(self, trainer: L.Trainer) -> None:
         assert isinstance(trainer.strategy, HeteroStrategy)
         comms = trainer.strategy.engine.comms
-        for name in (FORWARD, BACKWARD, EXCHANGE, CONTROL):
+        for edge, group in comms._edges.items():
+            if trainer.global_rank in edge:
+                self.names[group.group_name] = edge_name(STAGES, *edge)
+        for name in (EXCHANGE, CONTROL):
             group = getattr(comms, name)
-            if group is not None:  # Stages are connected by the first plan that has some.
-                self.names[group.group_name] = name
+            self.names[group.group_name] = name
         for ranks, group in comms._exchange_groups.items():
             if trainer.global_rank in ranks:
                 self.names[group.group_name] = exchange_among(ranks)

@@ -1,8 +1,8 @@
 """Carry activations forward and their gradients backward between the stages of a pipeline.
 
-Forward and backward use communicators of their own, and each carries micro-batches in the order of
-the schedule, so under NCCL's rules (in order per communicator, a send ends with its receive) no
-stage waits for one that waits for it.
+Each sender and receiver have a communicator of their own for each direction, which carries
+micro-batches in the order of the schedule. So under NCCL's rules (in order per communicator, a send
+ends with its receive) no message queues behind one that waits for another stage.
 
 Only the sender knows what its layers made of a micro-batch, so a header goes with each activation:
 shapes, dtypes and what layers left.
@@ -99,8 +99,8 @@ class ActivationLink:
     Args:
         previous: The stage before; None on the first stage.
         following: The next stage; None on the last stage.
-        comms: `forward` and `backward` carry activations and gradients, `control` the headers that
-            are messages of their own.
+        comms: Its edges carry activations and gradients, `control` the headers that are messages of
+            their own.
         device: Where activations lie.
         clock: Times the waits.
         group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
@@ -146,13 +146,10 @@ class ActivationLink:
     def expect_activations(self, num_left: int) -> None:
         """Post receives of the next handovers, of which `num_left` are to come."""
         assert self.previous is not None
+        piece = self.previous.received
+        group = self._first_group(piece, is_apart=self._gets_headers_apart)
         for _ in range(min(num_left, self._most_expected) - self._inbox.num_posted):
-            self._inbox.post(self.previous.received.sender, self._first_group)
-
-    @property
-    def _first_group(self) -> dist.ProcessGroup | None:
-        """Where the first message of each activation comes from."""
-        return self.comms.control if self._gets_headers_apart else self.comms.forward
+            self._inbox.post(piece.sender, group)
 
     def receive_activation(self) -> Handover:
         """Wait for the next handover from the stage before, and return it.
@@ -163,11 +160,10 @@ class ActivationLink:
         inbox, piece = self._inbox, self.previous.received
         is_apart = self._gets_headers_apart
         self.expect_activations(max(1, inbox.num_posted))
-        header, message = inbox.receive(
-            piece.sender, self._first_group, self._clock, counts=not is_apart
-        )
+        group = self._first_group(piece, is_apart=is_apart)
+        header, message = inbox.receive(piece.sender, group, self._clock, counts=not is_apart)
         if is_apart:
-            received = self._wait(self._post(header.tensors, piece, self.comms.forward))
+            received = self._wait(self._post(header.tensors, piece))
         else:
             received = unpack(message, header.tensors, behind=inbox.header_bytes)
         for tensor, form in zip(received, header.tensors, strict=True):
@@ -183,22 +179,22 @@ class ActivationLink:
         self._clock.before_send()
         self._sent_forward.make_room(self._clock)
         is_apart = self._sends_headers_apart
-        first_group = self.comms.control if is_apart else self.comms.forward
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
         headers = self._outbox.messages(_header_of(sent), [] if is_apart else sent.tensors)
         payload = payload_of(sent.tensors) if is_apart else []
         for piece in self.following.sent:
+            first_group = self._first_group(piece, is_apart=is_apart)
             for tag, header in enumerate(headers):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
             for part in payload:
-                self._sent_forward.add(_cut(part, piece), piece.receiver, self.comms.forward)
+                self._sent_forward.add(_cut(part, piece), piece.receiver, self._edge(piece))
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
         """Post the receive of the gradients of sent tensors, unless it is posted."""
         assert self.following is not None
         if microbatch_index not in self._gradients:
             forms = tuple(map(form_of, sent))
-            posted = self._post(forms, self.following.received, self.comms.backward)
+            posted = self._post(forms, self.following.received)
             self._gradients[microbatch_index] = posted
 
     def receive_gradient(self, microbatch_index: int) -> list[Tensor]:
@@ -215,7 +211,7 @@ class ActivationLink:
         payload = payload_of(gradients)
         for piece in self.previous.sent:
             for part in payload:
-                self._sent_backward.add(_cut(part, piece), piece.receiver, self.comms.backward)
+                self._sent_backward.add(_cut(part, piece), piece.receiver, self._edge(piece))
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -223,6 +219,13 @@ class ActivationLink:
         self._sent_backward.clear()
         self._outbox.finish()
         self._most_expected = 1
+
+    def _edge(self, piece: SentPiece) -> dist.ProcessGroup:
+        return self.comms.edge(piece.sender, piece.receiver)
+
+    def _first_group(self, piece: SentPiece, *, is_apart: bool) -> dist.ProcessGroup | None:
+        """Return where the first message of an activation travels."""
+        return self.comms.control if is_apart else self._edge(piece)
 
     def _is_apart(self, piece: SentPiece) -> bool:
         """Whether headers are messages of their own, for messages of which this is a piece."""
@@ -247,16 +250,14 @@ class ActivationLink:
         all_gather_single(whole, padded, self._group)
         return whole[:size]
 
-    def _post(
-        self, forms: tuple[Form, ...], piece: SentPiece, group: dist.ProcessGroup | None
-    ) -> _Posted:
+    def _post(self, forms: tuple[Form, ...], piece: SentPiece) -> _Posted:
         works, buffers = [], []
         for size in payload_sizes(forms):
             start, stop = piece.bounds(size)
             buffer = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
             buffers.append(buffer)
             if start < stop:
-                work = dist.irecv(buffer, piece.sender, group=group)
+                work = dist.irecv(buffer, piece.sender, group=self._edge(piece))
                 assert work is not None
                 works.append((work, buffer))
         return _Posted(forms, piece, works, buffers)

@@ -32,21 +32,23 @@ def measure_edge(link: ActivationLink, place: RankPlace) -> Edge:
             )
             found = Edge(latency_s=latency_s, transfer_s=max(0.0, whole_s - latency_s))
         elif not is_forward and link.previous is not None:
-            peer, comms = link.previous.received.sender, link.comms
+            peer, own = link.previous.received.sender, link.comms.global_rank
+            there, back = link.comms.edge(peer, own), link.comms.edge(own, peer)
             for size in (1, link.num_received_bytes):
                 message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
                 for _ in range(_NUM_MEASURED):
-                    _wait(dist.irecv(message, peer, group=comms.forward), message)
-                    _wait(dist.isend(message, peer, group=comms.backward), message)
+                    _wait(dist.irecv(message, peer, group=there), message)
+                    _wait(dist.isend(message, peer, group=back), message)
     return found
 
 
 def _round_trip_s(link: ActivationLink, peer: int, size: int) -> float:
+    own = link.comms.global_rank
     message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
     answer = torch.empty_like(message)
-    expected = dist.irecv(answer, peer, group=link.comms.backward)
+    expected = dist.irecv(answer, peer, group=link.comms.edge(peer, own))
     start = time.perf_counter()
-    _wait(dist.isend(message, peer, group=link.comms.forward), message)
+    _wait(dist.isend(message, peer, group=link.comms.edge(own, peer)), message)
     _wait(expected, answer)
     return time.perf_counter() - start
 
