@@ -49,6 +49,7 @@ examples/how-it-works
 examples/migrating
 docs/contract
 docs/supported
+docs/tensor-parallel
 docs/files
 examples/measured
 CHANGELOG

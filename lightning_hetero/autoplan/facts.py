@@ -1,9 +1,9 @@
 """Input and result of planning for the ranks that run; `planning` does it.
 
-`AutoPlan` holds the user's facts, `RunFacts` and `DataFacts` those of the strategy, `AutoPlanned`
-the result. The size of an iteration is found before there is a batch, in this order: in attributes
-of the loader, its dataset, the data module and the module (and of their `hparams`), then in the
-first sample of a dataset that can be indexed.
+`AutoPlan` holds the user's facts, `RunFacts` and `DataFacts` those of the strategy, `RunPlans` and
+`AutoPlanned` the result. The size of an iteration is found before there is a batch, in this order:
+in attributes of the loader, its dataset, the data module and the module (and of their `hparams`),
+then in the first sample of a dataset that can be indexed.
 """
 
 import math
@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.pipeline_cost import typical_length
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.cluster import Cluster
@@ -47,6 +48,7 @@ __all__ = [
     "DataFacts",
     "Emulation",
     "RunFacts",
+    "RunPlans",
     "find_batch_sizes",
     "find_data",
     "find_sizes",
@@ -316,3 +318,22 @@ class AutoPlanned:
     def predicted_s(self) -> float | None:
         """Predicted seconds of an iteration; None if nothing was simulated."""
         return None if self.simulation is None else self.simulation.iteration_time_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlans:
+    """The plans of a run; the same on every rank."""
+
+    first: ParallelPlan
+    """The plan that runs first."""
+    candidates: tuple[ParallelPlan, ...]
+    """Plans among which a data module may choose."""
+    costs: tuple[tuple[PipelineCost, ...], ...] | None = None
+    """Costs of the candidates' pipelines; None if they weren't measured."""
+    auto: AutoPlanned | None = None
+    """The automatic plan and its basis; None if a plan was given."""
+
+    @property
+    def may_use_tensor_parallelism(self) -> bool:
+        """Whether a stage of any of them has several ranks."""
+        return any(plan.has_tensor_parallelism for plan in self.candidates)

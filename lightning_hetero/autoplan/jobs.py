@@ -1,26 +1,45 @@
-"""Jobs for which plans are searched: the present one, and those after a loss of ranks."""
+"""Jobs for which plans are searched: the present one, and those after a loss of ranks.
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+After a loss the first rank that is left plans. So each rank solves in advance the cases in which it
+would be the first: rank 0 the loss of any other rank or node, and the next rank, or the first one
+on the next node, the loss of rank 0 or of its node. With up to 8 nodes, or ranks, also the loss of
+any two at once. A plan made in advance is used only if exactly its task arises: the same devices,
+model, sizes and costs.
+"""
+
+import pickle
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any, TypeVar
 
-from lightning_hetero.autoplan.contingencies import losses_to_plan_for
 from lightning_hetero.autoplan.facts import AutoPlan, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.process.answering import AnsweringProcess
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.planner import PlanningOptions, Workload
+from lightning_hetero.planner import PlanningOptions, Workload, contingency
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, Task
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
 from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
 
-__all__ = ["Job", "foresee", "holds_everything", "needs_no_search", "num_batches_of"]
+__all__ = ["Contingencies", "Job", "foresee", "losses_to_plan_for", "num_batches_of"]
 
 _DEFAULT_SAMPLES = 8
+"""Samples of a rank's batch if none are found."""
 _DEFAULT_LENGTH = 512
+"""Tokens of a sample if none are found."""
 _MAX_PARTS = 4
+"""Most micro-batches into which a batch is cut, besides single samples."""
+_MOST_IN_PAIRS = 8
+"""Most ranks, and most nodes, for which the loss of any two of them is planned for."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +94,7 @@ class Job:
             sequence_length=length,
             batch_size=samples,
             num_batches=num_batches_of(facts),
-            microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
+            microbatch_sizes=options.microbatch_sizes or _sizes_of(samples),
             assumed=tuple(assumed),
         )
 
@@ -88,6 +107,22 @@ class Job:
         cluster = self.cluster.without(lost) if is_described else cluster_of(left)
         cluster = corrected_cluster(_cluster_for(facts, cluster), left)
         return replace(self, cluster=cluster, states=_states_of(facts, left))
+
+    def needs_no_search(self, options: AutoPlan) -> bool:
+        """Whether one pipeline per rank is best: devices are equal, and hold model and batch.
+
+        By the roofline.
+        """
+        if options.cluster is not None or len({node.device for node in self.cluster.nodes}) > 1:
+            return False
+        # One micro-batch is no sum.
+        states = replace(self.states, summed_bytes=self.states.gradient_bytes)
+        cost = RooflineCost(self.cluster, self.model, layout=states)
+        name = self.cluster.nodes[0].device
+        shape = StageShape(name, 1, self.model.num_layers, has_embedding=True, has_head=True)
+        batch = (self.sequence_length,) * self.batch_size
+        needed = cost.stage_memory(shape, self.cluster.num_ranks, [batch], 1)
+        return needed.total <= cost.usable_bytes(name)
 
     def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
         """Return one search for each size of micro-batches that divides the iteration."""
@@ -159,24 +194,74 @@ def foresee(
     return tuple(found)
 
 
-def needs_no_search(job: Job, options: AutoPlan) -> bool:
-    """Whether devices are equal and hold the whole model: then one pipeline per rank is best."""
-    are_equal = len({node.device for node in job.cluster.nodes}) == 1
-    return options.cluster is None and are_equal and holds_everything(job)
-
-
-def _microbatch_sizes(samples: int) -> tuple[int, ...]:
+def _sizes_of(samples: int) -> tuple[int, ...]:
+    """Return the sizes of micro-batches to try: equal parts of a batch, and single samples."""
     parts = [part for part in range(1, _MAX_PARTS + 1) if samples % part == 0]
     return tuple(dict.fromkeys([*(samples // part for part in parts), 1]))
 
 
-def holds_everything(job: Job) -> bool:
-    """Return whether a device holds the whole model and a whole batch, by the roofline."""
-    # One micro-batch is no sum.
-    states = replace(job.states, summed_bytes=job.states.gradient_bytes)
-    cost = RooflineCost(job.cluster, job.model, layout=states)
-    name = job.cluster.nodes[0].device
-    shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
-    batch = (job.sequence_length,) * job.batch_size
-    needed = cost.stage_memory(shape, job.cluster.num_ranks, [batch], 1)
-    return needed.total <= cost.usable_bytes(name)
+def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[frozenset[int]]:
+    """Yield the sets of ranks that may be lost together and leave `global_rank` as the first.
+
+    Args:
+        seats: Every rank's device, by global rank.
+        global_rank: The rank.
+    """
+    hosts = sorted({seat.host for seat in seats})
+    ranks = [frozenset({rank}) for rank in range(len(seats))]
+    nodes = [frozenset(r for r, seat in enumerate(seats) if seat.host == host) for host in hosts]
+    together = [*ranks, *(nodes if len(nodes) > 1 else ())]
+    for parts in (ranks, nodes):
+        if len(parts) <= _MOST_IN_PAIRS:
+            together += [one | other for one, other in combinations(parts, 2)]
+    for lost in dict.fromkeys(together):
+        left = [rank for rank in range(len(seats)) if rank not in lost]
+        if left and left[0] == global_rank:
+            yield lost
+
+
+class Contingencies:
+    """One rank's solved tasks, and those that it is solving in the background."""
+
+    def __init__(self) -> None:
+        self._answers: list[tuple[Task[Any], Any]] = []
+        self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
+
+    def prepare(self, tasks: Sequence[Task[object]]) -> None:
+        """Begin to solve tasks in the background; earlier ones not solved yet are dropped."""
+        self.stop()
+        known = [task for task, _ in self._answers]
+        new: list[Task[object]] = []
+        for task in tasks:
+            if task not in known and task not in new:
+                new.append(task)
+        if new:
+            process = AnsweringProcess(contingency.__name__, is_silent=True)
+            thread = threading.Thread(
+                target=self._solve_all, args=(process, new), name="contingencies", daemon=True
+            )
+            self._solving = process, thread
+            thread.start()
+
+    def solve(self, task: Task[_T]) -> _T:
+        """Return the answer to a task; search for it if it isn't known."""
+        for known, answer in list(self._answers):
+            if known == task:
+                found: _T = answer
+                return found
+        return task.solve()
+
+    def stop(self) -> None:
+        """Stop solving; answers that are known are kept."""
+        solving, self._solving = self._solving, None
+        if solving is not None:
+            process, thread = solving
+            process.kill()
+            thread.join()
+
+    def _solve_all(self, process: AnsweringProcess, tasks: Sequence[Task[object]]) -> None:
+        # If the process dies, the other tasks are solved when they are needed.
+        with suppress(OSError, EOFError, pickle.UnpicklingError):
+            for task in tasks:
+                self._answers.append((task, process.ask(task)))
+        process.stop()

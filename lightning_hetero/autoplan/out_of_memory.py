@@ -5,11 +5,12 @@ the predicted and actual bytes, term by term. A correction for later plans is wr
 folder of the measured profiles (`runtime.setup.memory_corrections`).
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.table import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.simulator import TERM_NAMES, MemoryCorrection, MemoryTerms, OutOfMemory
+from lightning_hetero.simulator import TERM_NAMES, MemoryCorrection, MemoryTerms
 
-__all__ = ["MemoryWatch", "is_out_of_memory", "requested_bytes"]
+__all__ = ["MemoryWatch", "OutOfMemory", "is_out_of_memory", "requested_bytes"]
 
 _MIB = 2**20
 _OF_CPU = "can't allocate memory"
@@ -43,6 +44,54 @@ def requested_bytes(error: BaseException) -> int:
     """Return the bytes of the allocation that failed, 0 if the error doesn't say."""
     found = _REQUEST.search(str(error))
     return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """A rank's memory when an allocation failed.
+
+    Let P_s and P_m be the predicted bytes of states and of micro-batches, and P_m(k) those of the k
+    micro-batches that were in flight. The factor is what was needed beside states over P_m(k). The
+    corrected peak P_s + factor · P_m exceeds the corrected usable memory of the device, so the
+    failed plan is never chosen again.
+    """
+
+    predicted: MemoryTerms
+    """The predicted peak of its stage; states alone if nothing more was predicted."""
+    live_bytes: int
+    """Bytes that were in use."""
+    requested_bytes: int
+    """Bytes that were asked for and didn't fit beside them; 0 if unknown."""
+    state_bytes: int
+    """Bytes in use that were weights, gradients and owned states."""
+    usable_bytes: float
+    """Bytes of the device that the plan expected to be free to use."""
+    in_flight: float = 1.0
+    """Micro-batches in flight at the failure, as a share of the plan's most, above 0 to 1."""
+
+    def correct(self, known: MemoryCorrection) -> MemoryCorrection:
+        """Return the correction that planners must apply from now on.
+
+        Args:
+            known: The correction that the prediction included already.
+        """
+        predicted, needed = self.predicted, self.live_bytes + self.requested_bytes
+        passing = predicted.recomputed + predicted.head + predicted.messages
+        so_far = predicted.activations * self.in_flight + passing
+        if so_far <= 0:
+            return MemoryCorrection(usable_bytes=self.live_bytes).join(known)
+        factor = max(1.0, (needed - self.state_bytes) / so_far)
+        peak = predicted.states + max(
+            predicted.total - predicted.states, factor * (predicted.activations + passing)
+        )
+        usable = None
+        if min(needed, peak) <= self.usable_bytes:
+            # The device holds less than expected; what was live did fit.
+            usable = max(0, min(self.live_bytes, math.ceil(peak) - 1))
+        found = MemoryCorrection(
+            activation_factor=factor * known.activation_factor, usable_bytes=usable
+        )
+        return found.join(known)
 
 
 class _Live(NamedTuple):

@@ -11,20 +11,20 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Self
 
-from lightning_hetero.autoplan.facts import NUM_STATES, AutoPlanned, RunFacts
+from lightning_hetero.autoplan.engine_choices import state_memory
+from lightning_hetero.autoplan.facts import AutoPlanned, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Holding, ParameterSpec, PlanHolders, Slice
+from lightning_hetero.core.slices import ParameterSpec, Slice
 from lightning_hetero.core.table import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import (
     MemoryCorrection,
-    MemoryTerms,
     MicroBatchShape,
     RooflineCost,
     StageFacts,
@@ -38,7 +38,7 @@ from lightning_hetero.simulator import (
     usable_bytes,
 )
 
-__all__ = ["StartUp", "state_memory"]
+__all__ = ["StartUp"]
 
 _NAMED_STANDBYS = 8
 """Most ranks whose standbys are named."""
@@ -270,41 +270,3 @@ def _longest_line(longest: Sequence[MicroBatchShape]) -> str:
     tokens = sorted({sum(microbatch) for microbatch in longest})
     least = f"{tokens[0]:,} to " if len(tokens) > 1 else ""
     return f"memory          as micro-batches of up to {least}{tokens[-1]:,} tokens fill it"
-
-
-def state_memory(
-    plan: ParallelPlan,
-    facts: RunFacts,
-    specs: Sequence[ParameterSpec],
-    slices: Mapping[str, Sequence[Slice]],
-) -> list[MemoryTerms]:
-    """Return each rank's memory for weights, gradients and Adam's states, by global rank.
-
-    A holder keeps weights in the compute dtype and sums gradients in fp32, unless told otherwise;
-    an owner or standby keeps the master, the gradient summed over pipelines, and two moments.
-    Frozen parameters have neither gradients nor moments.
-    """
-    used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
-    holders = PlanHolders(plan)
-    # Bytes of a row of all parameters that are held, or owned, alike: these have one object each.
-    held: dict[int, tuple[tuple[Holding, ...], list[float]]] = {}
-    owned: dict[int, tuple[Sequence[Slice], list[float]]] = {}
-    for spec in specs:
-        holdings, items = holders.of(spec).holdings, slices[spec.name]
-        _, of_row = held.setdefault(id(holdings), (holdings, [0.0, 0.0]))
-        of_row[0] += spec.row_numel * facts.compute_bytes
-        of_row[1] += spec.row_numel * facts.summed_bytes * spec.requires_grad
-        _, of_owned_row = owned.setdefault(id(items), (items, [0.0]))
-        num_states = NUM_STATES if spec.requires_grad else 1
-        of_owned_row[0] += spec.row_numel * facts.master_bytes * num_states
-    for holdings, (weight_bytes, gradient_bytes) in held.values():
-        for holding in holdings:
-            rows = sum(stop - start for start, stop in holding.intervals)
-            used[holding.global_rank][0] += rows * weight_bytes
-            used[holding.global_rank][1] += rows * gradient_bytes
-    for items, (owned_bytes,) in owned.values():
-        for item in items:
-            for rank in item.keepers:
-                if not facts.owned_device.is_on_host(plan, rank):
-                    used[rank][2] += (item.stop - item.start) * owned_bytes
-    return [MemoryTerms(*terms) for terms in used]

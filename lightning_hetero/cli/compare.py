@@ -15,7 +15,7 @@ from lightning_hetero.cli.output import (
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, devices_line
-from lightning_hetero.simulator.owned_exchange import moved_params
+from lightning_hetero.simulator.exchange import moved_params
 
 __all__ = ["add_arguments", "run_compare"]
 

@@ -81,6 +81,10 @@ class ParameterSpec:
     """Number of equal blocks along `tp_dim` that are sharded one by one (fused projections)."""
     tp_uneven: bool = False
     """Whether shards may differ in size if the degree doesn't divide them (vocabularies)."""
+    tp_heads: int = 0
+    """Number of equal heads in each block that are never cut; 0 if rows may be cut anywhere."""
+    tp_readers: int = 1
+    """Query heads that read each head: the ranks of several of them hold it several times."""
     tp_partial: bool = False
     """Whether each rank of a group that holds it whole gets only a summand of its gradient."""
     requires_grad: bool = True
@@ -106,10 +110,40 @@ class ParameterSpec:
         return self.numel // self.cut_length if self.cut_length else 0
 
     @property
-    def cut(self) -> tuple[int, bool, int, bool, bool]:
+    def cut(self) -> tuple[int | bool, ...]:
         """The fields that decide how it is cut: equal for parameters that are cut alike."""
-        is_whole = self.tp_dim is None
-        return self.cut_length, is_whole, self.tp_blocks, self.tp_uneven, self.tp_partial
+        flags = self.tp_dim is None, self.tp_uneven, self.tp_partial
+        return self.cut_length, *flags, self.tp_blocks, self.tp_heads, self.tp_readers
+
+    @property
+    def tp_parts(self) -> int:
+        """Number of equal parts in which a block is shared out; a degree must divide it."""
+        return (self.tp_heads or self.cut_length // self.tp_blocks) * self.tp_readers
+
+    def rows_of(self, tp_rank: int, tp_degree: int) -> tuple[Interval, ...]:
+        """Return the rows of the cut dim that a rank of a tensor-parallel group holds.
+
+        The parts of each block are shared out evenly, and a rank holds the heads that its parts
+        read. So ranks that read the same head all hold it, each with a summand of its gradient.
+
+        Raises:
+            ModelError: The degree doesn't divide the parts.
+        """
+        if self.tp_dim is None or tp_degree == 1:
+            return ((0, self.cut_length),)
+        if self.tp_uneven and self.tp_blocks == 1:
+            return (piece_of(self.cut_length, tp_rank, tp_degree),)
+        block, parts = self.cut_length // self.tp_blocks, self.tp_parts
+        if block * self.tp_blocks != self.cut_length or parts % tp_degree:
+            raise ModelError(
+                f"Parameter {self.name} of shape {self.shape} can't be cut into {tp_degree} equal "
+                f"tensor-parallel shards along dim {self.tp_dim}. Choose a TP degree that divides "
+                f"{parts}."
+            )
+        share, per_head = parts // tp_degree, block * self.tp_readers // parts
+        first = tp_rank * share // self.tp_readers * per_head
+        stop = -(-(tp_rank + 1) * share // self.tp_readers) * per_head
+        return tuple((b * block + first, b * block + stop) for b in range(self.tp_blocks))
 
     def shape_of_rows(self, num_rows: int) -> tuple[int, ...]:
         """Return the shape of `num_rows` rows of the cut dim; a scalar has one row, itself."""
@@ -176,7 +210,8 @@ def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
         for stage_index in _stages_that_use(spec, pipeline):
             ranks = pipeline.stages[stage_index].ranks
             for tp_rank, global_rank in enumerate(ranks):
-                intervals, pushes = _shard(spec, tp_rank, len(ranks))
+                intervals = spec.rows_of(tp_rank, len(ranks))
+                pushes = _pushes(spec, tp_rank, len(ranks))
                 yield Holding(global_rank, pipeline_index, intervals, pushes)
 
 
@@ -320,33 +355,15 @@ def _stages_that_use(spec: ParameterSpec, pipeline: PipelinePlan) -> list[int]:
     return sorted(stages)
 
 
-def _shard(
-    spec: ParameterSpec, tp_rank: int, tp_degree: int
-) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    whole = ((0, spec.cut_length),)
-    if tp_degree == 1:
-        return whole, whole
-    if spec.tp_dim is None:
-        # All ranks of the group hold it. If they have the same gradient, each sends its share of
-        # rows; summands are sent whole, and the owner sums them.
-        share = (piece_of(spec.cut_length, tp_rank, tp_degree),)
-        return whole, whole if spec.tp_partial else share
-    if spec.tp_uneven and spec.tp_blocks == 1:
-        own = (piece_of(spec.cut_length, tp_rank, tp_degree),)
-        return own, own
-    block = spec.cut_length // spec.tp_blocks
-    if block * spec.tp_blocks != spec.cut_length or block % tp_degree:
-        raise ModelError(
-            f"Parameter {spec.name} of shape {spec.shape} can't be cut into {tp_degree} equal "
-            f"tensor-parallel shards along dim {spec.tp_dim}. Choose a TP degree that divides "
-            f"{block}."
-        )
-    shard = block // tp_degree
-    intervals = tuple(
-        (b * block + tp_rank * shard, b * block + (tp_rank + 1) * shard)
-        for b in range(spec.tp_blocks)
-    )
-    return intervals, intervals
+def _pushes(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[Interval, ...]:
+    """Return the rows whose gradients a rank sends; it holds at least these.
+
+    If all ranks of the group have the same gradient, each sends its share of rows. Summands, such
+    as those of heads that several ranks hold, are sent whole, and the owner sums them.
+    """
+    if spec.tp_dim is None and not spec.tp_partial:
+        return (piece_of(spec.cut_length, tp_rank, tp_degree),)
+    return spec.rows_of(tp_rank, tp_degree)
 
 
 def piece_of(length: int, index: int, count: int) -> Interval:

@@ -120,6 +120,9 @@ class _Embedding(nn.Embedding):
 class _Attention(nn.Module):
     """Grouped-query attention with rotary positions; works with any part of the heads."""
 
+    takes_any_heads = True
+    """Told to tensor parallelism, whose ranks may share key heads."""
+
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim

@@ -19,8 +19,9 @@ from lightning_hetero.planner.estimating.estimator import Estimator
 from lightning_hetero.planner.estimating.memory_fit import settle_memory
 from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
-from lightning_hetero.simulator.exchange import ExchangeTable, Holders
+from lightning_hetero.simulator.exchange import ExchangeTable
 from lightning_hetero.simulator.propagate import EqualTimes, propagate, propagate_all
+from lightning_hetero.simulator.unit_times import Holders
 
 __all__ = ["Candidate", "Judge"]
 

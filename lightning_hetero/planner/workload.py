@@ -6,7 +6,6 @@ from enum import StrEnum
 from numbers import Integral
 
 from lightning_hetero.core.errors import PlanningError, ProfileError
-from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["Objective", "PlanningOptions", "Workload", "explain_no_room", "valid_tp_degrees"]
@@ -105,7 +104,9 @@ def _check_whole(name: str, value: object) -> None:
 def valid_tp_degrees(
     cost: CostModel, workload: Workload, options: PlanningOptions
 ) -> tuple[int, ...]:
-    """Return the TP degrees that fit into a node, divide the heads and are known to the cost model.
+    """Return the TP degrees that fit into a node, divide the model and are known to the cost model.
+
+    The runtime shares heads out to any degree that divides the query heads (and the MLP's width).
 
     Raises:
         PlanningError: A requested degree doesn't fit into a node or doesn't divide the heads.
@@ -116,7 +117,8 @@ def valid_tp_degrees(
             _check_tp_degree(cost, degree)
         return tuple(sorted(set(options.tp_degrees)))
     largest = max(node.count for node in cost.cluster.nodes)
-    degrees = [degree for degree in range(1, largest + 1) if _heads_divide(cost.model, degree)]
+    widths = cost.model.num_heads, cost.model.intermediate_size
+    degrees = [d for d in range(1, largest + 1) if all(width % d == 0 for width in widths)]
     problems = {degree: _missing_times(cost, workload, degree) for degree in degrees}
     known = tuple(degree for degree in degrees if problems[degree] is None)
     first = problems[degrees[0]]
@@ -147,15 +149,11 @@ def _check_tp_degree(cost: CostModel, degree: int) -> None:
             f"TP degree {degree} needs {degree} devices in one node, but the largest node has "
             f"{largest}. Ask for a degree of at most {largest}."
         )
-    if not _heads_divide(model, degree):
+    if model.num_heads % degree:
         raise PlanningError(
-            f"TP degree {degree} doesn't divide the {model.num_heads} heads and "
-            f"{model.num_kv_heads} key-value heads of {model.name}. Ask for a divisor."
+            f"TP degree {degree} doesn't divide the {model.num_heads} heads of {model.name}. Ask "
+            "for a divisor."
         )
-
-
-def _heads_divide(model: ModelSpec, degree: int) -> bool:
-    return not (model.num_heads % degree or model.num_kv_heads % degree)
 
 
 def _missing_times(cost: CostModel, workload: Workload, degree: int) -> ProfileError | None:

@@ -6,10 +6,8 @@ from lightning_hetero.simulator.memory import (
     MemoryCorrection,
     MemoryTerms,
     MicroBatchShape,
-    OutOfMemory,
     usable_bytes,
 )
-from lightning_hetero.simulator.owned_exchange import host_bytes
 from lightning_hetero.simulator.pictures import plot_timeline, save_trace, trace_events
 from lightning_hetero.simulator.report import (
     TERM_NAMES,
@@ -25,7 +23,13 @@ from lightning_hetero.simulator.report import (
     prediction_lines,
     simulated_facts,
 )
-from lightning_hetero.simulator.simulate import Event, Simulation, simulate, split_batch
+from lightning_hetero.simulator.simulate import (
+    Event,
+    Simulation,
+    host_bytes,
+    simulate,
+    split_batch,
+)
 from lightning_hetero.simulator.stage import StageShape, StateLayout
 
 __all__ = [
@@ -35,7 +39,6 @@ __all__ = [
     "MemoryCorrection",
     "MemoryTerms",
     "MicroBatchShape",
-    "OutOfMemory",
     "PlanTable",
     "ProfileCost",
     "RooflineCost",

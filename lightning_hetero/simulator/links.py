@@ -13,10 +13,8 @@ A search times thousands of plans, so exchanges of many pieces are computed at o
 [D, G]: D holders of each of G pieces, which exchange among themselves.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from math import ceil
 
 import numpy as np
 
@@ -28,7 +26,6 @@ __all__ = [
     "Peers",
     "push_by_node_s",
     "push_straight_s",
-    "ring_s",
     "rings_inside_s",
     "rings_s",
 ]
@@ -72,7 +69,8 @@ class ClusterLinks:
         """Return the seconds of messages over a usual link between nodes, without latency."""
         if self.message_curve is None:
             return num_bytes / self.cluster.inter_node_bytes_per_s
-        return np.array([self.message_curve(size) for size in num_bytes.tolist()])
+        seconds = [self.message_curve(size) for size in num_bytes.ravel().tolist()]
+        return np.array(seconds).reshape(num_bytes.shape)
 
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Return the seconds of one message between two ranks."""
@@ -84,11 +82,10 @@ class ClusterLinks:
         return latency_s + self.message_curve(num_bytes) * usual_bytes_per_s / bytes_per_s
 
     def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.ring_s(ranks, num_bytes)
+        """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather.
 
-    def ring_s(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds of a ring's all-gather or reduce-scatter, over its slowest link."""
+        Each sends every rank's part over all links of the ring, the slowest of which counts.
+        """
         if len(ranks) < 2:
             return 0.0
         # Links between the same two nodes are equally fast.
@@ -96,63 +93,81 @@ class ClusterLinks:
             (self.node_of_rank[a], self.node_of_rank[b]): (a, b)
             for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)
         }
-
-        def message_s(num_bytes: float) -> float:
-            return max(self.transfer_s(a, b, num_bytes) for a, b in links.values())
-
-        return ring_s(len(ranks), num_bytes, message_s)
-
-
-def ring_s(num_ranks: int, num_bytes: float, message_s: Callable[[float], float]) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of these bytes in total.
-
-    An all-reduce is one of each.
-    """
-    return (num_ranks - 1) * message_s(num_bytes / num_ranks)
+        part = num_bytes / len(ranks)
+        return 2 * (len(ranks) - 1) * max(self.transfer_s(a, b, part) for a, b in links.values())
 
 
 class Peers:
-    """The links of each holder to all others of its piece.
+    """What each holder of a piece exchanges with ranks of its own node and of others.
 
-    Linear in holders and links: peers on other nodes count at the cluster's rate, and the few links
-    that differ correct that.
+    Linear in holders, nodes and links: peers on other nodes count at the cluster's rate, and the
+    few links that differ correct that.
 
     Args:
         links: The cluster's links.
-        nodes: [D, G] nodes of the holders of each piece.
+        nodes: [D, G] nodes of D holders of each of G pieces.
+        on_nodes: [G, nodes] how much each node's ranks exchange: a number of peers, or a share.
+        own: [D, G, ranks] what the ranks of a holder's own stage have of that, which doesn't count.
+        own_nodes: [D, G, ranks] the nodes of these ranks; None if they are the holders'.
     """
 
-    def __init__(self, links: ClusterLinks, nodes: IntArray) -> None:
-        cluster = links.cluster
-        num_holders, num_pieces = nodes.shape
-        size = num_pieces, len(cluster.nodes)
-        columns = np.arange(num_pieces)
-        places = (columns * size[1] + nodes).ravel()
-        per_node = np.bincount(places, minlength=size[0] * size[1]).reshape(size)
-        near = per_node[columns, nodes] - 1
-        far = num_holders - 1 - near
-        usual = far.astype(float)
+    def __init__(
+        self,
+        links: ClusterLinks,
+        nodes: IntArray,
+        on_nodes: FloatArray,
+        own: FloatArray,
+        own_nodes: IntArray | None = None,
+    ) -> None:
+        cluster, where = links.cluster, nodes[..., None] if own_nodes is None else own_nodes
+
+        def others_on(node: IntArray | int) -> FloatArray:
+            there = on_nodes[np.arange(nodes.shape[1]), node]
+            at = node if isinstance(node, int) else node[..., None]
+            left: FloatArray = np.maximum(there - ((where == at) * own).sum(axis=-1), 0.0)
+            return left
+
+        self.near = others_on(nodes)
+        """[D, G] what peers on the same node exchange."""
+        self.far: FloatArray = np.maximum(on_nodes.sum(axis=1) - own.sum(axis=-1) - self.near, 0.0)
+        """[D, G] what peers on other nodes exchange."""
+        usual, weighted = self.far.copy(), self.far.copy()
         # Who has no such peers has no latency.
-        latency = (near > 0) * links.inside_latency_s[nodes]
+        latency = (self.near > 0) * links.inside_latency_s[nodes]
         for pair, (bytes_per_s, latency_s) in links.special_links.items():
             for node, peer in (pair, pair[::-1]):
-                peers = (nodes == node) * per_node[:, peer]
-                far -= peers
-                usual += peers * (cluster.inter_node_bytes_per_s / bytes_per_s - 1)
-                np.maximum(latency, (peers > 0) * latency_s, out=latency)
+                there = (nodes == node) * others_on(peer)
+                usual -= there
+                weighted += there * (cluster.inter_node_bytes_per_s / bytes_per_s - 1)
+                np.maximum(latency, (there > 0) * latency_s, out=latency)
         self._links = links
-        self._near_s = near / links.inside_bytes_per_s[nodes]
-        self._usual = usual
-        self._latency_s = np.maximum(latency, (far > 0) * cluster.inter_node_latency_s)
+        self._near_s = self.near / links.inside_bytes_per_s[nodes]
+        self._weighted = weighted
+        self.latency_s = np.maximum(latency, (usual > 0) * cluster.inter_node_latency_s)
+        """[D, G] the longest latency to a peer, if numbers of peers are given."""
 
-    def sends_s(self, num_bytes: FloatArray) -> FloatArray:
-        """Return the seconds, [D, G], in which holders send each peer a message of these bytes.
+    @classmethod
+    def of_holders(cls, links: ClusterLinks, nodes: IntArray) -> "Peers":
+        """Return the peers of holders that each exchange as much with every other one."""
+        on_nodes = np.zeros((nodes.shape[1], len(links.cluster.nodes)))
+        np.add.at(on_nodes, (np.arange(nodes.shape[1]), nodes), 1.0)
+        return cls(links, nodes, on_nodes, np.ones((*nodes.shape, 1)))
+
+    def carry_s(self, num_bytes: FloatArray, *, num_far: FloatArray | None = None) -> FloatArray:
+        """Return the seconds, [D, G], in which holders exchange with all peers, without latency.
 
         Args:
-            num_bytes: [D, G] bytes of each message.
+            num_bytes: [D, G] bytes for each peer, or of which peers get their shares.
+            num_far: [D, G] peers on other nodes, if shares are given: equal ones between nodes.
         """
-        carried_s = self._links.carried_s(num_bytes.ravel()).reshape(num_bytes.shape)
-        seconds: FloatArray = self._latency_s + num_bytes * self._near_s + self._usual * carried_s
+        carried_s = self._links.carried_s
+        if num_far is None or self._links.message_curve is None:
+            far_s = self._weighted * carried_s(num_bytes)
+        else:
+            part = np.divide(self.far, num_far, out=np.zeros_like(self.far), where=num_far > 0)
+            each = self._weighted / np.where(part > 0, part, 1.0)
+            far_s = each * carried_s(num_bytes * part)
+        seconds: FloatArray = num_bytes * self._near_s + far_s
         return seconds
 
 
@@ -210,14 +225,10 @@ def _inside_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> Fl
 
 def push_straight_s(links: ClusterLinks, ranks: Sequence[int], num_bytes: float) -> float:
     """Return the seconds in which holders send each other their pieces of `num_bytes` each."""
-    nodes = Counter(links.node_of_rank[rank] for rank in ranks)
-    piece = num_bytes / len(ranks)
-    return max(
-        _sends_s(
-            links, node, {other: count - (other == node) for other, count in nodes.items()}, piece
-        )
-        for node in nodes
-    )
+    nodes = np.array(links.node_of_rank)[[*ranks], None]
+    peers = Peers.of_holders(links, nodes)
+    pieces = np.full(nodes.shape, num_bytes / len(ranks))
+    return float((peers.latency_s + peers.carry_s(pieces)).max())
 
 
 def push_by_node_s(
@@ -233,43 +244,15 @@ def push_by_node_s(
         num_bytes: Bytes of gradients that each of them holds.
         width: Bytes of a value in a sum, over those of a value in a gradient on its way.
     """
-    nodes = Counter(links.node_of_rank[rank] for rank in ranks)
+    counts = np.bincount(np.array(links.node_of_rank)[[*ranks]], minlength=len(links.cluster.nodes))
+    nodes = np.flatnonzero(counts)
     if len(nodes) in (1, len(ranks)):
         return push_straight_s(links, ranks, num_bytes)
-    inside_s = max(
-        _sends_s(links, node, {node: count - 1}, num_bytes / count) for node, count in nodes.items()
-    )
-    between_s = max(
-        _sends_s(
-            links,
-            node,
-            {other: ceil(far / count) for other, far in nodes.items() if other != node},
-            num_bytes / len(ranks) * width,
-        )
-        for node, count in nodes.items()
-    )
-    return inside_s + between_s
-
-
-def _sends_s(links: ClusterLinks, node: int, counts: Mapping[int, int], num_bytes: float) -> float:
-    """Return the seconds in which a rank of `node` sends `counts` messages to each node's ranks."""
-    first = links.first_rank_of_node
-    return _pairwise_s(
-        (
-            count,
-            links.transfer_s(first[node], first[other], num_bytes),
-            links.link(first[node], first[other])[1],
-        )
-        for other, count in counts.items()
-    )
-
-
-def _pairwise_s(messages: Iterable[tuple[int, float, float]]) -> float:
-    """Return the seconds in which a rank sends each other rank its piece.
-
-    Args:
-        messages: For each kind: (number of messages, seconds of each, latency of each).
-    """
-    found = [item for item in messages if item[0]]
-    latency_s = max((latency_s for _, _, latency_s in found), default=0.0)
-    return latency_s + sum(count * (seconds - own_s) for count, seconds, own_s in found)
+    own, nothing = counts[nodes], np.zeros((1, len(nodes), 1))
+    on_nodes = np.ceil(counts / own[:, None])
+    on_nodes[np.arange(len(nodes)), nodes] = 0.0
+    inside_s = (own > 1) * links.inside_latency_s[nodes]
+    inside_s += (own - 1) / own * num_bytes / links.inside_bytes_per_s[nodes]
+    between = Peers(links, nodes[None], on_nodes, nothing)
+    pieces = np.full((1, len(nodes)), num_bytes / len(ranks) * width)
+    return float(inside_s.max() + (between.latency_s + between.carry_s(pieces)).max())

@@ -3,7 +3,7 @@
 Planner, simulator, data module and the summary at the start of a run all count by these terms; a
 `CostModel` says how large each is (`stage_memory`). Pull and push wait until there are no
 activations, so their buffers count only as far as they exceed what lives while a micro-batch is
-computed. A run that goes out of memory leaves a correction, so that no later plan does.
+computed. A run that goes out of memory leaves a `MemoryCorrection`, so that no later plan does.
 """
 
 import math
@@ -19,7 +19,6 @@ __all__ = [
     "MemoryCorrection",
     "MemoryTerms",
     "MicroBatchShape",
-    "OutOfMemory",
     "held_tokens",
     "in_flight_tokens",
     "push_buffer_bytes",
@@ -176,51 +175,3 @@ class MemoryCorrection:
         if self.usable_bytes is None:
             return memory_bytes
         return max(1, min(memory_bytes, whole_bytes(self.usable_bytes)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutOfMemory:
-    """A rank's memory when an allocation failed.
-
-    Let P_s and P_m be the predicted bytes of states and of micro-batches, and P_m(k) those of the k
-    micro-batches that were in flight. The factor is what was needed beside states over P_m(k). The
-    corrected peak P_s + factor · P_m exceeds the corrected usable memory of the device, so the
-    failed plan is never chosen again.
-    """
-
-    predicted: MemoryTerms
-    """The predicted peak of its stage; states alone if nothing more was predicted."""
-    live_bytes: int
-    """Bytes that were in use."""
-    requested_bytes: int
-    """Bytes that were asked for and didn't fit beside them; 0 if unknown."""
-    state_bytes: int
-    """Bytes in use that were weights, gradients and owned states."""
-    usable_bytes: float
-    """Bytes of the device that the plan expected to be free to use."""
-    in_flight: float = 1.0
-    """Micro-batches in flight at the failure, as a share of the plan's most, above 0 to 1."""
-
-    def correct(self, known: MemoryCorrection) -> MemoryCorrection:
-        """Return the correction that planners must apply from now on.
-
-        Args:
-            known: The correction that the prediction included already.
-        """
-        predicted, needed = self.predicted, self.live_bytes + self.requested_bytes
-        passing = predicted.recomputed + predicted.head + predicted.messages
-        so_far = predicted.activations * self.in_flight + passing
-        if so_far <= 0:
-            return MemoryCorrection(usable_bytes=self.live_bytes).join(known)
-        factor = max(1.0, (needed - self.state_bytes) / so_far)
-        peak = predicted.states + max(
-            predicted.total - predicted.states, factor * (predicted.activations + passing)
-        )
-        usable = None
-        if min(needed, peak) <= self.usable_bytes:
-            # The device holds less than expected; what was live did fit.
-            usable = max(0, min(self.live_bytes, math.ceil(peak) - 1))
-        found = MemoryCorrection(
-            activation_factor=factor * known.activation_factor, usable_bytes=usable
-        )
-        return found.join(known)

@@ -12,7 +12,7 @@ per stage, one row for computation and one for each kind of traffic, since these
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -30,46 +30,41 @@ from lightning_hetero.simulator.simulate import Event, Simulation
 
 __all__ = ["draw_memory", "plot_timeline", "save_trace", "trace_events"]
 
+
+class _Kind(NamedTuple):
+    """How events of one kind are shown."""
+
+    name: str
+    """In a trace."""
+    colour: str | None = None
+    """Of its bars; None if it isn't drawn."""
+    label: str = ""
+    """In the legend."""
+    text_colour: str | None = None
+    """Of the micro-batches' numbers; None writes none."""
+    row: int = 0
+    """Of a trace: computation, or one kind of traffic."""
+
+
 # Colour-blind safe (Okabe-Ito); forward and backward differ in lightness too.
-_COLOURS = {
-    "F": "#56B4E9",
-    "B": "#0072B2",
-    "I": "#0072B2",
-    "W": "#009E73",
-    "pull": "#F0E442",
-    "push": "#E69F00",
-    "step": "#CC79A7",
-}
-_LABELS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "gradient of the input",
-    "W": "gradients of weights",
-    "pull": "pull weights (exposed)",
-    "push": "push gradients, wait for peers",
-    "step": "optimizer step",
+_KINDS = {
+    "F": _Kind("forward", "#56B4E9", "forward", "black"),
+    "B": _Kind("backward", "#0072B2", "backward", "white"),
+    "I": _Kind("gradient of the input", "#0072B2", "gradient of the input", "white"),
+    "W": _Kind("gradients of weights", "#009E73", "gradients of weights", "white"),
+    "SF": _Kind("send activation", row=1),
+    "SB": _Kind("send gradient", row=2),
+    "pull": _Kind("pull weights", "#F0E442", "pull weights (exposed)", row=3),
+    "push": _Kind("push gradients", "#E69F00", "push gradients, wait for peers", row=4),
+    "step": _Kind("optimizer step", "#CC79A7", "optimizer step"),
 }
 _MESSAGES = {"SF": ("#666666", "activations sent"), "SB": ("#D55E00", "gradients sent")}
 """Colour and label of messages under way."""
-_TEXT_COLOURS = {"F": "black", "B": "white", "I": "white", "W": "white"}
+_ROWS = ("", "hidden states", "gradients of hidden states", "pull", "push")
 _LANE_HEIGHT = 0.8
 _HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
 _MAX_LANES = 64
-
-_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "gradient of the input",
-    "W": "gradients of weights",
-    "SF": "send activation",
-    "SB": "send gradient",
-    "pull": "pull weights",
-    "push": "push gradients",
-    "step": "optimizer step",
-}
-_ROWS = ("", "hidden states", "gradients of hidden states", "pull", "push")
-_ROW_OF = {"SF": 1, "SB": 2, "pull": 3, "push": 4}
 
 
 def plot_timeline(
@@ -87,10 +82,7 @@ def plot_timeline(
         ConfigurationError: matplotlib is missing, no events were recorded, the suffix names no
             format that matplotlib writes, or the file can't be written.
     """
-    if not simulation.events:
-        raise ConfigurationError(
-            "The simulation recorded no events. Call simulate(..., record_events=True)."
-        )
+    _check_events(simulation)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -125,6 +117,13 @@ def plot_timeline(
         raise ConfigurationError(f"Can't draw {path}: {error}") from error
     except OSError as error:
         raise ConfigurationError(f"Can't write {path}: {error.strerror}.") from error
+
+
+def _check_events(simulation: Simulation) -> None:
+    if not simulation.events:
+        raise ConfigurationError(
+            "The simulation recorded no events. Call simulate(..., record_events=True)."
+        )
 
 
 def _num_microbatches(plan: ParallelPlan, simulation: Simulation) -> list[int]:
@@ -172,10 +171,10 @@ def _head(axes: Any, top: float, members: Sequence[int], num_microbatches: int) 
 
 def _draw_bars(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simulation) -> None:
     end = simulation.iteration_time_s
-    for kind, colour in _COLOURS.items():
+    for kind, style in _KINDS.items():
         events = [e for e in simulation.events if e.kind == kind]
         shown = [e for e in events if (e.pipeline_index, e.stage_index) in lanes]
-        if not shown:
+        if not shown or style.colour is None:
             continue
         axes.barh(
             [lanes[e.pipeline_index, e.stage_index] for e in shown],
@@ -183,12 +182,12 @@ def _draw_bars(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simul
             left=[e.start_s for e in shown],
             height=_LANE_HEIGHT,
             align="edge",
-            color=colour,
+            color=style.colour,
             edgecolor="white",
             linewidth=_edge_width(shown, end),
-            label=_LABELS[kind],
+            label=style.label,
         )
-        if kind in _TEXT_COLOURS:
+        if style.text_colour is not None:
             for place in lanes:
                 own = [e for e in shown if (e.pipeline_index, e.stage_index) == place]
                 _number(axes, lanes[place] + _LANE_HEIGHT / 2, own, end)
@@ -241,7 +240,7 @@ def _number(axes: Any, middle: float, events: Sequence[Event], end_s: float) -> 
             ha="center",
             va="center",
             fontsize=7,
-            color=_TEXT_COLOURS[event.kind],
+            color=_KINDS[event.kind].text_colour,
         )
 
 
@@ -256,25 +255,30 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
             fontsize=8,
         )
     axes.text(1.005, 1.005, "busy", transform=axes.transAxes, va="bottom", fontsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel("seconds", fontsize=9)
+    axes.tick_params(axis="y", labelsize=8)
     axes.set_title(
         f"One iteration: {simulation.iteration_time_s:.4g} s; limited by {simulation.bottleneck}",
         fontsize=10,
         loc="left",
         pad=22,
     )
+    _tidy(axes, "seconds", num_columns=min(5, len(axes.containers)), fontsize=8, handlelength=1.2)
+
+
+def _tidy(axes: Any, unit: str, *, num_columns: int, **legend: float) -> None:
+    """Leave out what says nothing, name the unit, and put the legend above."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel(unit, fontsize=9)
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
-        ncols=5,
+        ncols=num_columns,
         frameon=False,
-        fontsize=8,
         borderaxespad=0.1,
-        handlelength=1.2,
+        **legend,
     )
 
 
@@ -328,21 +332,9 @@ def draw_memory(
         limit = (known[place].device_bytes or 0.0) / unit_bytes
         axes.plot([limit, limit], [top, top + _LANE_HEIGHT], color="black", linewidth=1.5)
     axes.set_xlim(0, None)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0, labelleft=False)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel(f"{unit} of a device", fontsize=9)
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=2,
-        frameon=False,
-        fontsize=7,
-        borderaxespad=0.1,
-        handlelength=1.0,
-        columnspacing=0.8,
-    )
+    axes.tick_params(axis="y", labelleft=False)
+    style = {"fontsize": 7, "handlelength": 1.0, "columnspacing": 0.8}
+    _tidy(axes, f"{unit} of a device", num_columns=2, **style)
 
 
 def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, Any]]:
@@ -351,10 +343,7 @@ def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, A
     Raises:
         ConfigurationError: The simulation recorded no events.
     """
-    if not simulation.events:
-        raise ConfigurationError(
-            "The simulation recorded no events. Call simulate(..., record_events=True)."
-        )
+    _check_events(simulation)
     rows: list[dict[str, Any]] = []
     for pipeline_index, pipeline in enumerate(plan.pipelines):
         rows.append(_named("process_name", f"pipeline {pipeline_index}", pipeline_index, 0))
@@ -377,7 +366,7 @@ def save_trace(path: str | Path, plan: ParallelPlan, simulation: Simulation) -> 
 
 
 def _as_row(event: Event) -> dict[str, Any]:
-    name = _NAMES[event.kind]
+    name = _KINDS[event.kind].name
     if event.microbatch_index >= 0:
         name = f"{name} {event.microbatch_index}"
     return {
@@ -387,7 +376,7 @@ def _as_row(event: Event) -> dict[str, Any]:
         "ts": event.start_s * 1e6,
         "dur": (event.end_s - event.start_s) * 1e6,
         "pid": event.pipeline_index,
-        "tid": _row(event.stage_index, _ROW_OF.get(event.kind, 0)),
+        "tid": _row(event.stage_index, _KINDS[event.kind].row),
     }
 
 

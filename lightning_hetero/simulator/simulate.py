@@ -7,27 +7,17 @@ backward and the cool-down bubble.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.memory import (
-    MemoryTerms,
-    MicroBatchShape,
-    held_tokens,
-    in_flight_tokens,
-)
-from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
-from lightning_hetero.simulator.propagate import (
-    EqualTimes,
-    Orders,
-    Timeline,
-    propagate_all,
-)
+from lightning_hetero.simulator.exchange import exchange_of
+from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
+from lightning_hetero.simulator.propagate import Orders, Timeline, propagate_all
+from lightning_hetero.simulator.work import PipelineWork
 
-__all__ = ["Event", "Simulation", "simulate", "split_batch"]
+__all__ = ["Event", "Simulation", "host_bytes", "simulate", "split_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +157,7 @@ def simulate(
     every = orders or [None] * plan.num_pipelines
     _check(plan, cost, microbatches, every)
     kinds, kind_of = _alike(plan, cost, microbatches, every)
-    works = [_Work(plan, m[0], cost, microbatches[m[0]], every[m[0]]) for m in kinds]
+    works = [PipelineWork(plan, m[0], cost, microbatches[m[0]], every[m[0]]) for m in kinds]
     exchange = exchange_of(plan, kinds, cost)
     pulled = exchange.pull_start_s([work.first_forward_s for work in works])
     timelines = propagate_all(
@@ -188,19 +178,17 @@ def simulate(
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
     iteration_s, exchange_s = ends.iteration_s, ends.exposed_s(has_work)
     busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
-    memory = [work.memory(plan.num_pipelines) for work in works]
-    usable = [tuple([cost.usable_bytes(shape.device) for shape in w.shapes]) for w in works]
-    again = [work.budgets.total_recompute_s() for work in works]
-    every_memory = tuple([memory[kind] for kind in kind_of])
+    every_work = [works[kind] for kind in kind_of]
     every_busy = tuple([busy[kind] for kind in kind_of])
+    every_memory = tuple([work.memory for work in every_work])
     return Simulation(
         iteration_time_s=iteration_s,
         stage_busy=every_busy,
         stage_memory=every_memory,
-        stage_usable_bytes=tuple([usable[kind] for kind in kind_of]),
+        stage_usable_bytes=tuple([work.usable_bytes for work in every_work]),
         memory_bytes=_rank_memory(plan, cost, every_memory),
         host_bytes=host_bytes(plan, cost),
-        stage_recompute_s=tuple([again[kind] for kind in kind_of]),
+        stage_recompute_s=tuple([work.recompute_s for work in every_work]),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
         bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
@@ -208,75 +196,6 @@ def simulate(
         if record_events
         else (),
     )
-
-
-class _Work:
-    """What one pipeline runs: its stages, and seconds and bytes of its micro-batches."""
-
-    def __init__(
-        self,
-        plan: ParallelPlan,
-        index: int,
-        cost: CostModel,
-        microbatches: Sequence[MicroBatchShape],
-        orders: Orders | None,
-    ) -> None:
-        self.microbatches, self.orders, self._cost = microbatches, orders, cost
-        pipeline = plan.pipelines[index]
-        self.shapes = [cost.shape_in(plan, stage) for stage in pipeline.stages]
-        self._owned = [
-            cost.owned_params(plan, *pair)
-            for pair in zip(pipeline.stages, self.shapes, strict=True)
-        ]
-        self.budgets = StageBudgets(pipeline, cost, microbatches, orders)
-        hops = list(itertools.pairwise(pipeline.stages))
-        known: dict[MicroBatchShape, EqualTimes] = {}
-        for batch in dict.fromkeys(microbatches):
-            pairs, tokens = [cost.compute_s(shape, batch) for shape in self.shapes], sum(batch)
-            is_split = orders is not None
-            known[batch] = EqualTimes(
-                tuple([forward for forward, _ in pairs]),
-                tuple([backward for _, backward in pairs]),
-                tuple([cost.activation_s(a, b, tokens) for a, b in hops]),
-                tuple([cost.activation_s(b, a, tokens) for a, b in hops]),
-                1,
-                tuple([cost.weight_s(shape, batch) for shape in self.shapes]) if is_split else (),
-            )
-        self.times = self.budgets.lengthen(
-            [
-                replace(known[batch], num_microbatches=len([*same]))
-                for batch, same in itertools.groupby(microbatches)
-            ]
-        )
-
-    @property
-    def first_forward_s(self) -> Sequence[float]:
-        """Seconds of the first forward on each stage; zeros without micro-batches."""
-        return self.times[0].forward_s if self.times else [0.0] * len(self.shapes)
-
-    @property
-    def steps_s(self) -> list[float]:
-        """Seconds of each stage's optimizer step."""
-        return [self._cost.update_s(*p) for p in zip(self.shapes, self._owned, strict=True)]
-
-    def memory(self, num_pipelines: int) -> tuple[MemoryTerms, ...]:
-        """Return the peak of each stage's ranks."""
-        longest = max(map(sum, set(self.microbatches)), default=0)
-        found = []
-        for index, (shape, owned) in enumerate(zip(self.shapes, self._owned, strict=True)):
-            held = self._held_tokens(index)
-            terms = self._cost.memory_of_tokens(
-                shape, num_pipelines, held, longest, owned_params=owned
-            )
-            found.append(self.budgets.bound(index, terms, held))
-        return tuple(found)
-
-    def _held_tokens(self, index: int) -> int:
-        """Return the most tokens of micro-batches in flight on a stage."""
-        if self.orders is not None:
-            return held_tokens(self.orders[index], self.microbatches)
-        depth = min(len(self.shapes) - index, len(self.microbatches))
-        return in_flight_tokens(self.microbatches, depth) if depth else 0
 
 
 def _alike(
@@ -363,6 +282,16 @@ def _check(
                 f"The orders of pipeline {index} aren't those of {len(batches)} micro-batches on "
                 f"each of {plan.pipelines[index].num_stages} stages. Solve them for this plan."
             )
+
+
+def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
+    """Return each global rank's bytes of masters, states and summed gradients on its host."""
+    found = [0.0] * len(cost.node_of_rank)
+    for _, _, stage in plan.iter_stages():
+        for rank in stage.ranks:
+            if cost.layout.host_owned or rank in plan.host_owners:
+                found[rank] = cost.owned_params(plan, stage) * cost.layout.kept_bytes
+    return tuple(found)
 
 
 def _rank_memory(

@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.autoplan.exchange_choice import with_exchange
+from lightning_hetero.autoplan.engine_choices import (
+    check_room_for_states,
+    find_standbys_of_run,
+    with_exchange,
+)
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
-from lightning_hetero.autoplan.owner_shares import check_room_for_states, find_standbys_of_run
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts, is_quantized
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 from lightning_hetero.schedules import Schedule
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_hetero.autoplan.request import RunPlans
+    from lightning_hetero.autoplan.facts import RunPlans
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.precision import HeteroPrecision
 
@@ -79,6 +83,17 @@ class EngineOptions:
                 f'exchange="{self.config.exchange}" sums in an order of its own for each rank, so '
                 'a slice and its standby would differ. Use exchange="collectives", or redundancy=0.'
             )
+
+    def check_quantized(self, module: pl.LightningModule) -> None:
+        """Refuse quantized weights that tensor parallelism would cut, before processes are started.
+
+        Weights that `configure_model` makes are checked when they are there.
+
+        Raises:
+            ModelError: There are such weights.
+        """
+        if any(is_quantized(parameter) for parameter in module.parameters()):
+            ModelCuts.of(module, ModelLayout.of(module, layers=self.layers), self.tp_plan)
 
     def gather_facts(
         self,
@@ -139,6 +154,8 @@ class EngineOptions:
                 option=self.tp_plan,
                 sequence_parallel=self.sequence_parallel,
             )
+            for plan in plans.candidates:
+                tensor_parallel.check_degrees(plan)
             layout = tensor_parallel.layout
         config = with_exchange(config, facts, plans, layout.specs)
         check_room_for_states(facts, plans, config, layout.specs)

@@ -32,10 +32,10 @@ from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan.engine_choices import with_owner_shares
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, Emulation
 from lightning_hetero.autoplan.out_of_memory import MemoryWatch
-from lightning_hetero.autoplan.owner_shares import with_owner_shares
-from lightning_hetero.autoplan.request import PlanRequest
+from lightning_hetero.autoplan.planning import PlanRequest
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
@@ -322,7 +322,13 @@ class HeteroStrategy(HookedStrategy):
     @override
     def _configure_launcher(self) -> None:
         check = self._request.check_world_size
-        self._launcher = launcher_of(self, self._start_method, self.num_nodes, check)
+        self._launcher = launcher_of(
+            self, self._start_method, self.num_nodes, check, self._check_module
+        )
+
+    def _check_module(self) -> None:
+        if self._request.may_use_tensor_parallelism:
+            self._options.check_quantized(self._module)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

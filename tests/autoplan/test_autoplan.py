@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.autoplan.contingencies import Contingencies
 from lightning_hetero.autoplan.facts import AutoPlan, RunFacts
+from lightning_hetero.autoplan.jobs import Contingencies
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES

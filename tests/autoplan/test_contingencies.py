@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.autoplan.contingencies import Contingencies, losses_to_plan_for
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, BatchSizes, DataFacts, RunFacts
-from lightning_hetero.autoplan.planning import make_plan
-from lightning_hetero.autoplan.request import PlanRequest
+from lightning_hetero.autoplan.jobs import Contingencies, losses_to_plan_for
+from lightning_hetero.autoplan.planning import PlanRequest, make_plan
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ClusterError

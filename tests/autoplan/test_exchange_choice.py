@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 
 from lightning_hetero import ParallelPlan
-from lightning_hetero.autoplan import exchange_choice
-from lightning_hetero.autoplan.exchange_choice import with_exchange
-from lightning_hetero.autoplan.request import RunPlans
-from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.autoplan import engine_choices
+from lightning_hetero.autoplan.engine_choices import with_exchange
+from lightning_hetero.autoplan.facts import RunPlans
+from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind
@@ -53,8 +53,8 @@ def chosen(
     auto: Any = SimpleNamespace(basis=SimpleNamespace(cluster=cluster))
     plans = RunPlans(first=plan, candidates=(plan,), auto=auto)
     with (
-        mock.patch.object(exchange_choice.dist, "get_backend", return_value=backend),
-        mock.patch.object(exchange_choice, "check_alike"),
+        mock.patch.object(engine_choices.dist, "get_backend", return_value=backend),
+        mock.patch.object(engine_choices, "check_alike"),
     ):
         return with_exchange(EngineConfig(exchange=kind), facts, plans, SPECS)
 
@@ -83,9 +83,11 @@ def test_simulated_seconds_are_those_of_the_bytes_that_relays_move(counts: tuple
         inter_node_bytes_per_s=1 / between_s,
         inter_node_latency_s=0.0,
         intra_node_latency_s=0.0,
+        links=tuple(
+            Link(nodes=(node, node), bytes_per_s=1 / inside_s) for node in range(len(counts))
+        ),
     )
     links = ClusterLinks(cluster)
-    links._links = {(node, node): (1 / inside_s, 0.0) for node in range(len(counts))}
     nodes, num_ranks, num_bytes, width = links.node_of_rank, sum(counts), 1e9, 2.0
     relays = [Relays.of(nodes, own) for own in range(num_ranks)]
     near_s, far_s, straight_s = [], [], []

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
-from lightning_hetero.autoplan.owner_shares import (
+from lightning_hetero.autoplan.engine_choices import (
     check_room_for_states,
     find_standbys_of_run,
     with_owner_shares,
 )
-from lightning_hetero.autoplan.request import RunPlans
+from lightning_hetero.autoplan.facts import BatchSizes, RunFacts, RunPlans
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership

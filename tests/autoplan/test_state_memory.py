@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.autoplan.engine_choices import state_memory
 from lightning_hetero.autoplan.facts import NUM_STATES
-from lightning_hetero.autoplan.summary import state_memory
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.slices import Ownership, ParameterSpec, PlanHolders
 from lightning_hetero.runtime.iteration.config import OwnedDevice

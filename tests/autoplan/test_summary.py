@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.autoplan.engine_choices import state_memory
 from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
-from lightning_hetero.autoplan.summary import StartUp, state_memory
+from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.owners import assign_owners

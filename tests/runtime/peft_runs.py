@@ -29,7 +29,13 @@ class PeftCase:
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
     adapters: dict[str, Any] = field(default_factory=dict)
-    """Options of the `LoraConfig`."""
+    """Options of the adapters' config."""
+    method: str = "LoraConfig"
+    """Class of the config."""
+    more_adapters: int = 0
+    """Adapters beside the first one; all are active."""
+    config: tuple[tuple[str, Any], ...] = ()
+    """Changes of the model's configuration."""
     batch_size: int = 4
     max_steps: int = 4
     precision: Any = "32-true"
@@ -70,7 +76,8 @@ class PeftModule(HuggingFaceModule):
     """What a user writes around a model with adapters."""
 
     def __init__(self, case: PeftCase) -> None:
-        super().__init__(HuggingFaceCase(model=case.model, batch_size=case.batch_size))
+        base = HuggingFaceCase(model=case.model, batch_size=case.batch_size, config=case.config)
+        super().__init__(base)
         import peft
 
         if case.quantized:
@@ -78,17 +85,22 @@ class PeftModule(HuggingFaceModule):
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
                     quantize(part, case.quantized)
                     break
-        options = {
-            "r": 3,
-            "lora_alpha": 8,
-            "target_modules": TARGETS.get(case.model, TARGETS["default"]),
-            "fan_in_fan_out": case.model == "gpt2",
-            **case.adapters,
-        }
-        self.model = peft.get_peft_model(self.model, peft.LoraConfig(**options))
+        options: dict[str, Any] = {}
+        if case.method == "LoraConfig":
+            targets = TARGETS.get(case.model, TARGETS["default"])
+            options = {"r": 3, "lora_alpha": 8, "target_modules": targets}
+            options["fan_in_fan_out"] = case.model == "gpt2"
+        adapters = getattr(peft, case.method)(**{**options, **case.adapters})
+        self.model = peft.get_peft_model(self.model, adapters)
+        for index in range(case.more_adapters):
+            self.model.add_adapter(f"more{index}", adapters)
+        if case.more_adapters:
+            self.model.base_model.set_adapter(["default", "more0"])
         for name, weight in self.model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(weight, std=0.2)
+            if "ia3_l" in name:
+                nn.init.normal_(weight, mean=1.0, std=0.2)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -104,6 +116,17 @@ class PeftOutcome:
 
 def train(rank: int, case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftOutcome:
     """Train a case on one of its ranks."""
+    module = fit(case, *callbacks, ckpt_path=ckpt_path)
+    trained = {
+        name: weight.detach().numpy().copy()
+        for name, weight in module.named_parameters()
+        if weight.requires_grad
+    }
+    return PeftOutcome(module.losses, trained)
+
+
+def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftModule:
+    """Train a case, and return its module."""
     L.seed_everything(SEED, verbose=False)
     module = PeftModule(case)
     options: dict[str, Any] = {"devices": 1}
@@ -123,12 +146,7 @@ def train(rank: int, case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = No
         use_distributed_sampler=False,
     )
     trainer.fit(module, ckpt_path=ckpt_path)
-    trained = {
-        name: weight.detach().numpy().copy()
-        for name, weight in module.named_parameters()
-        if weight.requires_grad
-    }
-    return PeftOutcome(module.losses, trained)
+    return module
 
 
 @dataclass(frozen=True)
@@ -181,3 +199,23 @@ def train_and_resume(rank: int, case: PeftCase, file: Any) -> list[float]:
     saves = ModelCheckpoint(file.parent, file.stem, every_n_train_steps=half.max_steps)
     train(rank, half, saves)
     return train(rank, case, ckpt_path=file).losses
+
+
+def save_adapters(rank: int, case: PeftCase, folder: Any) -> None:
+    """Train a case, and write its adapters by `save_pretrained`; PEFT reads them."""
+    import peft
+
+    module = fit(case)
+    if rank == 0:
+        module.model.save_pretrained(folder)
+        base = HuggingFaceModule(HuggingFaceCase(model=case.model, config=case.config)).model
+        peft.PeftModel.from_pretrained(base, folder)
+
+
+def refusal(rank: int, case: PeftCase) -> str:
+    """Return the error with which a case is refused on a rank."""
+    try:
+        fit(case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, MicroBatchShape
-from lightning_hetero.simulator.exchange import ExchangeTable, Holders
+from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.unit_times import Holders
 
 __all__ = ["iteration_time_closed_form", "table_of"]
 

@@ -4,7 +4,6 @@ import itertools
 import json
 from dataclasses import replace
 from math import log2
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,20 +15,19 @@ from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.message_curve import MessageCurve
 from lightning_hetero.core.owners import assign_owners
+from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.proxies import ProxyTable
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
-from lightning_hetero.runtime.iteration import running_plan
 from lightning_hetero.simulator import (
     RooflineCost,
     StateLayout,
-    exchange,
-    owned_exchange,
     simulate,
 )
 from lightning_hetero.simulator.exchange import ExchangeTable
-from lightning_hetero.simulator.links import ring_s
+from lightning_hetero.simulator.exchange import exchange_of as exchange_table_of
+from lightning_hetero.simulator.unit_times import Holders, UnitTimes
 from tests.simulator.closed_form import table_of
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
@@ -64,7 +62,7 @@ def test_small_messages_of_real_networks_reach_less_of_their_links_rate():
         assert rates[0] < (0.6 if device == "A100-40" else 1.0) * rates[-1]
         # 1,024 ranks cut a layer into pieces that a link carries less well than 8 ranks' pieces.
         layer_bytes = 2**28
-        share = [ring_s(n, layer_bytes, curve) * n / (n - 1) for n in (8, 1024)]
+        share = [n * curve(layer_bytes / n) for n in (8, 1024)]
         assert share[0] < share[1]
 
 
@@ -114,6 +112,12 @@ def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, k
             assert table.push_s[index] == pytest.approx([expected] * len(ranks))
 
 
+def are_circles(plan: ParallelPlan, cost: RooflineCost) -> list[bool]:
+    table = table_of(plan, cost)
+    holders = [Holders.of([pipeline]) for pipeline in plan.pipelines]
+    return UnitTimes(holders, table.segments, cost).are_circles.tolist()
+
+
 @given(plans(), costs())
 @settings(max_examples=40, deadline=None)
 def test_segments_are_circles_where_the_runtimes_tables_have_them(plan, cost):
@@ -128,7 +132,7 @@ def test_segments_are_circles_where_the_runtimes_tables_have_them(plan, cost):
     table = table_of(plan, cost)
     expected = [
         is_circle
-        for segment, is_circle in zip(table.segments, table._are_circles, strict=True)
+        for segment, is_circle in zip(table.segments, are_circles(plan, cost), strict=True)
         for _ in range(segment.is_layers * segment.num_units)
     ]
     assert found == expected[::-1]
@@ -171,12 +175,6 @@ def test_a_cluster_with_any_cpu_communicates_by_gloo():
     assert Cluster.from_yaml(text).backend == "gloo"
 
 
-def test_runtime_and_simulator_decide_on_collectives_by_one_rule():
-    assert running_plan.are_collective is transfers.are_collective
-    assert exchange.are_collective is transfers.are_collective
-    assert owned_exchange.are_collective is transfers.are_collective
-
-
 @pytest.mark.parametrize(
     ("precision", "is_gathered"),
     [("bf16-mixed", True), ("bf16-true", False), ("32-true", False)],
@@ -201,7 +199,7 @@ def test_equal_owner_shares_change_no_pull():
     shared = replace(plan, owner_shares=(1.0, 1.05, 1.0, 1.0))
     uneven = replace(plan, owner_shares=(1.0, 3.0, 1.0, 1.0))
     straight, even, other = (
-        owned_exchange.exchange_of(item, [[rank] for rank in range(4)], cost)
+        exchange_table_of(item, [[rank] for rank in range(4)], cost)
         for item in (plan, shared, uneven)
     )
     assert even.pull_s == straight.pull_s
@@ -226,7 +224,7 @@ def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_deg
         exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
     )
     # Layers 4 and 5 and the head have stages of two ranks and of one.
-    assert by_node._are_circles == [False, False, True, True, True]
+    assert are_circles(plan, cost) == [False, False, True, True, True]
     assert by_node.push_s[:2] == straight.push_s[:2]
     # Nobody shares a node, or all do, so nothing is summed on it first.
     for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
@@ -298,17 +296,23 @@ def test_by_proxies_the_seconds_are_those_of_both_legs_of_the_runtimes_tables():
         inter_node_latency_s=0.0,
     )
     cost = RooflineCost(cluster, MODEL)
-    table: Any = owned_exchange.exchange_of(plan, [[i] for i in range(num_ranks)], cost)
+    table = exchange_table_of(plan, [[i] for i in range(num_ranks)], cost)
     (per_layer,) = {s.params_per_unit for s in table.segments if s.is_layers}
     index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
     spec = ParameterSpec(name="layer", shape=(rows, 4), layer=0)
     # Who has room owns what others have none for, which isn't as much of each unit.
-    own = [table._on_nodes[index].owned[rank] for rank in range(num_ranks)]
+    units = [
+        OwnedUnit(
+            size=s.num_units * s.params_per_unit, holders=tuple((r,) for r in range(num_ranks))
+        )
+        for s in table.segments
+    ]
+    owned = spread_ownership(units, shares)[index]
+    own = [owned[rank] for rank in range(num_ranks)]
     slices = assign_owners(
         [spec], plan, world_size=num_ranks, ownership=Ownership.MEMORY, weights=own
     )
-    units = TransferTable([spec], slices, plan).units
-    (run,) = ProxyTable().runs(units, lambda _: True)
+    (run,) = ProxyTable().runs(TransferTable([spec], slices, plan).units, lambda _: True)
     assert run.rows is not None
     for rank in (0, 1):
         share = per_layer / spec.numel / rate

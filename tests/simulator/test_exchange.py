@@ -12,7 +12,8 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator import RooflineCost, StateLayout
-from lightning_hetero.simulator.exchange import ExchangeTable, cut_segments
+from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.unit_times import cut_segments
 from tests.simulator.closed_form import table_of
 
 NUM_LAYERS = 6

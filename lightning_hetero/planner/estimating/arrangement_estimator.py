@@ -16,7 +16,8 @@ from lightning_hetero.planner.estimating.pipeline_estimator import (
 from lightning_hetero.planner.estimating.stage_times import PipelineKey
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
-from lightning_hetero.simulator.exchange import ExchangeTable, Holders
+from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.unit_times import Holders
 
 __all__ = ["ArrangementEstimator", "Estimate", "Parts"]
 

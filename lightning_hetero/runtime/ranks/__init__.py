@@ -14,7 +14,7 @@ The threads of a process, each with its owner, which starts it and waits for its
 - *keeper-store* (`generation.keeper.Keeper`): only in a keeper's process, which ends with
   `os._exit`,
 - *assignments* (`data.ahead`), *recording* (`straggler.any_job.recording`) and contingency plans
-  (`autoplan.contingencies`): beside training, ended by their owners' `close` or `stop`,
+  (`autoplan.jobs`): beside training, ended by their owners' `close` or `stop`,
 - those whose names begin with *checkpoint-* (`checkpoint.deadlines.BackgroundThread`, and the lease
   in `checkpoint.claims`) and *preemption-notice* (`checkpoint.notices`).
 """

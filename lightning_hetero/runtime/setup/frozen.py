@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -19,10 +19,6 @@ from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 
 __all__ = ["find_frozen"]
 
-_IS_CUT = (
-    "Parameter {} is quantized, and tensor parallelism can't cut it. Use a plan with degree 1, "
-    "whose stages have fewer layers, or load the model without quantization."
-)
 _DIFFER = (
     "The quantized weight {} differs between the ranks' modules. Load the same folder on all "
     "ranks, or call lightning.seed_everything before the module is built."
@@ -41,7 +37,6 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
         comms: All ranks.
 
     Raises:
-        ModelError: Tensor parallelism is to cut a quantized weight.
         ConfigurationError: The ranks' quantized weights differ.
     """
     sources = WeightSources(module)
@@ -49,8 +44,6 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
     told: dict[str, tuple[bool, int]] = {}
     for spec in layout.specs:
         read = None if spec.requires_grad else _source_of(layout, spec, sources)
-        if isinstance(read, Opaque) and spec.tp_dim is not None:
-            raise ModelError(_IS_CUT.format(spec.name))
         if read is not None:
             own[spec.name] = read
             is_kept = isinstance(layout.slots[spec.name][0].current, StandIn | Awaited)

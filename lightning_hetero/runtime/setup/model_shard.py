@@ -38,7 +38,7 @@ class ModelShard:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.vocab_size = model.vocab_size // tp_degree
         _check_degree(model, tp_degree)
-        whole = HeteroLM(_config(model, num_layers)).to(device, self.dtype)
+        whole = HeteroLM(_config(model, tp_degree, num_layers)).to(device, self.dtype)
         _cut(whole, tp_degree)
         self.model = whole
 
@@ -75,7 +75,7 @@ class ModelShard:
 
 def _check_degree(model: ModelSpec, tp_degree: int) -> None:
     sizes = {
-        "key-value heads": model.num_kv_heads,
+        "heads": model.num_heads,
         "intermediate_size": model.intermediate_size,
     }
     for what, size in sizes.items():
@@ -91,14 +91,17 @@ def _check_degree(model: ModelSpec, tp_degree: int) -> None:
         )
 
 
-def _config(model: ModelSpec, num_layers: int) -> LMConfig:
+def _config(model: ModelSpec, tp_degree: int, num_layers: int) -> LMConfig:
+    # Where ranks share key heads, each has as many as divide its query heads.
+    query_heads, least = model.num_heads // tp_degree, -(-model.num_kv_heads // tp_degree)
+    key_heads = next(n for n in range(least, query_heads + 1) if query_heads % n == 0)
     inner = model.intermediate_size if model.gated_mlp else model.intermediate_size * 2 // 3
     return LMConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_layers=num_layers,
         num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
+        num_kv_heads=key_heads * tp_degree,
         intermediate_size=inner,
     )
 

@@ -15,31 +15,33 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
-from lightning_hetero.runtime.tensor_parallel.styles import Rule, TPStyle, rule_of_module, rules_of
+from lightning_hetero.runtime.slices.frozen import Opaque, is_opaque
+from lightning_hetero.runtime.slices.known_by_shape import Awaited, KnownByShape, StandIn
+from lightning_hetero.runtime.tensor_parallel.adapters import is_adapter, layer_of, with_adapters
+from lightning_hetero.runtime.tensor_parallel.heads import Heads, HeadsOfLayers
+from lightning_hetero.runtime.tensor_parallel.styles import (
+    COLUMNS,
+    ROWS,
+    Rule,
+    TPStyle,
+    rule_of_module,
+    rules_of,
+)
 
 __all__ = [
     "ModelCuts",
-    "ParameterCut",
     "ShardedModule",
     "find_regions",
+    "is_quantized",
     "is_transposed",
     "with_partial_gradients",
 ]
 
-_COLUMNS = {TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB_LOSS}
-_ROWS = {TPStyle.ROWWISE, TPStyle.SPLIT}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterCut:
-    """How one parameter is sharded."""
-
-    dim: int | None
-    """None if every rank of a group holds the whole parameter."""
-    blocks: int = 1
-    uneven: bool = False
-    partial: bool = False
+_COLUMNS = {*COLUMNS} - {TPStyle.VOCAB}
+_WITHOUT_MATRICES = {TPStyle.EXPERTS, TPStyle.LOCAL_SIZES, TPStyle.DORA, TPStyle.DROPOUT}
+"""Styles of modules whose parameters have styles of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,12 @@ class ShardedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCuts:
-    """The parameters' cuts and the modules to wrap."""
+    """The layout with the parameters' cuts, and the modules to wrap."""
 
-    cuts: Mapping[str, ParameterCut]
-    """By the parameter's name in the layout."""
+    layout: ModelLayout
     modules: tuple[ShardedModule, ...]
+    heads: Mapping[str, Heads]
+    """Of the layers whose heads are read by several query heads, by name."""
 
     @classmethod
     def of(
@@ -71,8 +74,8 @@ class ModelCuts:
             ModelError: There is no plan, or it contradicts itself or the modules.
             ConfigurationError: A style is unknown, or a pattern of the option matches nothing.
         """
-        styled = rules_of(root, option)
-        cuts: dict[str, ParameterCut] = {}
+        styled = with_adapters(root, rules_of(root, option))
+        cuts: dict[str, ParameterSpec] = {}
         modules: dict[str, ShardedModule] = {}
         for name, owner in root.named_modules():
             rule = rule_of_module(styled, name, owner)
@@ -87,24 +90,31 @@ class ModelCuts:
             # Twice: a tie found late may shard a module whose bias came first.
             for spec in layout.specs:
                 slots = layout.slots[spec.name]
-                found = [_cut_of_slot(styled, modules, slot, len(spec.shape)) for slot in slots]
-                cuts[spec.name] = _agree(spec.name, slots, found, modules)
-        return cls(cuts=cuts, modules=tuple(modules.values()))
+                found = [_cut_of_slot(styled, modules, slot, spec) for slot in slots]
+                cuts[spec.name] = _agree(spec, slots, found, modules)
+        for spec in cuts.values():
+            if spec.tp_dim is not None and is_quantized(layout.slots[spec.name][0].current):
+                raise ModelError(_QUANTIZED.format(spec.name))
+        columns = [name for name, item in modules.items() if item.style is TPStyle.COLWISE]
+        heads = HeadsOfLayers(root, {layer_of(name) for name in columns}, cuts.values())
+        specs = tuple(heads.annotate(cuts[spec.name]) for spec in layout.specs)
+        cut = replace(layout, specs=specs)
+        return cls(layout=cut, modules=tuple(modules.values()), heads=heads.shared)
 
-    def annotate(self, layout: ModelLayout) -> ModelLayout:
-        """Return the layout with the cuts in its parameters' specs."""
-        specs = tuple(
-            replace(
-                spec,
-                tp_dim=cut.dim,
-                tp_blocks=cut.blocks,
-                tp_uneven=cut.uneven,
-                tp_partial=cut.partial,
-            )
-            for spec in layout.specs
-            for cut in (self.cuts[spec.name],)
-        )
-        return replace(layout, specs=specs)
+
+_QUANTIZED = (
+    "Parameter {} is quantized, and tensor parallelism can't cut it. Use a plan with degree 1, "
+    "whose stages have fewer layers, or load the model without quantization."
+)
+
+
+def is_quantized(current: nn.Parameter) -> bool:
+    """Whether a parameter, or what stands in for it, is of a class that can't be cut."""
+    if isinstance(current, StandIn):
+        return isinstance(current.store.frozen.sources.get(current.parameter), Opaque)
+    if isinstance(current, Awaited):
+        return isinstance(current.source, Opaque)
+    return is_opaque(current) and not isinstance(current, KnownByShape)
 
 
 def _resolve(style: TPStyle, module: nn.Module) -> TPStyle:
@@ -122,35 +132,35 @@ def _cut_of_slot(
     styled: Mapping[str, Rule],
     modules: Mapping[str, ShardedModule],
     slot: Slot,
-    num_dims: int,
-) -> ParameterCut | None:
-    """Return the cut of a parameter in one of its slots; None if the plan has none for it."""
+    spec: ParameterSpec,
+) -> ParameterSpec | None:
+    """Return a parameter with its cut in one of its slots; None if the plan has none for it."""
     owner_name = slot.name.rpartition(".")[0]
     sharded = modules.get(owner_name)
     rule = rule_of_module(styled, owner_name, slot.module)
-    if sharded is None or sharded.style in (TPStyle.EXPERTS, TPStyle.LOCAL_SIZES):
+    if sharded is None or sharded.style in _WITHOUT_MATRICES:
         bare = styled.get(slot.name)
-        return None if bare is None else _cut_of_bare(bare, num_dims)
+        return None if bare is None else _cut_bare(bare, spec)
     if sharded.style is TPStyle.PARTIAL:
-        return ParameterCut(dim=None, partial=True)
-    return _cut_in_module(slot, sharded.style, 1 if rule is None else rule.blocks)
+        return replace(spec, tp_partial=True)
+    return _cut_in_module(slot, sharded.style, 1 if rule is None else rule.blocks, spec)
 
 
-def _cut_of_bare(rule: Rule, num_dims: int) -> ParameterCut | None:
-    """Return the cut of a bare parameter, ([experts,] output features, input features)."""
+def _cut_bare(rule: Rule, spec: ParameterSpec) -> ParameterSpec:
+    """Return a bare parameter with its cut, ([experts,] output features, input features)."""
+    num_dims = len(spec.shape)
     if rule.style in _COLUMNS:
-        return ParameterCut(dim=max(num_dims - 2, 0), blocks=rule.blocks)
-    if rule.style in _ROWS:
-        return ParameterCut(dim=num_dims - 1 if num_dims > 1 else None, blocks=rule.blocks)
-    return ParameterCut(dim=None, partial=rule.style is TPStyle.PARTIAL)
+        return replace(spec, tp_dim=max(num_dims - 2, 0), tp_blocks=rule.blocks)
+    if rule.style in ROWS:
+        return replace(spec, tp_dim=num_dims - 1 if num_dims > 1 else None, tp_blocks=rule.blocks)
+    return replace(spec, tp_partial=rule.style is TPStyle.PARTIAL)
 
 
-def _cut_in_module(slot: Slot, style: TPStyle, blocks: int) -> ParameterCut:
+def _cut_in_module(slot: Slot, style: TPStyle, blocks: int, spec: ParameterSpec) -> ParameterSpec:
     module, attribute = slot.module, slot.attribute
     if style in (TPStyle.EMBEDDING, TPStyle.EMBEDDING_FEATURES):
         _check_embedding(slot)
-        dim = 0 if style is TPStyle.EMBEDDING else 1
-        return ParameterCut(dim=dim, uneven=True)
+        return replace(spec, tp_dim=0 if style is TPStyle.EMBEDDING else 1, tp_uneven=True)
     if not (isinstance(module, nn.Linear) or is_transposed(module)) or attribute not in (
         "weight",
         "bias",
@@ -162,10 +172,10 @@ def _cut_in_module(slot: Slot, style: TPStyle, blocks: int) -> ParameterCut:
         )
     columns = style in _COLUMNS
     uneven = style in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.SPLIT) and blocks == 1
+    dim: int | None = 0 if columns != is_transposed(module) else 1
     if attribute == "bias":
-        return ParameterCut(dim=0 if columns else None, blocks=blocks, uneven=uneven)
-    dim = 0 if columns != is_transposed(module) else 1
-    return ParameterCut(dim=dim, blocks=blocks, uneven=uneven)
+        dim = 0 if columns else None
+    return replace(spec, tp_dim=dim, tp_blocks=blocks, tp_uneven=uneven)
 
 
 def _check_embedding(slot: Slot) -> None:
@@ -183,33 +193,34 @@ def _check_embedding(slot: Slot) -> None:
 
 
 def _agree(
-    name: str,
+    spec: ParameterSpec,
     slots: Sequence[Slot],
-    found: Sequence[ParameterCut | None],
+    found: Sequence[ParameterSpec | None],
     modules: dict[str, ShardedModule],
-) -> ParameterCut:
+) -> ParameterSpec:
     """Return the one cut of a parameter; a tied one is sharded in all its slots or in none."""
     said = [cut for cut in found if cut is not None]
-    sharded = next((cut for cut in said if cut.dim is not None), None)
+    sharded = next((cut for cut in said if cut.tp_dim is not None), None)
     if sharded is None:
-        return said[0] if said else ParameterCut(dim=None)
+        return said[0] if said else spec
     for slot, cut in zip(slots, found, strict=True):
-        if cut is not None and cut.dim is not None:
-            if (cut.dim, cut.blocks) != (sharded.dim, sharded.blocks):
+        if cut is not None and cut.tp_dim is not None:
+            if (cut.tp_dim, cut.tp_blocks) != (sharded.tp_dim, sharded.tp_blocks):
                 raise ModelError(
-                    f"Tied parameter {name} is sharded along dim {sharded.dim} in one place and "
-                    f"along dim {cut.dim} in {slot.name}. Give both the same dim."
+                    f"Tied parameter {spec.name} is sharded along dim {sharded.tp_dim} in one "
+                    f"place and along dim {cut.tp_dim} in {slot.name}. Give both the same dim."
                 )
             continue
-        _shard_too(name, slot, sharded, modules)
-    return replace(sharded, uneven=all(cut.uneven for cut in said if cut.dim is not None))
+        _shard_too(slot, sharded, modules)
+    is_uneven = all(cut.tp_uneven for cut in said if cut.tp_dim is not None)
+    return replace(sharded, tp_uneven=is_uneven)
 
 
-def _shard_too(name: str, slot: Slot, cut: ParameterCut, modules: dict[str, ShardedModule]) -> None:
+def _shard_too(slot: Slot, cut: ParameterSpec, modules: dict[str, ShardedModule]) -> None:
     """Wrap the module at another slot of a tied parameter, so that its output is whole, too."""
     owner = slot.name.rpartition(".")[0]
     style = None
-    if cut.dim == 0 and cut.blocks == 1:
+    if cut.tp_dim == 0 and cut.tp_blocks == 1:
         if isinstance(slot.module, nn.Embedding):
             _check_embedding(slot)
             style = TPStyle.EMBEDDING
@@ -219,14 +230,13 @@ def _shard_too(name: str, slot: Slot, cut: ParameterCut, modules: dict[str, Shar
             return  # Another name for the bias of a Linear (BERT's head), which alone uses it.
     if style is None:
         raise ModelError(
-            f"Parameter {name} is sharded and also registered as {slot.name} in a "
+            f"Parameter {cut.name} is sharded and also registered as {slot.name} in a "
             f"{type(slot.module).__name__}, where it is needed whole. Leave it out of the "
             "tensor-parallel plan."
         )
     modules[owner] = ShardedModule(name=owner, module=slot.module, style=style)
 
 
-_ENDS = (TPStyle.ROWWISE, TPStyle.SPLIT)
 _BEGINNINGS = (TPStyle.COLWISE, TPStyle.GATHERED)
 
 
@@ -241,19 +251,20 @@ def find_regions(root: nn.Module, layout: ModelLayout, cuts: ModelCuts) -> dict[
     inner = [i for i in cuts.modules if name is not None and i.name.startswith(f"{name}.")]
     experts = {item.name for item in inner if item.style is TPStyle.EXPERTS}
     beginnings = {_parent(item) for item in inner if item.style in _BEGINNINGS}
-    regions = experts | beginnings & {_parent(item) for item in inner if item.style in _ENDS}
+    regions = experts | beginnings & {_parent(item) for item in inner if item.style in ROWS}
     for item in inner:
-        if item.style in (*_ENDS, *_BEGINNINGS) and _parent(item) not in regions:
+        if item.style in (*ROWS, *_BEGINNINGS) and _parent(item) not in regions:
             raise _impossible(
                 f"{item.name} is sharded, but the module around it doesn't hold both a module that "
                 "begins and one that ends a sharded region"
             )
-    ends = {item.name for item in inner if item.style in _ENDS}
+    ends = {item.name for item in inner if item.style in ROWS}
     for spec in layout.specs:
         owner, _, attribute = spec.name.rpartition(".")
         inside = any(spec.name.startswith(f"{region}.") for region in regions)
         is_bias = owner in ends and attribute == "bias"
-        if inside and spec.tp_dim is None and not spec.tp_partial and not is_bias:
+        is_known = is_bias or is_adapter(spec.name) or spec.tp_partial
+        if inside and spec.tp_dim is None and not is_known:
             raise _impossible(f"{spec.name} is whole inside a sharded region")
     return {region: root.get_submodule(region) for region in sorted(regions)}
 
@@ -270,7 +281,7 @@ def with_partial_gradients(layout: ModelLayout, regions: Mapping[str, nn.Module]
 
 
 def _parent(item: ShardedModule) -> str:
-    return item.name.rpartition(".")[0]
+    return layer_of(item.name).rpartition(".")[0]
 
 
 def _impossible(reason: str) -> ModelError:

@@ -8,16 +8,18 @@ Under sequence parallelism the activation outside sharded regions is cut along t
 region gathers them where it begins, and reduce-scatters where it ends, instead of an all-reduce.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import piece_of
-from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.core.slices import ParameterSpec, piece_of
+from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
+from lightning_hetero.runtime.tensor_parallel.adapters import layer_of
 from lightning_hetero.runtime.tensor_parallel.collectives import (
     TOKENS,
     StageGroup,
@@ -32,10 +34,11 @@ from lightning_hetero.runtime.tensor_parallel.collectives import (
     sum_gradients,
 )
 from lightning_hetero.runtime.tensor_parallel.cuts import ShardedModule, is_transposed
+from lightning_hetero.runtime.tensor_parallel.heads import Heads
 from lightning_hetero.runtime.tensor_parallel.logits import ShardedLogits
-from lightning_hetero.runtime.tensor_parallel.styles import TPStyle
+from lightning_hetero.runtime.tensor_parallel.styles import ROWS, TPStyle
 
-__all__ = ["RegionForward", "ShardedForward"]
+__all__ = ["RegionForward", "ShardedForward", "SharedHeadsForward"]
 
 
 class ShardedForward:
@@ -48,8 +51,9 @@ class ShardedForward:
         self._item = item
         self._in_region = in_region
         self._forward = item.module.forward
-        self._anchor = _find_anchor(layout, item.name, item.module)
-        self._run = {
+        is_beside = item.style in (TPStyle.DROPOUT, TPStyle.DORA)
+        self._anchor = Anchor.of(layout, layer_of(item.name) if is_beside else item.name)
+        forwards: dict[TPStyle, Callable[..., Any]] = {
             TPStyle.COLWISE: self._colwise,
             TPStyle.GATHERED: self._gathered,
             TPStyle.VOCAB_LOSS: self._vocab_loss,
@@ -59,18 +63,21 @@ class ShardedForward:
             TPStyle.EMBEDDING_FEATURES: self._embedding_features,
             TPStyle.EXPERTS: self._experts,
             TPStyle.LOCAL_SIZES: self._local_sizes,
-        }[item.style]
+            TPStyle.DROPOUT: self._dropout,
+            TPStyle.DORA: self._dora,
+        }
+        self._run = forwards[item.style]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module by its style if its weights are shards, else unchanged."""
         peers = self._stage.peers
-        if peers is None or not _is_sharded(self._anchor):
+        if peers is None or not self._anchor.is_cut:
             return self._forward(*args, **kwargs)
         return self._run(peers, *args, **kwargs)
 
     @property
     def _length(self) -> int:
-        return self._anchor[3]
+        return self._anchor.spec.cut_length
 
     def _copied(self, tensor: Tensor) -> Tensor:
         return tensor if self._in_region else self._stage.copied(tensor)
@@ -134,14 +141,93 @@ class ShardedForward:
 
     def _local_sizes(self, peers: TPGroup, *args: Any, **kwargs: Any) -> Any:
         module = self._item.module
-        whole = {name: getattr(module, name) for name in self._item.local_sizes}
-        try:
-            for name, size in whole.items():
-                setattr(module, name, size // peers.degree)
+        sizes = {name: getattr(module, name) // peers.degree for name in self._item.local_sizes}
+        with _attributes(module, sizes):
             return self._forward(*args, **kwargs)
-        finally:
-            for name, size in whole.items():
-                setattr(module, name, size)
+
+    def _dropout(self, peers: TPGroup, tensor: Tensor) -> Tensor:
+        """Drop this rank's features of those that are dropped from the whole input."""
+        spec = self._anchor.spec
+        kept = self._forward(tensor.new_ones(*tensor.shape[:-1], spec.cut_length))
+        own = [kept[..., slice(*rows)] for rows in spec.rows_of(peers.tp_rank, peers.degree)]
+        return tensor * torch.cat(own, -1)
+
+    def _dora(
+        self,
+        peers: TPGroup,
+        tensor: Tensor,
+        *,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        **adapter: Any,
+    ) -> Tensor:
+        """Return what DoRA adds to the base layer's output (Liu et al. 2024, section 4.3).
+
+        The norm of each row of the changed weight is that of the whole row.
+        """
+        style = base_layer.forward.style
+        first, second, scaling = (adapter[name] for name in ("lora_A", "lora_B", "scaling"))
+        with torch.no_grad():
+            weight = base_layer.weight.to(tensor.dtype)
+            weight = weight.T if is_transposed(base_layer) else weight
+            change = (second.weight @ first.weight).to(tensor.dtype)
+            squares = (weight + scaling * change).square().sum(1)
+            if style in ROWS:
+                squares = reduce_partial(squares, peers)
+            norm = self._outside(squares.sqrt(), style, peers)
+        scale = self._item.module.get_parameter("weight") / norm
+        result: Tensor = base_layer(tensor) if base_result is None else base_result
+        if base_layer.bias is not None:
+            result = result - self._outside(base_layer.bias, style, peers)
+        added: Tensor = (scale - 1) * result + scale * second(first(tensor)) * scaling
+        return added
+
+    def _outside(self, rows: Tensor, style: TPStyle, peers: TPGroup) -> Tensor:
+        """Return a vector of a layer's output features as the layer returns its outputs."""
+        if style not in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS):
+            return rows
+        return gather_shards(rows, 0, piece_sizes(self._length, peers.degree), peers)
+
+    @property
+    def style(self) -> TPStyle:
+        """The module's style."""
+        return self._item.style
+
+
+class SharedHeadsForward:
+    """Replaces the forward of a layer with shared heads, or of the attention module around it.
+
+    The layer's output then has each head as often as `Heads.read` names it, and the attention
+    module counts as many query heads for each.
+    """
+
+    def __init__(
+        self,
+        stage: StageGroup,
+        layout: ModelLayout,
+        heads: Heads,
+        module: nn.Module,
+        *,
+        outer: bool,
+    ) -> None:
+        self._stage = stage
+        self._heads = heads
+        self._outer = outer
+        self._module = module
+        self._forward = module.forward
+        self._anchor = Anchor.of(layout, heads.attention)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with the rank's heads if its weights are shards, else unchanged."""
+        peers = self._stage.peers
+        if peers is None or not self._anchor.is_cut:
+            return self._forward(*args, **kwargs)
+        index, run = self._heads.read(peers.tp_rank, peers.degree)
+        if not self._outer:
+            return self._heads.repeat(self._forward(*args, **kwargs), index)
+        assert self._heads.attribute is not None
+        with _attributes(self._module, {self._heads.attribute: run}):
+            return self._forward(*args, **kwargs)
 
 
 class RegionForward:
@@ -152,12 +238,12 @@ class RegionForward:
     ) -> None:
         self._stage = stage
         self._forward = module.forward
-        self._anchor = _find_anchor(layout, name, module)
+        self._anchor = Anchor.of(layout, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the region on all tokens if its weights are shards, else unchanged."""
         peers = self._stage.peers
-        if peers is None or not _is_sharded(self._anchor):
+        if peers is None or not self._anchor.is_cut:
             return self._forward(*args, **kwargs)
         if args and isinstance(args[0], Tensor):
             # Experts also get the tokens' routes, with as many rows as their states.
@@ -178,33 +264,61 @@ class RegionForward:
         return gather_tokens(tensor, TOKENS, self._stage.token_sizes(tensor, whole=False), peers)
 
 
-_Anchor = tuple[nn.Module, str, int, int]
-"""(module, attribute, dim, whole length) of a weight that shows whether shards are held."""
+@dataclass(frozen=True)
+class Anchor:
+    """A weight that shows whether a module computes with shards."""
+
+    module: nn.Module
+    attribute: str
+    spec: ParameterSpec
+
+    @classmethod
+    def of(cls, layout: ModelLayout, name: str) -> "Anchor":
+        """Find the weight that belongs to a module, or else to the nearest module around it.
+
+        A weight whose heads are shared may be whole on every rank, and shows nothing.
+
+        Raises:
+            ModelError: The module has no sharded weight.
+        """
+        sharded = [spec for spec in layout.specs if spec.tp_dim is not None]
+        cut = [(slot, spec) for spec in sharded for slot in layout.slots[spec.name]]
+        found = _inside(cut, name)
+        if not found:
+            raise ModelError(
+                f"The tensor-parallel plan gives {name} a style, but shards none of its "
+                "parameters. Give them styles too, or leave it out."
+            )
+        while not (clear := [pair for pair in found if pair[1].tp_readers == 1]):
+            name = name.rpartition(".")[0]
+            found = _inside(cut, name)
+        slot, spec = min(clear, key=lambda pair: pair[0].attribute != "weight")
+        return cls(slot.module, slot.attribute, spec)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds a shard of the weight."""
+        weight = self.module._parameters[self.attribute]
+        return weight is not None and weight.shape[self.spec.cut_dim] != self.spec.cut_length
 
 
-def _find_anchor(layout: ModelLayout, name: str, module: nn.Module) -> _Anchor:
-    inside = {id(item) for item in module.modules()}
-    best: _Anchor | None = None
-    for spec in layout.specs:
-        for slot in layout.slots[spec.name]:
-            if spec.tp_dim is None or id(slot.module) not in inside:
-                continue
-            found = slot.module, slot.attribute, spec.tp_dim, spec.cut_length
-            if slot.attribute == "weight":
-                return found
-            best = best or found
-    if best is None:
-        raise ModelError(
-            f"The tensor-parallel plan gives {name} a style, but shards none of its parameters. "
-            "Give them styles too, or leave it out."
-        )
-    return best
+def _inside(
+    cut: Sequence[tuple[Slot, ParameterSpec]], name: str
+) -> list[tuple[Slot, ParameterSpec]]:
+    return [pair for pair in cut if not name or pair[0].name.startswith(f"{name}.")]
 
 
-def _is_sharded(anchor: _Anchor) -> bool:
-    module, attribute, dim, length = anchor
-    weight = module._parameters[attribute]
-    return weight is not None and weight.shape[dim] != length
+@contextmanager
+def _attributes(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
+    """Give a module's attributes other values in this context."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ all, and dropout inside a region (attention probabilities) draws the same number
 one rank as for those of another.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
@@ -30,16 +30,18 @@ from lightning_hetero.runtime.slices.known_by_shape import KnownByShape, hide_ag
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup, TPGroup
 from lightning_hetero.runtime.tensor_parallel.cuts import (
     ModelCuts,
-    ShardedModule,
     find_regions,
     with_partial_gradients,
 )
-from lightning_hetero.runtime.tensor_parallel.forward import RegionForward, ShardedForward
+from lightning_hetero.runtime.tensor_parallel.forward import (
+    RegionForward,
+    ShardedForward,
+    SharedHeadsForward,
+)
 from lightning_hetero.runtime.tensor_parallel.styles import TPStyle
 
 __all__ = ["TensorParallel"]
 
-_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 _UNWRAPPED = (TPStyle.PARTIAL, TPStyle.REPLICATE)
 
 
@@ -65,10 +67,9 @@ class TensorParallel:
         sequence_parallel: bool = False,
     ) -> None:
         cuts = ModelCuts.of(root, layout, option)
-        self.layout = cuts.annotate(layout)
+        self.layout = cuts.layout
         self.sequence_parallel = sequence_parallel
         self.stage = StageGroup(sequence_parallel=sequence_parallel)
-        self._largest = _largest_degree(root, self.layout, cuts.modules)
         self._wrapped: list[tuple[nn.Module, Any]] = []
         regions: dict[str, nn.Module] = {}
         if sequence_parallel:
@@ -81,6 +82,7 @@ class TensorParallel:
                 self._wrap(item.module, forward)
         for name, module in regions.items():
             self._wrap(module, RegionForward(self.stage, self.layout, name, module))
+        self._share_heads(root, cuts)
         parts = {id(part) for layer in layout.layers for part in layer.modules()}
         others = [item.module for item in cuts.modules if id(item.module) not in parts]
         self._handles = [i for module in (*layout.layers, *others) for i in _show_inside(module)]
@@ -88,6 +90,16 @@ class TensorParallel:
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._wrapped.append((module, module.__dict__.get("forward")))
         module.forward = forward
+
+    def _share_heads(self, root: nn.Module, cuts: ModelCuts) -> None:
+        common = self.stage, self.layout
+        for layer, heads in cuts.heads.items():
+            module = root.get_submodule(layer)
+            self._wrap(module, SharedHeadsForward(*common, heads, module, outer=False))
+        for heads in {item.attention: item for item in cuts.heads.values()}.values():
+            if heads.attribute is not None:
+                module = root.get_submodule(heads.attention)
+                self._wrap(module, SharedHeadsForward(*common, heads, module, outer=True))
 
     def remove(self) -> None:
         """Restore the modules' own forwards."""
@@ -125,14 +137,22 @@ class TensorParallel:
 
     def check_degrees(self, plan: ParallelPlan) -> None:
         """Raise ModelError unless every degree of the plan divides heads and features."""
-        name, largest = self._largest
+        limits = {
+            spec.name: spec
+            for spec in self.layout.specs
+            if spec.tp_dim is not None and not (spec.tp_uneven and spec.tp_blocks == 1)
+        }
+        largest = gcd(*(spec.tp_parts for spec in limits.values())) if limits else 0
+        name = min(limits, key=lambda item: (limits[item].tp_parts, item), default="")
         for pipeline_index, stage_index, stage in plan.iter_stages():
             if largest % stage.tp_degree:
+                parts = limits[name].tp_parts
+                what = f" ({parts} heads)" if limits[name].tp_heads else ""
                 able = [str(d) for d in range(1, largest + 1) if largest % d == 0]
                 raise ModelError(
                     f"Pipeline {pipeline_index} stage {stage_index} has tensor-parallel degree "
-                    f"{stage.tp_degree}, which {name} can't be cut into. Degrees that work for "
-                    f"this model: {', '.join(able)}."
+                    f"{stage.tp_degree}, which {name}{what} can't be cut into. Degrees that work "
+                    f"for this model: {', '.join(able)}."
                 )
 
 
@@ -154,39 +174,3 @@ def _show_inside(module: nn.Module) -> list[RemovableHandle]:
         module.register_forward_pre_hook(show),
         module.register_forward_hook(hide, always_call=True),
     ]
-
-
-def _largest_degree(
-    root: nn.Module, layout: ModelLayout, modules: Sequence[ShardedModule]
-) -> tuple[str, int]:
-    """Return the largest possible degree, and the name of a parameter that limits it.
-
-    A parameter's limit is its features, or the heads of the module around it if that has any.
-    """
-    styles = {item.name: item.style for item in modules}
-    limits: dict[str, int] = {}
-    for spec in layout.specs:
-        if spec.tp_dim is None or spec.tp_uneven:
-            continue
-        features = spec.cut_length // spec.tp_blocks
-        limits[spec.name] = features
-        owner = spec.name.rpartition(".")[0]
-        if styles.get(owner) is TPStyle.COLWISE:
-            for what, count in _heads(root.get_submodule(owner.rpartition(".")[0]), features):
-                limits[f"{spec.name} ({count} {what})"] = count
-    largest = gcd(*limits.values()) if limits else 0
-    name = min(limits, key=lambda item: (limits[item], item), default="")
-    return name, largest
-
-
-def _heads(attention: nn.Module, features: int) -> Iterator[tuple[str, int]]:
-    size = next((s for n in _HEAD_DIMS if isinstance(s := getattr(attention, n, None), int)), None)
-    if size is None:
-        return
-    if features % size == 0:
-        yield "heads", features // size
-    config = getattr(attention, "config", None)
-    for attribute, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
-        count = getattr(config, attribute, None)
-        if isinstance(count, int):
-            yield what, count

@@ -34,7 +34,7 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 
-__all__ = ["Rule", "TPStyle", "rule_of_module", "rules_of"]
+__all__ = ["COLUMNS", "ROWS", "Rule", "TPStyle", "rule_of_module", "rules_of", "unwrapped"]
 
 _BERT = {
     "word_embeddings": "embedding_rowwise",
@@ -77,6 +77,23 @@ class TPStyle(StrEnum):
     PARTIAL = "replicated_with_grad_allreduce"
     LOCAL_SIZES = "local_sizes"
     REPLICATE = "replicate"
+    DROPOUT = "dropout of a shard"
+    """Of the input of a row-parallel adapter: no style that a plan can name."""
+    DORA = "dora"
+    """A module that scales a sharded layer's outputs: no style that a plan can name."""
+
+
+COLUMNS = (TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.VOCAB)
+"""Styles of linear layers whose output features are sharded."""
+ROWS = (TPStyle.ROWWISE, TPStyle.SPLIT)
+"""Styles of linear layers whose input features are sharded."""
+_INTERNAL = (TPStyle.DROPOUT, TPStyle.DORA)
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
+
+def unwrapped(name: str) -> str:
+    """Return a module or parameter's name without the components that PEFT's wrappers add."""
+    return _WRAPPERS.sub("", name)
 
 
 _ALIASES = {
@@ -109,11 +126,13 @@ class Rule:
         alias, _, default = _ALIASES.get(name, name).partition(":")
         try:
             style = TPStyle(alias)
+            if style in _INTERNAL:
+                raise ValueError(name)
             if style is TPStyle.LOCAL_SIZES:
                 return cls(pattern=pattern, style=style, attributes=tuple(argument.split(",")))
             return cls(pattern=pattern, style=style, blocks=int(argument or default or 1))
         except ValueError:
-            known = sorted({*(item.value for item in TPStyle), *_ALIASES})
+            known = sorted({*TPStyle, *_ALIASES} - {*_INTERNAL})
             raise ConfigurationError(
                 f"The tensor-parallel plan says {text!r} for {pattern!r}, which isn't supported. "
                 f"Styles: {', '.join(known)}. Give one of them in HeteroStrategy(tp_plan=...), or "
@@ -121,9 +140,10 @@ class Rule:
             ) from None
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches a name or its last components."""
+        """Whether the pattern matches a name or its last components, whether wrapped or not."""
         expression = re.escape(self.pattern).replace(r"\*", r"[^.]+")
-        return re.fullmatch(rf"(?:.*\.)?{expression}", name) is not None
+        pattern = re.compile(rf"(?:.*\.)?{expression}")
+        return any(map(pattern.fullmatch, (name, unwrapped(name))))
 
 
 def rules_of(root: nn.Module, option: Mapping[str, str] | None) -> dict[str, Rule]:

@@ -110,10 +110,14 @@ def test_ungated_models_are_measured_with_as_many_parameters():
     assert measure(classic, microbatches=((16,),)).model == classic
 
 
+def test_a_degree_above_the_key_heads_is_measured():
+    assert measure(microbatches=((16,),), tp_degrees=(4,)).model == TINY
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (TINY, {"tp_degrees": (4,)}, "key-value heads"),
+        (TINY, {"tp_degrees": (3,)}, "4 heads"),
         (dataclasses.replace(TINY, intermediate_size=65), {"tp_degrees": (2,)}, "intermediate"),
         (dataclasses.replace(TINY, head_dim=16), {}, "hidden_size"),
         (TINY, {"microbatches": ()}, "No micro-batch"),

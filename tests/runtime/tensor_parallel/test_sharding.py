@@ -208,15 +208,19 @@ def test_predictions_are_whole_logits(pool: ProcessPool) -> None:
         assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_degrees_that_heads_cannot_take_are_refused_with_those_they_can(
     pool: ProcessPool, order: list[int]
 ) -> None:
-    case = Case(plan=plan_of(pipeline(stage(order, 0, 3))), world_size=4, model="packed")
-    for message in pool.run(fit_error, 4, case, {}):
+    case = Case(plan=plan_of(pipeline(stage(order, 0, 3))), world_size=3, model="packed")
+    for message in pool.run(fit_error, 3, case, {}):
         assert "ModelError" in message
-        assert "2 heads" in message
-        assert "Degrees that work for this model: 1, 2." in message
+        assert "4 heads" in message
+        assert "Degrees that work for this model: 1, 2, 4." in message
+
+
+def test_the_reference_model_shares_key_heads(pool: ProcessPool) -> None:
+    check(pool, Case(plan=FOUR, world_size=4, model="packed", tied=True, clip_val=0.2))
 
 
 def test_modules_without_a_plan_and_impossible_sequence_parallelism_are_refused(
@@ -271,17 +275,19 @@ def test_a_module_s_own_plan_counts_without_a_star_a_plan_of_a_head_alone_does_n
         ModelCuts.of(model, ModelLayout.of(model))
     model.tp_plan = {name.removeprefix("blocks.*."): style for name, style in TOY_PLAN.items()}
     layout = ModelLayout.of(model)
-    assert ModelCuts.of(model, layout).cuts == ModelCuts.of(model, layout, TOY_PLAN).cuts
+    own, given = ModelCuts.of(model, layout), ModelCuts.of(model, layout, TOY_PLAN)
+    assert own.layout.specs == given.layout.specs != layout.specs
 
 
 def test_fused_projections_are_cut_block_by_block() -> None:
     model = ToyLM(1, tied=False)
-    cuts = ModelCuts.of(model, ModelLayout.of(model), TOY_PLAN).cuts
-    assert (cuts["blocks.0.qkv.weight"].dim, cuts["blocks.0.qkv.weight"].blocks) == (0, 3)
-    assert (cuts["blocks.0.proj.weight"].dim, cuts["blocks.0.proj.bias"].dim) == (1, None)
-    assert cuts["blocks.0.norm_head.weight"].partial
-    assert cuts["head.weight"].uneven
-    assert cuts["blocks.0.norm1.weight"].dim is None
+    specs = ModelCuts.of(model, ModelLayout.of(model), TOY_PLAN).layout.specs
+    cuts = {spec.name: spec for spec in specs}
+    assert cuts["blocks.0.qkv.weight"].rows_of(1, 2) == ((8, 16), (24, 32), (40, 48))
+    assert (cuts["blocks.0.proj.weight"].tp_dim, cuts["blocks.0.proj.bias"].tp_dim) == (1, None)
+    assert cuts["blocks.0.norm_head.weight"].tp_partial
+    assert cuts["head.weight"].rows_of(1, 2) == ((12, 23),)
+    assert cuts["blocks.0.norm1.weight"].tp_dim is None
 
 
 def test_embeddings_that_need_their_whole_weight_are_refused() -> None:

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.autoplan.out_of_memory import OutOfMemory
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import (
     MemoryCorrection,
     MemoryTerms,
-    OutOfMemory,
     RooflineCost,
     StageShape,
     StateLayout,

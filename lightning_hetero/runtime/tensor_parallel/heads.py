@@ -1,0 +1,134 @@
+"""Share attention heads out to the ranks of a group, whatever the number of key and value heads.
+
+Each rank computes a run of query heads, and holds the key and value heads that these read. Where
+the degree doesn't divide the key heads (grouped-query and multi-query attention), several ranks
+hold the same one: `ParameterSpec.rows_of` says which, and owners sum its gradients.
+
+Attention modules expect all key heads to be read by the same number of query heads. If a rank's
+query heads begin or end in the middle of a group, its key heads are repeated after the projection,
+so that each is read by equally many, and the module's number of groups is that of the rank while it
+runs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import gcd
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.runtime.tensor_parallel.adapters import layer_of
+
+__all__ = ["Heads", "HeadsOfLayers"]
+
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
+_GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of a layer whose heads are each read by several query heads."""
+
+    count: int
+    """In each block of the layer's output features."""
+    readers: int
+    """Query heads that read each head."""
+    blocks: int
+    attention: str
+    """Name of the module around the layer."""
+    attribute: str | None
+    """Where that module keeps `readers`; None if it takes any numbers of heads."""
+
+    def read(self, tp_rank: int, tp_degree: int) -> tuple[list[int], int]:
+        """Return a rank's key heads, counted from its first, and the query heads that read each.
+
+        A key head is named several times if its query heads are more than those of another one.
+        """
+        share = self.count * self.readers // tp_degree
+        first, stop = tp_rank * share, (tp_rank + 1) * share
+        inner = range((first // self.readers + 1) * self.readers, stop, self.readers)
+        run = gcd(*(b - a for a, b in pairwise((first, *inner, stop))))
+        before = first // self.readers
+        return [query // self.readers - before for query in range(first, stop, run)], run
+
+    def repeat(self, output: Tensor, index: list[int]) -> Tensor:
+        """Return a projection's output with the heads of an index in each block."""
+        if index == list(range(index[-1] + 1)):
+            return output
+        heads = output.view(*output.shape[:-1], self.blocks, index[-1] + 1, -1)
+        return heads[..., index, :].flatten(-3)
+
+
+class HeadsOfLayers:
+    """The numbers of heads of column-parallel layers inside attention modules.
+
+    Args:
+        root: The user's module.
+        layers: Names of the column-parallel layers.
+        specs: The cut parameters.
+    """
+
+    def __init__(self, root: nn.Module, layers: set[str], specs: Iterable[ParameterSpec]) -> None:
+        counts: dict[str, int] = {}
+        blocks: dict[str, int] = {}
+        for spec in specs:
+            layer = self._layer_of(spec)
+            if layer in layers and spec.tp_dim is not None and not spec.tp_uneven:
+                attention = root.get_submodule(layer.rpartition(".")[0])
+                blocks[layer] = spec.tp_blocks
+                counts[layer] = _num_heads(attention, spec.cut_length // spec.tp_blocks)
+        most: dict[str, int] = {}
+        for layer, count in counts.items():
+            name = layer.rpartition(".")[0]
+            most[name] = max(count, most.get(name, 0))
+        self._counts = {layer: count for layer, count in counts.items() if count}
+        self.shared: dict[str, Heads] = {}
+        """The layers whose heads several ranks may hold, by name."""
+        for layer, count in self._counts.items():
+            name = layer.rpartition(".")[0]
+            attention = root.get_submodule(name)
+            readers, rest = divmod(most[name], count)
+            attribute = next((i for i in _GROUPS if getattr(attention, i, 0) == readers), None)
+            by_shape = getattr(attention, "takes_any_heads", False)
+            if readers > 1 and not rest and (by_shape or attribute is not None):
+                self.shared[layer] = Heads(
+                    count=count,
+                    readers=readers,
+                    blocks=blocks[layer],
+                    attention=name,
+                    attribute=attribute,
+                )
+
+    @staticmethod
+    def _layer_of(spec: ParameterSpec) -> str:
+        name = layer_of(spec.name)
+        # The parameters of some adapters have no name after their layer's.
+        return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+
+    def annotate(self, spec: ParameterSpec) -> ParameterSpec:
+        """Return a parameter with the heads of its layer, if it is cut along them."""
+        layer = self._layer_of(spec)
+        if spec.tp_dim is None or layer not in self._counts:
+            return spec
+        shared = self.shared.get(layer)
+        readers = 1 if shared is None else shared.readers
+        return replace(spec, tp_heads=self._counts[layer], tp_readers=readers)
+
+
+def _num_heads(attention: nn.Module, features: int) -> int:
+    """Return the number of heads in a layer's output features; 0 if they are no heads."""
+    sizes = (getattr(attention, name, None) for name in _HEAD_DIMS)
+    size = next((item for item in sizes if isinstance(item, int)), 0)
+    if not size:
+        return 0
+    count = 0 if features % size else features // size
+    config: Any = getattr(attention, "config", None)
+    query: int = getattr(config, "num_attention_heads", None) or features
+    if features % query == 0 and count % query == 0:
+        return query  # Projections that are fused head by head have more features.
+    if count <= query:
+        return count
+    shared: int = getattr(config, "num_key_value_heads", None) or 1
+    return shared  # Fused group by group.
