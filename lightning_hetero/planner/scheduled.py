@@ -16,12 +16,14 @@ from lightning_hetero.schedules import (
     as_actions,
     end_s,
     order_1f1b,
-    solve,
+    solve_in_rooms,
 )
 from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
 
 __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
+_MOST_RANKED = 16
+"""Candidates, the best ones under 1F1B, that are simulated under solved schedules."""
 Orders = tuple[tuple[Action, ...], ...]
 
 
@@ -78,12 +80,10 @@ def simulate_scheduled(
     known: dict[ScheduleProblem, Orders | None] = {}
     orders = []
     for index, work in enumerate(batches):
-        split, whole = (
-            _problem(plan, index, cost, work, schedule, is_split=i) for i in (True, False)
-        )
-        if split not in known:
-            known[split] = _solved(split, whole, schedule)
-        orders.append(known[split])
+        problem = _problem(plan, index, cost, work)
+        if problem not in known:
+            known[problem] = _solved(problem, max(map(sum, work), default=0), schedule)
+        orders.append(known[problem])
     if not any(orders):
         return Scheduled(simulation=usual, usual=usual, orders=none)
     found = simulate(plan, cost, batches, orders=orders, **options)
@@ -97,20 +97,66 @@ def rank_scheduled(
     result: PlanningResult, cost: CostModel, schedule: Schedule
 ) -> tuple[PlanningResult, Scheduled]:
     """Return planned candidates, the best first under a schedule, and the best one's orders."""
+    if not schedule.is_solved:
+        return result, Scheduled(
+            simulation=result.best.simulation, usual=result.best.simulation, orders=()
+        )
     judged = []
-    for candidate in result.candidates:
+    for candidate in result.candidates[:_MOST_RANKED]:
         batches = own_microbatches(candidate.plan, result.workload.microbatch)
-        found = simulate_scheduled(candidate.plan, cost, batches, schedule)
-        judged.append((replace(candidate, simulation=found.simulation), found))
+        best = None
+        for found_plan in (candidate.plan, _recomputing(candidate.plan)):
+            found = simulate_scheduled(found_plan, cost, batches, schedule)
+            judge = replace(candidate, plan=found_plan, simulation=found.simulation)
+            is_better = best is None or judge.score(result.objective) < best[0].score(
+                result.objective
+            )
+            if is_better and (best is None or found.simulation.fits):
+                best = judge, found
+        if best is not None:
+            judged.append(best)
     judged.sort(key=lambda pair: pair[0].score(result.objective))
     return replace(result, candidates=tuple(item for item, _ in judged)), judged[0][1]
 
 
-def _solved(split: ScheduleProblem, whole: ScheduleProblem, schedule: Schedule) -> Orders | None:
-    """Return the orders of a pipeline, None where they gain nothing over 1F1B."""
-    if split.num_stages == 1 or not split.num_microbatches:
+def _recomputing(plan: ParallelPlan) -> ParallelPlan:
+    """Return the plan with all layers recomputed, so that stages hold more micro-batches."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = tuple(
+            replace(
+                stage,
+                recomputed_layers=len(stage.layers),
+                selective_layers=None,
+                activation_budget_bytes=None,
+            )
+            for stage in pipeline.stages
+        )
+        pipelines.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Orders | None:
+    """Return the orders of a pipeline, None where they gain nothing over 1F1B.
+
+    Args:
+        problem: The pipeline, with all the room there is.
+        longest: Tokens of the longest micro-batch.
+        schedule: What may run.
+    """
+    if problem.num_stages == 1 or not problem.num_microbatches:
         return None
-    found = solve(split)
+    backward_s = tuple(
+        tuple(map(sum, zip(*rows, strict=True)))
+        for rows in zip(problem.input_s, problem.weight_s, strict=True)
+    )
+    nothing = tuple((0.0,) * len(row) for row in backward_s)
+    whole = replace(problem, input_s=backward_s, weight_s=nothing, waiting_bytes=nothing)
+    memory = [room / longest for room in problem.room_bytes]
+    found = solve_in_rooms(
+        replace(problem, room_bytes=tuple(most * longest for most in room))
+        for room in schedule.rooms(memory)
+    )
     if found.end_s >= end_s(whole, order_1f1b(whole)) * (1 - schedule.least_gain):
         return None
     return as_actions(found.orders)
@@ -121,18 +167,15 @@ def _problem(
     index: int,
     cost: CostModel,
     work: Sequence[MicroBatchShape],
-    schedule: Schedule,
-    *,
-    is_split: bool,
 ) -> ScheduleProblem:
-    """Return what the order of a pipeline is solved for; activations are measured in tokens."""
+    """Return what the order of a pipeline is solved for; activations are measured in tokens.
+
+    A stage has at least room for the micro-batches that 1F1B holds.
+    """
     pipeline = plan.pipelines[index]
     shapes = [cost.shape_in(plan, stage) for stage in pipeline.stages]
     pairs = [[cost.compute_s(shape, batch) for batch in work] for shape in shapes]
-    weight_s = [
-        tuple(cost.weight_s(shape, batch) if is_split else 0.0 for batch in work)
-        for shape in shapes
-    ]
+    weight_s = [tuple(cost.weight_s(shape, batch) for batch in work) for shape in shapes]
     longest = max(map(sum, work), default=0)
     tokens = (tuple(float(sum(batch)) for batch in work),) * len(shapes)
     rooms = []
@@ -148,7 +191,7 @@ def _problem(
         room = 1 + (cost.usable_bytes(shape.device) - totals[0]) / each if each else len(work)
         if stage.activation_budget_bytes is not None:
             room = 0  # The budget is for as many as 1F1B holds.
-        rooms.append(longest * schedule.most_held(stage_index, len(shapes), room))
+        rooms.append(longest * max(room, len(shapes) - stage_index))
 
     def edges(*, back: bool) -> tuple[Edge, ...]:
         hops = [pair[::-1] if back else pair for pair in pairwise(pipeline.stages)]
@@ -164,6 +207,6 @@ def _problem(
         forward_edges=edges(back=False),
         backward_edges=edges(back=True),
         held_bytes=tokens,
-        waiting_bytes=tokens if is_split else tuple((0.0,) * len(work) for _ in shapes),
+        waiting_bytes=tokens,
         room_bytes=tuple(rooms),
     )

@@ -9,7 +9,7 @@ from lightning_hetero.schedules.bound import lower_bound_s
 from lightning_hetero.schedules.choice import Schedule
 from lightning_hetero.schedules.dispatch import end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import Solution, order_1f1b, solve
+from lightning_hetero.schedules.solve import Solution, order_1f1b, solve, solve_in_rooms
 
 __all__ = [
     "Edge",
@@ -23,4 +23,5 @@ __all__ = [
     "order_1f1b",
     "solve",
     "solve_actions",
+    "solve_in_rooms",
 ]

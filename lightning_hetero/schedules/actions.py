@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.schedules.dispatch import FORWARD, INPUT, WEIGHT, Orders, end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import order_1f1b, solve
+from lightning_hetero.schedules.solve import order_1f1b, solve_in_rooms
 
 __all__ = ["StageTimes", "as_actions", "solve_actions"]
 
@@ -32,21 +32,24 @@ def solve_actions(
     stages: Sequence[StageTimes],
     num_microbatches: int,
     *,
-    most_held: Sequence[float] = (),
+    rooms: Sequence[Sequence[float]] = ((),),
     least_gain: float = 0.0,
     is_split: bool = True,
+    sizes: Sequence[float] = (),
 ) -> tuple[tuple[Action, ...], ...] | None:
     """Return each stage's actions; None if they don't gain enough over 1F1B.
 
     Args:
         stages: Seconds of a micro-batch, by stage.
         num_microbatches: Micro-batches of the iteration.
-        most_held: Micro-batches that each stage has room for; by default as many as 1F1B holds.
+        rooms: Micro-batches that each stage may hold; the first of these that is nearly as good as
+            any is used. By default as many as 1F1B holds.
         least_gain: What an order must gain, as a share of 1F1B's seconds.
         is_split: Whether backwards are split.
+        sizes: Of each micro-batch, where they differ: it takes so many times those seconds.
     """
 
-    def problem_of(weight_share: float) -> ScheduleProblem:
+    def problem_of(weight_share: float, most_held: Sequence[float] = ()) -> ScheduleProblem:
         return ScheduleProblem.equal(
             forward_s=[stage.forward_s for stage in stages],
             input_s=[stage.backward_s * (1 - weight_share) for stage in stages],
@@ -54,10 +57,11 @@ def solve_actions(
             num_microbatches=num_microbatches,
             most_held=most_held,
             edges=[stage.edge for stage in stages[:-1]],
+            sizes=sizes,
         )
 
-    whole = problem_of(0.0)
-    found = solve(problem_of(_WEIGHT_SHARE) if is_split else whole)
+    whole, share = problem_of(0.0), _WEIGHT_SHARE if is_split else 0.0
+    found = solve_in_rooms(problem_of(share, most_held) for most_held in rooms)
     if found.end_s > end_s(whole, order_1f1b(whole)) * (1 - least_gain):
         return None
     return as_actions(found.orders, is_split=is_split)

@@ -1,11 +1,13 @@
 """Which schedules there are to choose from, and how much room each may use."""
 
+from collections.abc import Sequence
+
 from lightning_hetero.core.reading.choices import Choice
 
 __all__ = ["Schedule"]
 
-_DEEP = 1.5
-"""Micro-batches that a deep schedule may hold on each stage, as a multiple of their number."""
+_DEPTHS = 1.5, 2.0, 3.0, 4.0
+"""Micro-batches that a deep schedule may hold on each stage, as multiples of their number."""
 
 
 class Schedule(Choice):
@@ -18,8 +20,8 @@ class Schedule(Choice):
     SPLIT = "split"
     """Backward passes of linear layers are split; stages hold no more than under 1F1B."""
     DEEP = "deep"
-    """The same, and stages run ahead: each holds up to 1.5 micro-batches a stage of the pipeline,
-    as far as its memory allows, where 1F1B holds as many as stages follow."""
+    """The same, and stages run ahead where that saves time: each holds up to four micro-batches a
+    stage of the pipeline, as far as its memory allows; 1F1B holds as many as stages follow."""
 
     @property
     def is_solved(self) -> bool:
@@ -31,10 +33,18 @@ class Schedule(Choice):
         """Share of an iteration that a solved order must save over 1F1B to run instead."""
         return 0.01 if self is Schedule.AUTO else 0.0
 
-    def most_held(self, stage_index: int, num_stages: int, room: float) -> float:
-        """Return the micro-batches that a stage may hold, if its memory has room for so many.
+    def rooms(self, memory: Sequence[float]) -> list[tuple[float, ...]]:
+        """Return how many micro-batches each stage may hold: choices, the smallest first.
 
-        As many as under 1F1B fit in any case.
+        Args:
+            memory: How many each stage's memory has room for; as many as under 1F1B in any case.
         """
-        usual = num_stages - stage_index
-        return usual if self is Schedule.SPLIT else max(usual, min(_DEEP * num_stages, room))
+        num_stages = len(memory)
+        usual = tuple(map(float, range(num_stages, 0, -1)))
+        if self is Schedule.SPLIT:
+            return [usual]
+        deep = [
+            tuple(map(max, usual, (min(depth * num_stages, most) for most in memory)))
+            for depth in _DEPTHS
+        ]
+        return list(dict.fromkeys([usual, *deep]))

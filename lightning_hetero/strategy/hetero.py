@@ -97,10 +97,10 @@ class HeteroStrategy(HookedStrategy):
             the plan names no number. None takes 1 for pipelines of one stage, else 4 per stage.
         schedule: The order of a pipeline's passes: "1f1b"; "split", in which gradients of linear
             layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; "deep": the
-            same with stages that run ahead, each holding up to 1.5 micro-batches a stage of the
-            pipeline, as far as memory allows; or "auto": "deep" where it saves 1 % of an iteration.
-            They are solved for the times of stages and links measured in a plan's first iterations.
-            Backward passes of compiled layers aren't split.
+            same with stages that run ahead where that saves time, as far as memory allows; or
+            "auto": "deep" where it saves 1 % of an iteration. They are solved for the times of
+            stages and links measured in a plan's first iterations. Backward passes of compiled
+            layers aren't split.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon, "memory" where stages leave unequal

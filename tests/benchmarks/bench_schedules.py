@@ -5,10 +5,12 @@ stages run on two cores and what they compute hardly counts. Torch's schedules r
 same seconds, two on each rank. What the solver predicts of the same stages stands beside it.
 """
 
+import math
 import queue
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,14 @@ from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.stage import activations, link_times
-from lightning_hetero.schedules import Edge, ScheduleProblem, end_s, order_1f1b, solve
+from lightning_hetero.schedules import (
+    Edge,
+    Schedule,
+    ScheduleProblem,
+    end_s,
+    order_1f1b,
+    solve_in_rooms,
+)
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.toy import quiet
@@ -194,18 +203,19 @@ def predicted_gain(
     edges = [Edge() for _ in units[1:]]
     edges[num_stages // 2 - 1] = Edge(latency_s=latency)
 
-    def problem_of(weight_share: float) -> ScheduleProblem:
+    def problem_of(weight_share: float, most_held: Sequence[float] = ()) -> ScheduleProblem:
         return ScheduleProblem.equal(
             forward_s=units,
             input_s=[2 * unit * (1 - weight_share) for unit in units],
             weight_s=[2 * unit * weight_share for unit in units],
             num_microbatches=num_microbatches,
-            most_held=[1.5 * num_stages] * num_stages if schedule == "deep" else (),
+            most_held=most_held,
             edges=edges,
         )
 
-    whole = problem_of(0.0)
-    return end_s(whole, order_1f1b(whole)) / solve(problem_of(0.5)).end_s
+    whole, rooms = problem_of(0.0), Schedule(schedule).rooms([math.inf] * num_stages)
+    found = solve_in_rooms(problem_of(0.5, most_held) for most_held in rooms)
+    return end_s(whole, order_1f1b(whole)) / found.end_s
 
 
 def run() -> list[Row]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch
+from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
@@ -200,7 +200,9 @@ class Engine:
             is_training=is_training,
             factor=self.loss_scale,
         )
-        schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
+        schedule = self.schedules.of(
+            running, [sizes_of(item)[1] for item in microbatches], is_training=is_training
+        )
         passes = StagePasses(
             running,
             self.boundary,

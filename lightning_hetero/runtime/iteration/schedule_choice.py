@@ -3,11 +3,13 @@
 A plan's first iterations run 1F1B. Then ranks share the seconds that a forward, a backward and a
 message to the next stage took, and each rank solves the same problem (see
 `lightning_hetero.schedules`), so all know the same orders without another message. They are solved
-once per plan and number of micro-batches.
+once per plan and number of micro-batches, and in long iterations for the micro-batches' own sizes.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
@@ -34,6 +36,10 @@ __all__ = ["ScheduleChoice", "StageSchedule"]
 _MEASURED_ITERATIONS = 3
 """Training iterations under 1F1B that are measured; the first one, which warms up, isn't used."""
 
+_GRAIN = 8
+"""Sizes of micro-batches are rounded to this part of their mean, so that solved orders recur."""
+_LONG_S = 2.0
+"""An iteration of so many seconds is long enough to solve an order for its own micro-batches."""
 _USED_MEMORY = 0.9
 """Share of a device's memory that micro-batches may fill."""
 
@@ -65,6 +71,18 @@ class _Times(NamedTuple):
     """Micro-batches that its memory has room for, the ones that 1F1B holds among them."""
 
 
+@dataclass
+class _Own:
+    """What this rank has measured of a plan."""
+
+    num_iterations: int = 0
+    seconds: dict[ActionKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def median_s(self, kind: ActionKind) -> float:
+        """Return the seconds of a usual action."""
+        return median(self.seconds[kind]) if self.seconds[kind] else 0.0
+
+
 class ScheduleChoice:
     """The actions of one rank's stage in each training iteration.
 
@@ -82,37 +100,48 @@ class ScheduleChoice:
         self._is_split = is_split
         self._comms = comms
         self._clock = clock
-        self._plan: ParallelPlan | None = None
-        self._num_iterations = 0
-        self._own_s: dict[ActionKind, list[float]] = defaultdict(list)
+        self._ran: ParallelPlan | None = None
+        """The plan of the last training iteration."""
+        self._own: dict[ParallelPlan, _Own] = defaultdict(_Own)
         self._times: dict[ParallelPlan, list[_Times]] = {}
         """By plan and rank."""
-        self._solve = lru_cache(maxsize=64)(self._solved)
+        self._solve = lru_cache(maxsize=256)(self._solved)
 
     def of(
-        self, running: RunningPlan, num_microbatches: int, *, is_training: bool
+        self, running: RunningPlan, tokens: Sequence[int], *, is_training: bool
     ) -> StageSchedule:
-        """Return what this rank's stage runs for a number of micro-batches."""
+        """Return what this rank's stage runs for micro-batches of so many tokens."""
         if running.place is None:
             return StageSchedule()
-        index, num_stages = running.place.stage_index, len(running.stages)
+        index, num_stages, count = running.place.stage_index, len(running.stages), len(tokens)
         if not is_training:
-            return StageSchedule(
-                schedule_forward(stage_index=index, num_microbatches=num_microbatches)
-            )
+            return StageSchedule(schedule_forward(stage_index=index, num_microbatches=count))
         orders = None
-        if running.plan in self._times and num_stages > 1 and num_microbatches:
-            orders = self._solve(running.plan, running.place.pipeline_index, num_microbatches)
+        if running.plan in self._times and num_stages > 1 and count:
+            sizes = self._sizes(running, tokens)
+            orders = self._solve(running.plan, running.place.pipeline_index, count, sizes)
         if orders is None:
             before, own = (
-                schedule_1f1b(
-                    stage_index=stage, num_stages=num_stages, num_microbatches=num_microbatches
-                )
+                schedule_1f1b(stage_index=stage, num_stages=num_stages, num_microbatches=count)
                 for stage in (max(index - 1, 0), index)
             )
         else:
             before, own = orders[max(index - 1, 0)], orders[index]
         return StageSchedule(own, most_held(own), most_held(before))
+
+    def _sizes(self, running: RunningPlan, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Return the micro-batches' sizes beside their mean's; none if they hardly differ.
+
+        None as well in short iterations, for which it would take too long to solve an order in each
+        of them; then that for equal micro-batches runs.
+        """
+        mean = sum(tokens) / len(tokens)
+        sizes = tuple(round(count / mean * _GRAIN) / _GRAIN for count in tokens) if mean else ()
+        times = [
+            self._times[running.plan][rank] for stage in running.stages for rank in stage.ranks
+        ]
+        busy_s = max(item.forward_s + item.backward_s for item in times) * len(tokens)
+        return sizes if len(set(sizes)) > 1 and min(sizes) and busy_s >= _LONG_S else ()
 
     def learn(self, running: RunningPlan) -> None:
         """Note the times of a training iteration; called by every rank after each.
@@ -120,31 +149,39 @@ class ScheduleChoice:
         Collective over all ranks after a plan's last measured iteration.
         """
         plan = running.plan
-        if not self.kind.is_solved or plan.max_stages == 1 or plan in self._times:
+        if not self.kind.is_solved or plan.max_stages == 1:
             return
-        if plan is not self._plan:
-            self._plan, self._num_iterations = plan, 0
-            self._own_s.clear()
-        self._num_iterations += 1
-        last = self._clock.last
-        if self._num_iterations > 1 and last is not None:
+        timed, self._ran = self._ran if self._clock.is_late else plan, plan
+        if plan in self._times:
+            return
+        own, last = self._own[plan], self._clock.last
+        own.num_iterations += 1
+        if timed is plan and own.num_iterations > 1 and last is not None:
             for action in last.actions:
-                self._own_s[action.kind].append(action.compute_s)
-        if self._num_iterations == _MEASURED_ITERATIONS:
-            forward_s, backward_s = (
-                median(self._own_s[kind]) if self._own_s[kind] else 0.0
-                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-            )
-            place = running.place
-            edge = Edge() if place is None else measure_edge(running.link, place)
-            self._times[plan] = self._comms.gather_objects(
-                _Times(forward_s, backward_s, edge, _room(running))
-            )
-            if len(self._times) > MAX_KNOWN_PLANS:
-                self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
+                own.seconds[action.kind].append(action.compute_s)
+        if own.num_iterations == _MEASURED_ITERATIONS:
+            self._share(running, own)
+
+    def _share(self, running: RunningPlan, own: "_Own") -> None:
+        """Share what was measured of a plan with all ranks; collective."""
+        place = running.place
+        found = _Times(
+            own.median_s(ActionKind.FORWARD),
+            own.median_s(ActionKind.BACKWARD),
+            Edge() if place is None else measure_edge(running.link, place),
+            _room(running),
+        )
+        self._times[running.plan] = self._comms.gather_objects(found)
+        del self._own[running.plan]
+        if len(self._times) > MAX_KNOWN_PLANS:
+            self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
 
     def _solved(
-        self, plan: ParallelPlan, pipeline_index: int, num_microbatches: int
+        self,
+        plan: ParallelPlan,
+        pipeline_index: int,
+        num_microbatches: int,
+        sizes: tuple[float, ...],
     ) -> tuple[tuple[Action, ...], ...] | None:
         times = self._times[plan]
         stages = [
@@ -159,14 +196,15 @@ class ScheduleChoice:
         return solve_actions(
             stages,
             num_microbatches,
-            most_held=[
-                self.kind.most_held(
-                    index, len(stages), min(times[rank].room for rank in stage.ranks)
-                )
-                for index, stage in enumerate(plan.pipelines[pipeline_index].stages)
-            ],
+            rooms=self.kind.rooms(
+                [
+                    min(times[rank].room for rank in stage.ranks)
+                    for stage in plan.pipelines[pipeline_index].stages
+                ]
+            ),
             least_gain=self.kind.least_gain,
             is_split=self._is_split,
+            sizes=sizes,
         )
 
 
