@@ -30,7 +30,7 @@ _CONNECTOR = f"{_TRAINER}connectors."
 _METRIC, _MODES = "torchmetrics.metric:Metric", "torch.utils._python_dispatch"
 _DUMPS = "what a checkpoint of Lightning holds beside the weights"
 _LAUNCHES = "strategies start processes by overriding and setting these"
-_COUNTS = "counters of loops, which go on from the last step where a rank is lost"
+_COUNTS = "loggers' steps, where a validation is made up for"
 _HOOKS = "whether anything else runs with a module's forward or backward"
 _STACKS = "code of users that runs under modes of torch is followed without them"
 _BUILDS = "a model's weights are made and loaded layer by layer"
@@ -73,7 +73,6 @@ PRIVATE_NAMES = tuple(
         # -- Lightning: loops and what is logged --------------------------------------------------
         ("a loop that may begin with what follows a step", f"{_LOOPS}fit_loop", "_FitLoop"),
         ("as above", f"{_LOOPS}training_epoch_loop", "_TrainingEpochLoop"),
-        ("as above", f"{_LOOPS}loop", "_Loop"),
         ("as above", _FIT, "_data_fetcher _can_stop_early _restart_stage"),
         ("the training loader, before the first epoch and after a restart", _FIT, "_data_source"),
         ("as above", _FIT, "_combined_loader"),
@@ -82,7 +81,6 @@ PRIVATE_NAMES = tuple(
             _EPOCH,
             "_should_accumulate _is_training_done _num_ready_batches_reached _should_check_val_fx",
         ),
-        (_COUNTS, f"{_LOOPS}progress", "_BaseProgress"),
         (_COUNTS, _EPOCH, "_batches_that_stepped"),
         ("the batches that are evaluated or predicted", f"{_TRAINER}trainer", "_active_loop"),
         (
@@ -117,18 +115,13 @@ PRIVATE_NAMES = tuple(
             f"{_LIGHTNING}overrides.distributed",
             "_IndexBatchSamplerWrapper",
         ),
-        (
-            _DUMPS,
-            f"{_TRAINER}call",
-            "_call_callbacks_state_dict _call_callbacks_load_state_dict",
-        ),
+        (_DUMPS, f"{_TRAINER}call", "_call_callbacks_state_dict"),
         (
             _DUMPS,
             f"{_CONNECTOR}checkpoint_connector:_CheckpointConnector",
             "_get_loops_state_dict _loaded_checkpoint",
         ),
         (_DUMPS, f"{_TRAINER}trainer", "_checkpoint_connector"),
-        (_DUMPS, f"{_LIGHTNING}utilities.combined_loader:CombinedLoader", "_state_dicts"),
         # -- torchmetrics -------------------------------------------------------------------------
         (
             "metrics are summed over micro-batches and ranks, and go on in mid-epoch",

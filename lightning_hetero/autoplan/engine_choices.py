@@ -214,7 +214,7 @@ def state_memory(
     for spec in specs:
         holdings, items = holders.of(spec).holdings, slices[spec.name]
         _, of_row = held.setdefault(id(holdings), (holdings, [0.0, 0.0]))
-        of_row[0] += spec.row_numel * facts.compute_bytes
+        of_row[0] += spec.held_bytes(facts.compute_bytes) / max(1, spec.cut_length)
         of_row[1] += spec.row_numel * facts.summed_bytes * spec.requires_grad
         _, of_owned_row = owned.setdefault(id(items), (items, [0.0]))
         num_states = NUM_STATES if spec.requires_grad else 1

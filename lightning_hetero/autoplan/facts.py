@@ -6,7 +6,6 @@ in attributes of the loader, its dataset, the data module and the module (and of
 then in the first sample of a dataset that can be indexed.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -272,22 +271,14 @@ class RunFacts:
         return CorrectionFile.of(self.layout.specs, self.compute_bytes, device_name)
 
     def state_layout(self) -> StateLayout:
-        """Return the bytes of weights, gradients and states; frozen parameters have only weights.
-
-        If some are frozen, the bytes are means over all parameters.
-        """
-        specs = self.layout.specs
-        count = sum(spec.numel for spec in specs)
-        trainable = sum(spec.numel for spec in specs if spec.requires_grad)
-        share = trainable / count if count else 1.0
-        frozen = self.master_bytes * (1 - share)
+        """Return the bytes of weights, gradients and states of parameters that train."""
         return StateLayout(
             arithmetic=self.arithmetic,
             weight_bytes=self.compute_bytes,
-            gradient_bytes=math.ceil(self.compute_bytes * share),
-            summed_bytes=math.ceil(self.summed_bytes * share),
+            gradient_bytes=self.compute_bytes,
+            summed_bytes=self.summed_bytes,
             master_bytes=self.master_bytes,
-            owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
+            owned_bytes=NUM_STATES * self.master_bytes,
             redundancy=self.redundancy,
             selective=not self.layer_options.compile_layers,
             host_owned=self.owned_device is OwnedDevice.CPU,

@@ -48,6 +48,7 @@ from lightning_hetero.simulator import (
     host_lines,
     precision_notes,
     prediction_lines,
+    tuning_notes,
 )
 
 __all__ = ["PlanRequest", "make_plan"]
@@ -367,6 +368,7 @@ def _propose(task: ProposalTask, contingencies: Contingencies, data: DataFacts) 
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
         *host_lines(host_bytes(found.plans[0], basis.cost())),
+        *[f"trains          {note}" for note in tuning_notes(basis.model)],
         *_precision_lines(basis),
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
@@ -388,6 +390,7 @@ def _summary(job: Job, result: PlanningResult, basis: PlanBasis) -> str:
         f"{_source(measured=basis.profile is not None)}",
         *prediction_lines(simulation, workload.num_tokens),
         *fitting_lines(result.best.plan, simulation),
+        *[f"trains          {note}" for note in tuning_notes(basis.model)],
         *_precision_lines(basis),
         bound_line(f"faster than {bound_s:.4g} s", gap),
         f"limited by      {result.limit}",

@@ -35,6 +35,7 @@ from lightning_hetero.simulator import (
     prediction_lines,
     simulate,
     simulated_facts,
+    tuning_notes,
     usable_bytes,
 )
 
@@ -260,6 +261,7 @@ class StartUp:
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
             *fitting_lines(plan, simulation),
             *[f"precision       {note}" for note in precision_notes(cost)],
+            *[f"trains          {note}" for note in tuning_notes(cost.model)],
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines

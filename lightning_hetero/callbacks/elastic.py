@@ -12,16 +12,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed import is_torchelastic_launched
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.training_state import has_finished_epoch
@@ -45,9 +43,6 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0
 """Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
-_ROUND_S = 0.1
-"""Seconds between the rounds in which draining ranks tell each other how far they are."""
-_SHORTEST_TIMEOUT_S = 0.5
 
 
 class ElasticRestart(Callback):
@@ -122,10 +117,10 @@ class ElasticRestart(Callback):
             )
         notices = [] if preemption_notice is None else preemption_notice
         self._notices = list(notices) if isinstance(notices, Sequence) else [notices]
-        if heartbeat_timeout.total_seconds() < _SHORTEST_TIMEOUT_S:
+        if heartbeat_timeout.total_seconds() < 0.5:
             raise ConfigurationError(
-                f"heartbeat_timeout is {heartbeat_timeout.total_seconds()} s; it must be "
-                f"{_SHORTEST_TIMEOUT_S} s or more, or ranks that only compute would count as lost."
+                f"heartbeat_timeout is {heartbeat_timeout.total_seconds()} s; it must be 0.5 s or "
+                "more, or ranks that only compute would count as lost."
             )
         self.in_place = in_place
         self.heartbeat_timeout = heartbeat_timeout
@@ -200,21 +195,30 @@ class ElasticRestart(Callback):
             change, self._change = self._change, None
             raise change
 
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def end_step(self, trainer: pl.Trainer) -> bool:
+        """End a step after which ranks leave or join; called by every rank at a step's end.
+
+        Returns:
+            Whether the step was saved, or needn't be.
+        """
         strategy = run_of(trainer).strategy
         if strategy is None:
             leaving, has_joiners = frozenset({0} if self.is_leaving else ()), False
         else:
             leaving, has_joiners = strategy.engine.leaving, strategy.engine.has_joiners
-        if leaving or has_joiners:
-            assert self._checkpoint is not None
-            node_of_rank = self._checkpoint.node_of_rank
-            nodes = {node_of_rank[rank] for rank in leaving}
-            leave = self._stop_in_place if self.in_place else self._leave
-            self._checkpoint.save_and_leave(nodes, partial(leave, trainer, leaving))
+        if not leaving and not has_joiners:
+            return False
+        if self.in_place:
+            self._stop_in_place(trainer, leaving)
+        else:
+            self._leave(trainer, leaving)
+        return True
+
+    def _save(self, trainer: pl.Trainer, leaving: Collection[int]) -> SavedCheckpoint:
+        """Save the step, with copies of what leaving ranks have."""
+        assert self._checkpoint is not None
+        node_of_rank = self._checkpoint.node_of_rank
+        return self._checkpoint.save(trainer, leaving={node_of_rank[rank] for rank in leaving})
 
     @property
     def _saved(self) -> SavedCheckpoint | None:
@@ -248,12 +252,7 @@ class ElasticRestart(Callback):
         nodes = self._checkpoint.node_of_rank
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
-    def _stop_in_place(
-        self,
-        trainer: pl.Trainer,
-        leaving: Collection[int],
-        save: Callable[[], SavedCheckpoint],
-    ) -> None:
+    def _stop_in_place(self, trainer: pl.Trainer, told_to_leave: Collection[int]) -> None:
         """Before the next step, let ranks leave that were told to, and let joiners in.
 
         Saves only if the ranks that stay don't hold all rows; all leave if those couldn't go on.
@@ -267,10 +266,10 @@ class ElasticRestart(Callback):
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
         if (why := self._why_all_leave(trainer, leaving)) is not None:
             rank_zero_info("Not going on in place, because %s.", why)
-            self._leave(trainer, leaving, save)
+            self._leave(trainer, leaving)
             return
         if not all(ranks.gather(self._checkpoint.can_go_on_live(trainer, leaving))):
-            saved = save()
+            saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
                 self._joiners.refuse_after(saved)
@@ -301,14 +300,9 @@ class ElasticRestart(Callback):
             return repr(error)
         return None
 
-    def _leave(
-        self,
-        trainer: pl.Trainer,
-        leaving: Collection[int],
-        save: Callable[[], SavedCheckpoint],
-    ) -> None:
+    def _leave(self, trainer: pl.Trainer, leaving: Collection[int]) -> None:
         """Save, wait until the checkpoint is safe, then end this process as all others do."""
-        saved, start_s = save(), time.monotonic()
+        saved, start_s = self._save(trainer, leaving), time.monotonic()
         error_seen = self._confirm(saved)
         try:
             leaving = self._await_upload(trainer, saved, start_s)
@@ -393,7 +387,7 @@ def _check_in_place(trainer: pl.Trainer) -> None:
 def _is_uploading(saved: SavedCheckpoint) -> bool:
     """Wait a moment; return whether this rank's part is still on its way to the remote store."""
     try:
-        saved.wait_until_uploaded(_ROUND_S)
+        saved.wait_until_uploaded(0.1)
     except TimeoutError:
         return True
     except (CheckpointError, PeerError, OSError) as error:

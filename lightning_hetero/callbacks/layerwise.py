@@ -7,8 +7,8 @@ newest complete checkpoint in any place is restored, whatever plan and number of
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,11 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
-from lightning_hetero.callbacks.checkpointing.live import Found, LiveSteps, find_saved
+from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
 from lightning_hetero.callbacks.checkpointing.recovery_report import (
+    Found,
     StartTimes,
     refuse_under_torchrun,
     report_complete,
@@ -38,6 +39,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
     is_complete,
     restore,
+    restore_now,
 )
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
@@ -46,21 +48,13 @@ from lightning_hetero.checkpoint import (
     Recovered,
     RetryPolicy,
     SavedCheckpoint,
-    Tier,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.retry import local_folder
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.checkpoint.places.retry import local_folder
+from lightning_hetero.checkpoint.recovery.live import NothingLive
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Leaving:
-    """The arguments of `save_and_leave`, until the step ends."""
-
-    nodes: Collection[str]
-    then: Callable[[Callable[[], SavedCheckpoint]], None]
 
 
 class LayerwiseCheckpoint(Checkpoint):
@@ -150,9 +144,9 @@ class LayerwiseCheckpoint(Checkpoint):
         self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
-        self._recovered: Recovered | None = None
+        self._found: Found | None = None
+        """The state that is being restored, until training starts."""
         self._live = LiveSteps()
-        self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
         self._set_up_at_s = 0.0
 
@@ -160,19 +154,6 @@ class LayerwiseCheckpoint(Checkpoint):
     def node_of_rank(self) -> tuple[str, ...]:
         """Name of each rank's node, from the start of fitting."""
         return () if self._access is None else self._access.node_of_rank
-
-    def save_and_leave(
-        self, nodes: Collection[str], then: Callable[[Callable[[], SavedCheckpoint]], None]
-    ) -> None:
-        """When this step ends, call `then` with a function that saves it; called by every rank.
-
-        That function also copies the parts of `nodes` to other nodes.
-        """
-        self._leaving = _Leaving(nodes=nodes, then=then)
-
-    def begin_change(self) -> None:
-        """Hear that an optimizer is about to change the slices; called by the strategy."""
-        self._live.begin_change()
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -185,73 +166,82 @@ class LayerwiseCheckpoint(Checkpoint):
             refuse_under_torchrun()
         if stage == "fit":
             self._peers = peers_of(trainer, self._timeout.total_seconds())
-            if not self._skip_unreadable and not run.knows_all_ranks:
+            if not self._skip_unreadable and run.has_joiners:
                 # Before anything is planned or measured.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        is_first, peers = trainer.local_rank == 0, self._peers
-        self._access = access = self._open(peers, is_first_of_node=is_first)
-        owned = OwnedState(trainer)
-        needs, goes_on = owned.needs(), _goes_on(trainer)
-        found = self._live.recover(needs, peers) if goes_on else Found(None)
-
-        def look(tiers: Sequence[Tier], **seen: Any) -> Recovered | None:
-            nonlocal found
+        is_first, goes_on = trainer.local_rank == 0, _goes_on(trainer)
+        self._access = access = self._open(self._peers, is_first_of_node=is_first)
+        needs = OwnedState(trainer).needs()
+        live = self._live.recover(needs, self._peers) if goes_on else None
+        why_not_live = live.why if isinstance(live, NothingLive) else None
+        recovered = live if isinstance(live, Recovered) else None
+        if recovered is None:
+            access.take_leases(tidies=not goes_on)
             if self._resume or goes_on:
-                found = find_saved(needs, tiers, why_not_live=found.why_not_live, **seen)
-            return found.recovered
-
-        if not found.is_live:
-            self._start = access.enter(look, anew=not (self._resume or goes_on), tidies=not goes_on)
-        recovered = found.recovered
-        if recovered is not None:
-            if not found.is_live:
-                self._last_step = recovered.id.step
-            made_s, set_up_s = self._made_at_s, self._set_up_at_s
-            times = StartTimes(
-                made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
-            )
-            restore(trainer, owned, recovered)
-            if goes_on:
-                _reset_metrics(pl_module)
-            report = report_recovery(trainer, found, times, self.places, peers)
-            run_of(trainer).note_restart(report, in_place=goes_on)
-            if is_complete(trainer):
-                report_complete(self.places, recovered.id.step)
-        if found.is_live and recovered is not None:
+                recovered = access.recover(needs)
+            if recovered is None and why_not_live is not None:
+                raise CheckpointError(
+                    f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
+                    "there is nothing to go on from in place. Start again."
+                )
+            self._start = access.enter(recovered, anew=not (self._resume or goes_on))
+        else:
             self._start = access.enter_later(recovered)
-            # A checkpoint of that step may lack the parts of lost ranks, or even of others.
-            self._last_step = 0
-        self._recovered = recovered
-        if recovered and recovered.report.place == "memory" and is_complete(trainer):
-            # Nothing is left to train, but the earlier run may have failed to save its end.
+        if recovered is None:
+            return
+        # A checkpoint of a live step may lack the parts of lost ranks, or even of others.
+        self._last_step = 0 if live is recovered else recovered.id.step
+        restore(trainer, recovered)
+        if goes_on:
+            _reset_metrics(pl_module)
+        self._found = Found(
+            recovered=recovered,
+            times=StartTimes(
+                made_s=self._made_at_s,
+                set_up_s=self._set_up_at_s,
+                planned_s=start_s,
+                fetched_s=time.time(),
+            ),
+            is_live=live is recovered,
+            why_not_live=why_not_live,
+            # Of its own: the writer may be made in the background meanwhile.
+            peers=self._peers.branch(),
+        )
+        if is_complete(trainer):
+            self._end_complete(trainer, pl_module, recovered)
+
+    def _end_complete(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, recovered: Recovered
+    ) -> None:
+        """End a run in which nothing is left to train: training will not start."""
+        self._report(trainer)
+        report_complete(self.places, recovered.id.step)
+        if recovered.report.place == "memory":
+            # The earlier run may have failed to save its end.
+            restore_now(trainer)
             self._save(trainer, again=recovered)
             self.on_train_end(trainer, pl_module)
 
-    @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        # Lightning loads the file of `ckpt_path` now, which was for the first start.
-        recovered, self._recovered = self._recovered, None
-        if recovered is not None:
-            checkpoint.clear()
-            restore(trainer, OwnedState(trainer), recovered)
-            self._recovered = recovered
+    def _report(self, trainer: pl.Trainer) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            seconds = report_recovery(trainer, found, self.places)
+            run_of(trainer).note_restart(seconds, in_place=_is_in_place(found))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        recovered, self._recovered = self._recovered, None
-        strategy = run_of(trainer).strategy
-        if recovered is None and strategy is not None and strategy.processes.outlives_ranks:
+        found, strategy = self._found, run_of(trainer).strategy
+        if found is not None:
+            self._report(trainer)
+            go_on(trainer, found.recovered)
+        elif strategy is not None and strategy.processes.outlives_ranks:
             # At once: until the first checkpoint, a lost rank's part of the state would be gone.
             self._live.note_step(trainer)
             self._save(trainer)
-        if recovered is not None:
-            go_on(trainer, recovered)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -286,10 +276,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            leaving.then(partial(self._save, trainer, leaving))
-        elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
+        is_saved = False
+        for restarter in run_of(trainer).restarters:
+            is_saved |= restarter.end_step(trainer)
+        is_due = step % self._every_n_train_steps == 0 or step == trainer.max_steps
+        if is_due and not is_saved:
             self._save(trainer)
             if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
@@ -304,8 +295,19 @@ class LayerwiseCheckpoint(Checkpoint):
         if is_last and self._last_step != trainer.global_step:
             self._save(trainer).wait_for_snapshot()
 
+    def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> SavedCheckpoint:
+        """Save the step that has ended, and copy the parts of nodes that leave to others."""
+        saved = self._save(trainer, leaving=leaving)
+        if self._access is not None:
+            self._access.writer.upload_newest()
+        return saved
+
     def _save(
-        self, trainer: pl.Trainer, leaving: _Leaving | None = None, again: Recovered | None = None
+        self,
+        trainer: pl.Trainer,
+        *,
+        leaving: Collection[str] = (),
+        again: Recovered | None = None,
     ) -> SavedCheckpoint:
         assert self._access is not None
         writer = self._access.writer
@@ -315,9 +317,7 @@ class LayerwiseCheckpoint(Checkpoint):
         content = content_of(trainer, owned, id_, metadata)
         if again is not None and again.rank_metadata:
             content = replace(content, rank_metadata=again.rank_metadata)
-        self.saved = writer.save(content, leaving=() if leaving is None else leaving.nodes)
-        if leaving is not None:
-            writer.upload_newest()
+        self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
         return self.saved
 
@@ -365,7 +365,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Does nothing after a run's end; but after the loss of a rank another fit may follow.
         self._let_go()
-        self.saved = self._leaving = self._recovered = None
+        self.saved = self._found = None
 
     def _let_go(self) -> None:
         access, self._access = self._access, None
@@ -379,6 +379,10 @@ def _reset_metrics(module: pl.LightningModule) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()
+
+
+def _is_in_place(found: Found) -> bool:
+    return found.is_live or found.why_not_live is not None
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

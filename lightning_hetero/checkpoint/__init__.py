@@ -1,21 +1,19 @@
 """Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV).
 
-`saving` brings a rank's state into all tiers, `recovering` brings it back onto any set of ranks:
-from files, or from what ranks still hold in memory. All of it builds on the files of a part
-(`manifest`, `parts`), on the places where they are kept (`store`, `tiers`, `claims`), on what ranks
-tell and send each other (`peers`, `serving`), and on waits that are sure to end (`deadlines`).
+In the order of a checkpoint's journey: `format` (the files of a part), `places` (stores, tiers,
+leases), `peers` (what ranks tell and send each other, and waits that end), `saver` (from a rank's
+state into all tiers), `recovery` (onto any set of ranks: from files, or from what ranks still hold
+in memory), `inspection` (outside of training), `notices` (a machine is about to go).
 """
 
-from lightning_hetero.checkpoint.content import (
+from lightning_hetero.checkpoint.format.content import (
     CheckpointContent,
-    Recovered,
-    RecoveryReport,
     RestoredSlice,
     SliceContent,
     SliceNeed,
 )
+from lightning_hetero.checkpoint.format.manifest import CheckpointId
 from lightning_hetero.checkpoint.inspection import export_checkpoint, format_bitmap
-from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.notices import (
     AwsSpotNotice,
     AzureScheduledEvents,
@@ -25,13 +23,14 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
-from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.recovering.recovery import begin_run, recover
-from lightning_hetero.checkpoint.retry import RetryingStore, RetryPolicy, open_store
-from lightning_hetero.checkpoint.saving.meeting import WriterOptions
-from lightning_hetero.checkpoint.saving.writer import CheckpointWriter, SavedCheckpoint
-from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
-from lightning_hetero.checkpoint.tiers import Holder, Source, Tier, TierKind
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.retry import RetryingStore, RetryPolicy, open_store
+from lightning_hetero.checkpoint.places.store import FsspecStore, LocalStore, Store
+from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind
+from lightning_hetero.checkpoint.recovery.from_files import begin_run, recover
+from lightning_hetero.checkpoint.recovery.taking import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.saver.commit import WriterOptions
+from lightning_hetero.checkpoint.saver.writer import CheckpointWriter, SavedCheckpoint
 
 __all__ = [
     "AwsSpotNotice",
@@ -41,8 +40,8 @@ __all__ = [
     "CheckpointWriter",
     "FsspecStore",
     "GcpPreemptionNotice",
-    "Holder",
     "LocalStore",
+    "Location",
     "Notice",
     "NoticeWatcher",
     "Peers",

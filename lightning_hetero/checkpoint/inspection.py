@@ -15,26 +15,37 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import (
-    Recovered,
+from lightning_hetero.checkpoint.format.blocks import fault_in
+from lightning_hetero.checkpoint.format.content import (
     RestoredSlice,
     SliceNeed,
     num_rows,
     optimizer_state_dict,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
-from lightning_hetero.checkpoint.parts import fault_in
-from lightning_hetero.checkpoint.recovering.fetching import Fetcher, FileRange
-from lightning_hetero.checkpoint.recovering.inventory import (
+from lightning_hetero.checkpoint.format.manifest import (
+    CheckpointId,
+    FileEntry,
+    PartManifest,
+    name_of_unit,
+)
+from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.places.tiers import (
+    REJECTED,
+    Location,
+    Tier,
+    checkpoints_in,
+    read_manifest,
+)
+from lightning_hetero.checkpoint.recovery.fetching import Fetcher, FileRange
+from lightning_hetero.checkpoint.recovery.from_files import recover
+from lightning_hetero.checkpoint.recovery.inventory import (
     Inventory,
     choose_run,
     complete_checkpoints,
-    holders_of_files,
+    locations_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovering.recovery import recover
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import REJECTED, Holder, Tier, checkpoints_in, read_manifest
+from lightning_hetero.checkpoint.recovery.taking import Recovered
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 
@@ -112,7 +123,7 @@ def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> V
     manifests: dict[int, PartManifest] = {}
     for held in inventory.held:
         if held.id == wanted[0] and held.part not in manifests and size in (None, held.world_size):
-            store = _tier_of(held.holder, tiers).store
+            store = _tier_of(held.location, tiers).store
             manifests[held.part] = read_manifest(store, held.id, held.part)
     return View(id=wanted[0], inventory=inventory, manifests=manifests)
 
@@ -138,21 +149,21 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
 
 def describe_sources(view: View) -> str:
     """Return from where each layer would be read, for a reader that reaches every place."""
-    holders = holders_of_files(view.inventory, view.manifests)
+    locations = locations_of_files(view.inventory, view.manifests)
     needs = [
         FileRange(part, entry.name, 0, entry.size_bytes)
         for part, manifest in sorted(view.manifests.items())
         for entry in manifest.files
-        if holders[part, entry.name]
+        if locations[part, entry.name]
     ]
-    size: dict[int, dict[Holder, int]] = defaultdict(lambda: defaultdict(int))
-    fetcher = Fetcher(view.manifests, holders, node=_NODE, reach=lambda *_: None, turn=0)
+    size: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
+    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda *_: None, turn=0)
     for need in needs:
         unit = view.manifests[need.part].file(need.file).unit
         if unit is not None:
             size[unit][fetcher.choose(need, 0)[1]] += need.stop
     lost: dict[int, int] = defaultdict(int)
-    for (part, name), items in holders.items():
+    for (part, name), items in locations.items():
         entry = view.manifests[part].file(name)
         if not items and entry.unit is not None:
             lost[entry.unit] += entry.size_bytes
@@ -193,7 +204,7 @@ def verify(view: View, tiers: Sequence[Tier]) -> list[str]:
         if held.id != view.id:
             continue
         manifest = view.manifests[held.part]
-        store = _tier_of(held.holder, tiers).store
+        store = _tier_of(held.location, tiers).store
         damage += [f"{store}/{view.id.folder}/{name}: missing or cut" for name in held.missing]
         for entry in manifest.files:
             if entry.name not in held.missing:
@@ -221,24 +232,24 @@ def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterat
             return
 
 
-def _tier_of(holder: Holder, tiers: Sequence[Tier]) -> Tier:
-    return next(tier for tier in tiers if tier.holder(_NODE) == holder)
+def _tier_of(location: Location, tiers: Sequence[Tier]) -> Tier:
+    return next(tier for tier in tiers if tier.location(_NODE) == location)
 
 
 def format_bitmap(
     inventory: Inventory, manifests: Mapping[int, PartManifest], checkpoint: CheckpointId
 ) -> str:
     """Return layers × tiers: `#` all bytes of the layer are there, `+` some, `.` none."""
-    places = sorted({held.holder for held in inventory.held if held.id == checkpoint})
-    holders = holders_of_files(inventory, manifests)
+    places = sorted({held.location for held in inventory.held if held.id == checkpoint})
+    locations = locations_of_files(inventory, manifests)
     total: dict[int, int] = defaultdict(int)
-    present: dict[tuple[int, Holder], int] = defaultdict(int)
+    present: dict[tuple[int, Location], int] = defaultdict(int)
     for part, manifest in manifests.items():
         for entry in manifest.files:
             if entry.unit is not None:
                 total[entry.unit] += entry.size_bytes
-                for holder in holders[part, entry.name]:
-                    present[entry.unit, holder] += entry.size_bytes
+                for location in locations[part, entry.name]:
+                    present[entry.unit, location] += entry.size_bytes
     num_layers = next(iter(manifests.values())).num_layers
     rows = [
         (

@@ -14,6 +14,8 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
+from lightning_hetero.core.tuning.adapters import DEFAULT_RANK, load_model
+from lightning_hetero.core.tuning.fine_tuning import QUANTIZATIONS
 from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
@@ -36,6 +38,7 @@ __all__ = [
     "check_folder_of",
     "check_picture",
     "cost_of",
+    "model_of",
     "predict",
     "replicated_cost",
 ]
@@ -44,14 +47,34 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`, which takes what `ModelSpec.load` accepts."""
+    """Add `--model`, which takes what `load_model` accepts, and what trains of it."""
     parser.add_argument(
         "--model",
         metavar="NAME",
         required=True,
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes, a Hugging "
-        "Face config folder or the name of a Hugging Face model in the local cache",
+        "Face config folder, the folder of a PEFT adapter, or the name of a Hugging Face model in "
+        "the local cache",
     )
+    parser.add_argument(
+        "--quantize",
+        metavar="FORMAT",
+        choices=list(QUANTIZATIONS),
+        help=f"store the matrices of layers in this format, frozen: {', '.join(QUANTIZATIONS)} "
+        "(default: as the model's quantization_config says)",
+    )
+    parser.add_argument(
+        "--lora-rank",
+        metavar="NUMBER",
+        type=int,
+        help="train LoRA adapters of this rank on all matrices of layers, and freeze the rest "
+        f"(default: as the adapter's folder says; {DEFAULT_RANK} for quantized models)",
+    )
+
+
+def model_of(arguments: argparse.Namespace) -> ModelSpec:
+    """Return the sizes of the model that `add_model_argument`'s options describe."""
+    return load_model(arguments.model, quantize=arguments.quantize, lora_rank=arguments.lora_rank)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> None:
@@ -182,7 +205,7 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
     profile = None if arguments.profile is None else Profile.load(arguments.profile)
     measured = () if profile is None else profile.device_specs
     cluster = Cluster.load(arguments.cluster, measured=measured)
-    model = ModelSpec.load(arguments.model)
+    model = model_of(arguments)
     if profile is not None:
         profile.check(model=model, max_age=_max_age(arguments.max_profile_age_days))
     return choose_cost(cluster, model, profile, layout=layout)

@@ -18,10 +18,15 @@ from lightning_hetero.checkpoint.inspection import (
     reject,
     verify,
 )
-from lightning_hetero.checkpoint.pruning import prune
-from lightning_hetero.checkpoint.retry import RetryPolicy, local_folder, look_at_store, open_store
-from lightning_hetero.checkpoint.shared_memory import memory_places
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.places.parts import prune
+from lightning_hetero.checkpoint.places.retry import (
+    RetryPolicy,
+    local_folder,
+    look_at_store,
+    open_store,
+)
+from lightning_hetero.checkpoint.places.shared_memory import memory_places
+from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["add_arguments", "run_checkpoint"]

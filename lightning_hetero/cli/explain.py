@@ -21,6 +21,8 @@ def explain_trace(path: Path, layout_path: Path | None, json_path: Path | None) 
         ConfigurationError: A file can't be read or written.
     """
     trace = read_operations(path)
+    if layout_path is None and (path / "layout.yaml").is_file():
+        layout_path = path / "layout.yaml"
     layout = _read_layout(layout_path, trace) if layout_path is not None else None
     found = explain(trace)
     print(answer(found, layout))

@@ -21,6 +21,7 @@ from lightning_hetero.simulator import (
     Simulation,
     devices_line,
     precision_notes,
+    tuning_notes,
 )
 
 __all__ = [
@@ -92,10 +93,11 @@ def assumptions_line(cost: CostModel, precision: str) -> str:
     layout = cost.layout
     twice = " with standbys" if layout.redundancy else ""
     times = "measured times" if isinstance(cost, ProfileCost) else "data sheets"
+    notes = [*tuning_notes(cost.model), *precision_notes(cost)]
     return (
         f"assumes         {precision}, Adam ({layout.weight_bytes} + {layout.summed_bytes} bytes a "
         f"parameter held, {layout.kept_bytes} owned{twice}), {times}, 1 GiB + 4% of memory left "
-        "free" + "".join([f"; {note}" for note in precision_notes(cost)])
+        "free" + "".join([f"; {note}" for note in notes])
     )
 
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.cli.arguments import add_model_argument, check_folder_of
+from lightning_hetero.cli.arguments import add_model_argument, check_folder_of, model_of
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
-from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import LinkTimes, Profile
 from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.runtime.setup.detect import describe_device
@@ -118,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_profile(arguments: argparse.Namespace) -> int:
     """Measure, print the results and write the file."""
-    model = ModelSpec.load(arguments.model)
+    model = model_of(arguments)
     merged_with = Profile.load(arguments.merge) if arguments.merge else None
     check_folder_of(arguments.output, "--output")
     device = _device(arguments.device)

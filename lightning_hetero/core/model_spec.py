@@ -22,6 +22,12 @@ from lightning_hetero.core.reading import (
     readable,
     show,
 )
+from lightning_hetero.core.tuning.fine_tuning import (
+    FineTuning,
+    Matrix,
+    matrices_of,
+    read_quantization,
+)
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
@@ -66,6 +72,8 @@ class ModelSpec:
     """Whether a token attends only to earlier ones, which halves attention's cost."""
     head_dim: int | None = None
     """Width of one head; None means `hidden_size / num_heads`."""
+    tuning: FineTuning | None = None
+    """What trains, and how the rest is stored; None if all parameters train."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -103,16 +111,20 @@ class ModelSpec:
         """Width of all key heads together, and also of all value heads."""
         return self.query_size // self.num_heads * self.num_kv_heads
 
-    @cached_property
-    def matrix_params_per_layer(self) -> int:
-        """Parameters of a layer's matrices: those that cost FLOPs for every token."""
-        attention = 2 * self.hidden_size * (self.query_size + self.key_size)
-        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
-        return attention + mlp
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The matrices of a layer, without adapters."""
+        widths = self.hidden_size, self.query_size, self.key_size, self.intermediate_size
+        return matrices_of(*widths, gated=self.gated_mlp)
 
     @cached_property
-    def params_per_layer(self) -> int:
-        """Parameters of one layer."""
+    def matrix_params_per_layer(self) -> int:
+        """Parameters of a layer's matrices, without adapters: they cost FLOPs for every token."""
+        return sum(item.num_inputs * item.num_outputs for item in self.matrices)
+
+    @cached_property
+    def own_params_per_layer(self) -> int:
+        """Parameters of one layer, frozen or not, without adapters."""
         vectors = 2 * self.hidden_size
         if self.biases:
             vectors += self.query_size + 2 * self.key_size + 4 * self.hidden_size
@@ -120,38 +132,114 @@ class ModelSpec:
         return self.matrix_params_per_layer + vectors
 
     @property
+    def params_per_layer(self) -> int:
+        """Parameters of one layer that train: all of them without `tuning`."""
+        return self.own_params_per_layer if self.tuning is None else self.tuning.layer_params
+
+    @property
+    def added_params_per_layer(self) -> int:
+        """Parameters of a layer's adapters."""
+        return 0 if self.tuning is None else self.tuning.added_params
+
+    @property
+    def frozen_matrix_params_per_layer(self) -> int:
+        """Parameters of a layer's matrices that have no gradients."""
+        frozen = self.own_params_per_layer + self.added_params_per_layer - self.params_per_layer
+        return max(0, min(frozen, self.matrix_params_per_layer))
+
+    @property
     def norm_params(self) -> int:
-        """Parameters of one normalisation layer."""
-        return (2 if self.biases else 1) * self.hidden_size
+        """Parameters of one normalisation layer that train."""
+        return (2 if self.biases else 1) * self.hidden_size if self.tuning is None else 0
 
     @property
     def whole_params_per_layer(self) -> int:
         """Parameters of one layer that each rank of a tensor-parallel group holds whole.
 
-        Both norms, and the biases of the two matrices whose products are summed.
+        Both norms, and the biases of the two matrices whose products are summed. Of adapters, the
+        one of each two matrices whose base isn't cut on its side: half of them.
         """
+        if self.tuning is not None:
+            return self.added_params_per_layer // 2
         return 2 * self.norm_params + (2 * self.hidden_size if self.biases else 0)
 
     @property
     def embedding_params(self) -> int:
-        """Parameters before the first layer."""
-        return (self.vocab_size + self.max_positions) * self.hidden_size
+        """Parameters before the first layer that train."""
+        return self._own_embedding if self.tuning is None else self.tuning.embedding_params
 
     @property
     def head_params(self) -> int:
-        """Parameters after the last layer; a tied head counts here, too, as it is held twice."""
-        return self.vocab_size * self.hidden_size + self.norm_params
+        """Parameters after the last layer that train; a tied head counts, too: it is held twice."""
+        return self._own_head if self.tuning is None else self.tuning.head_params
 
-    @cached_property
+    @property
+    def tied_params(self) -> int:
+        """Parameters that embedding and head share, and that train."""
+        return min(self._tied, self.embedding_params, self.head_params)
+
+    @property
     def num_params(self) -> int:
-        """Parameters of the whole model, a tied weight once."""
-        tied = self.vocab_size * self.hidden_size if self.tied_embeddings else 0
+        """Parameters of the whole model that train, a tied weight once; see `num_frozen_params`."""
         layers = self.num_layers * self.params_per_layer
-        return layers + self.embedding_params + self.head_params - tied
+        return layers + self.embedding_params + self.head_params - self.tied_params
+
+    @property
+    def num_frozen_params(self) -> int:
+        """Parameters of the whole model that never train, a tied weight once."""
+        if self.tuning is None:
+            return 0
+        layers = self.num_layers * (self.own_params_per_layer + self.added_params_per_layer)
+        return layers + self._own_embedding + self._own_head - self._tied - self.num_params
+
+    @property
+    def _tied(self) -> int:
+        return self.vocab_size * self.hidden_size if self.tied_embeddings else 0
+
+    @property
+    def _own_embedding(self) -> int:
+        return (self.vocab_size + self.max_positions) * self.hidden_size
+
+    @property
+    def _own_head(self) -> int:
+        return (self.vocab_size + (2 if self.biases else 1)) * self.hidden_size
+
+    def frozen_bytes(self, width: int) -> tuple[float, float, float]:
+        """Return the bytes of what never trains in a layer, before the first and after the last.
+
+        Args:
+            width: Bytes of a value in computations, in which all but matrices are kept.
+        """
+        if self.tuning is None:
+            return 0.0, 0.0, 0.0
+        bits = self.tuning.stored_bits
+        matrices = self.frozen_matrix_params_per_layer
+        rest = self.own_params_per_layer + self.added_params_per_layer - self.params_per_layer
+        layer = matrices * (width if bits is None else bits / 8) + (rest - matrices) * width
+        outside = (self._own_embedding, self.embedding_params), (self._own_head, self.head_params)
+        before, after = (float(width * max(0, own - trains)) for own, trains in outside)
+        return layer, before, after
+
+    def dequantized_params(self) -> tuple[int, int]:
+        """Return the values that a layer's forward unpacks: of all matrices, of the largest."""
+        if self.tuning is None or self.tuning.stored_bits is None:
+            return 0, 0
+        most = max(item.num_inputs * item.num_outputs for item in self.matrices)
+        return self.frozen_matrix_params_per_layer, most
 
     def linear_flops_per_layer(self, num_tokens: int) -> float:
-        """Return the FLOPs of one layer's matrices in one forward."""
-        return 2.0 * self.matrix_params_per_layer * num_tokens
+        """Return the FLOPs of one layer's matrices and adapters in one forward."""
+        return 2.0 * (self.matrix_params_per_layer + self.added_params_per_layer) * num_tokens
+
+    @cached_property
+    def weight_gradient_shares(self) -> tuple[float, float]:
+        """Shares of a forward's FLOPs that gradients of weights take, of a layer and the head."""
+        # A backward is I + W; gradients of inputs cost as much as the forward.
+        if self.tuning is None:
+            return 1.0, 1.0
+        all_params = self.matrix_params_per_layer + self.added_params_per_layer
+        head = min(1.0, self.head_params / (self.vocab_size * self.hidden_size))
+        return 1 - self.frozen_matrix_params_per_layer / all_params, head
 
     def attention_flops_per_layer(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of one layer's attention scores and mixing in one forward."""
@@ -171,10 +259,12 @@ class ModelSpec:
 
         PaLM's count (Chowdhery et al. 2022, appendix B) without recomputation, with two changes:
         attention is counted per sequence and halved if it is causal, and the input embedding, a
-        look-up, is left out.
+        look-up, is left out. Frozen weights have no gradients.
         """
-        forward = self.num_layers * self.flops_per_layer(lengths) + self.head_flops(sum(lengths))
-        return 3 * forward
+        in_layers, in_head = self.weight_gradient_shares
+        layer = (2 + in_layers) * self.linear_flops_per_layer(sum(lengths))
+        layer += 3 * self.attention_flops_per_layer(lengths)
+        return self.num_layers * layer + (2 + in_head) * self.head_flops(sum(lengths))
 
     def hidden_bytes(self, num_tokens: int, bytes_per_value: int = 2) -> int:
         """Return the bytes of the activation that one stage sends to the next."""
@@ -197,6 +287,7 @@ class ModelSpec:
         Raises:
             ModelError: A size is missing or can't be right.
         """
+        quantization = read_quantization(config, name)
         nested = config.get("text_config")
         config = nested if isinstance(nested, Mapping) else config
         hidden = _first(config, "hidden_size", "n_embd", "d_model", name=name)
@@ -220,6 +311,7 @@ class ModelSpec:
             max_positions=positions if classic and family != "gpt_neox" else 0,
             causal=family not in ("bert", "roberta", "distilbert", "modernbert"),
             head_dim=config.get("head_dim"),
+            tuning=quantization,
         )
 
     @classmethod
@@ -287,50 +379,25 @@ def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
     raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
 
 
-def _llama(name: str, *sizes: int) -> ModelSpec:
-    layers, hidden, heads, kv_heads, inner = sizes
-    return ModelSpec(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=32000,
-        gated_mlp=True,
-        tied_embeddings=False,
-    )
-
-
-def _classic(name: str, *sizes: int, causal: bool = True) -> ModelSpec:
-    layers, hidden, heads, vocab, positions = sizes
-    return ModelSpec(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        intermediate_size=4 * hidden,
-        vocab_size=vocab,
-        gated_mlp=False,
-        tied_embeddings=True,
-        biases=True,
-        max_positions=positions,
-        causal=causal,
-    )
+def _known(name: str, family: str, *sizes: int) -> ModelSpec:
+    names = ("n_layer", "n_embd", "n_head", "num_key_value_heads", "n_inner", "vocab_size")
+    config = dict(zip((*names, "n_positions"), sizes, strict=True))
+    activation = "silu" if family == "llama" else "gelu"
+    settings = {"model_type": family, "hidden_act": activation, **config}
+    return ModelSpec.from_config(settings, name=name)
 
 
 KNOWN_MODELS: dict[str, ModelSpec] = {
     model.name: model
     for model in (
-        _classic("bert-large", 24, 1024, 16, 30522, 512, causal=False),
-        _classic("gpt3-6.7b", 32, 4096, 32, 50257, 2048),
-        _classic("opt-350m", 24, 1024, 16, 50272, 2048),
-        _classic("gpt-neo-2.7b", 32, 2560, 20, 50257, 2048),
-        _llama("llama-7b", 32, 4096, 32, 32, 11008),
-        _llama("llama-13b", 40, 5120, 40, 40, 13824),
-        _llama("llama-32b", 60, 6656, 52, 52, 17920),
-        _llama("llama-70b", 80, 8192, 64, 8, 28672),
+        _known("bert-large", "bert", 24, 1024, 16, 16, 4096, 30522, 512),
+        _known("gpt3-6.7b", "gpt2", 32, 4096, 32, 32, 16384, 50257, 2048),
+        _known("opt-350m", "opt", 24, 1024, 16, 16, 4096, 50272, 2048),
+        _known("gpt-neo-2.7b", "gpt_neo", 32, 2560, 20, 20, 10240, 50257, 2048),
+        _known("llama-7b", "llama", 32, 4096, 32, 32, 11008, 32000, 2048),
+        _known("llama-13b", "llama", 40, 5120, 40, 40, 13824, 32000, 2048),
+        _known("llama-32b", "llama", 60, 6656, 52, 52, 17920, 32000, 2048),
+        _known("llama-70b", "llama", 80, 8192, 64, 8, 28672, 32000, 4096),
     )
 }
 """Models that `--model` knows by name."""

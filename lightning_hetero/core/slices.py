@@ -28,6 +28,7 @@ __all__ = [
     "Lot",
     "OuterRole",
     "Ownership",
+    "PackedSize",
     "ParameterSpec",
     "PlanHolders",
     "SharedRows",
@@ -64,6 +65,15 @@ class Ownership(Choice):
     """In proportion to the plan's `owner_shares`, or to the memory that stages leave free."""
 
 
+class PackedSize(NamedTuple):
+    """Size of a quantized weight."""
+
+    num_values: int
+    """Values that it stands for."""
+    num_bytes: int
+    """Bytes in memory, with the scales of its blocks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
     """A parameter without its values."""
@@ -88,6 +98,17 @@ class ParameterSpec:
     tp_partial: bool = False
     """Whether each rank of a group that holds it whole gets only a summand of its gradient."""
     requires_grad: bool = True
+    packed: "PackedSize | None" = None
+    """Size of a quantized weight, whose shape may be that of packed bytes; None if it isn't one."""
+
+    @property
+    def num_values(self) -> int:
+        """Number of values that are computed with."""
+        return self.numel if self.packed is None else self.packed.num_values
+
+    def held_bytes(self, width: int) -> int:
+        """Return the bytes of the whole on a rank that computes in values of `width` bytes."""
+        return self.numel * width if self.packed is None else self.packed.num_bytes
 
     @property
     def cut_dim(self) -> int:

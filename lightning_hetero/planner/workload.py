@@ -6,6 +6,7 @@ from enum import StrEnum
 from numbers import Integral
 
 from lightning_hetero.core.errors import PlanningError, ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["Objective", "PlanningOptions", "Workload", "explain_no_room", "valid_tp_degrees"]
@@ -118,7 +119,8 @@ def valid_tp_degrees(
         return tuple(sorted(set(options.tp_degrees)))
     largest = max(node.count for node in cost.cluster.nodes)
     widths = cost.model.num_heads, cost.model.intermediate_size
-    degrees = [d for d in range(1, largest + 1) if all(width % d == 0 for width in widths)]
+    most = 1 if _is_quantized(cost.model) else largest
+    degrees = [d for d in range(1, most + 1) if all(width % d == 0 for width in widths)]
     problems = {degree: _missing_times(cost, workload, degree) for degree in degrees}
     known = tuple(degree for degree in degrees if problems[degree] is None)
     first = problems[degrees[0]]
@@ -131,8 +133,11 @@ def explain_no_room(cost: CostModel, workload: Workload, tp_degrees: Sequence[in
     """Return why no plan has room for the model, with the bytes and what helps."""
     cluster, model = cost.cluster, cost.model
     room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
-    states = model.num_params * (cost.layout.weight_bytes + cost.layout.summed_bytes)
+    states = float(model.num_params) * (cost.layout.weight_bytes + cost.layout.summed_bytes)
     states += model.num_params * cost.layout.device_kept_bytes
+    states += cost.frozen_bytes(
+        StageShape(cluster.nodes[0].device, 1, model.num_layers, True, True)
+    )
     return (
         f"{model.name} fits nowhere: its weights, gradients and optimizer states take "
         f"{states / 2**30:.1f} GiB, activations of {sum(workload.microbatch)} tokens a micro-batch "
@@ -149,11 +154,20 @@ def _check_tp_degree(cost: CostModel, degree: int) -> None:
             f"TP degree {degree} needs {degree} devices in one node, but the largest node has "
             f"{largest}. Ask for a degree of at most {largest}."
         )
+    if degree > 1 and _is_quantized(model):
+        raise PlanningError(
+            f"{model.name} has quantized matrices, which tensor parallelism of degree {degree} "
+            "can't cut. Ask for degree 1, or for a model that isn't quantized."
+        )
     if model.num_heads % degree:
         raise PlanningError(
             f"TP degree {degree} doesn't divide the {model.num_heads} heads of {model.name}. Ask "
             "for a divisor."
         )
+
+
+def _is_quantized(model: ModelSpec) -> bool:
+    return model.tuning is not None and model.tuning.stored_bits is not None
 
 
 def _missing_times(cost: CostModel, workload: Workload, degree: int) -> ProfileError | None:

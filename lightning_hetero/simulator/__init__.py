@@ -1,4 +1,15 @@
-"""Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
+"""Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator.
+
+Whoever wants an iteration's seconds or bytes asks `simulate`: planner, start-up summary, `compare`,
+contingency plans. Read in this order:
+
+- `stage`, `memory`, `links`: what costs depend on, the terms of a device's memory, messages.
+- `cost`, `device_costs`: seconds of an action of a stage, and bytes of its ranks.
+- `work`: what one pipeline runs; `propagate`: when its actions end, under any schedule.
+- `unit_times`, `exchange`: pulls and pushes, whoever owns what.
+- `simulate`: all of it; `Simulation.lacking_bytes` says whether the plan fits.
+- `report`, `pictures`: predictions for people. `operations` replays recorded runs.
+"""
 
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.device_costs import ProfileCost, RooflineCost, choose_cost
@@ -22,6 +33,7 @@ from lightning_hetero.simulator.report import (
     precision_notes,
     prediction_lines,
     simulated_facts,
+    tuning_notes,
 )
 from lightning_hetero.simulator.simulate import (
     Event,
@@ -62,5 +74,6 @@ __all__ = [
     "simulated_facts",
     "split_batch",
     "trace_events",
+    "tuning_notes",
     "usable_bytes",
 ]

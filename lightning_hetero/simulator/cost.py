@@ -36,8 +36,6 @@ _SUM_BYTES = 4
 _HOST_STEP_BYTES = 42
 """Bytes of host memory touched per parameter: Adam reads 4 and writes 3 fp32 values, the sum is
 scaled, and the weight is narrowed for its way back."""
-_WEIGHT_SHARE = 0.5
-"""Share of a backward without recomputation that the gradients of weights take."""
 _SELECTIVE_SHARE = 0.1
 """Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
 Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
@@ -141,10 +139,12 @@ class CostModel(ClusterLinks, ABC):
     def weight_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward that the gradients of weights take, if it is split.
 
-        A linear layer's two products take the same time, so it is half of what isn't recomputation.
+        A linear layer's two products take the same time, so it is half of what isn't recomputation,
+        less if weights are frozen.
         """
         backward_s = self.compute_s(shape, microbatch)[1] - self.recompute_s(shape, microbatch)
-        return _WEIGHT_SHARE * backward_s
+        share = self.model.weight_gradient_shares[0]
+        return share / (1 + share) * backward_s
 
     def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward in which a stage recomputes activations."""
@@ -196,15 +196,27 @@ class CostModel(ClusterLinks, ABC):
         return sent + gathered
 
     def num_stage_params(self, shape: StageShape) -> float:
-        """Return the parameters that one rank of a stage holds."""
+        """Return the parameters that one rank of a stage holds and that train."""
         params = shape.num_layers * self.model.params_per_layer
         if shape.has_embedding:
             params += self.model.embedding_params
         if shape.has_head:
             params += self.model.head_params
-        if shape.has_embedding and shape.has_head and self.model.tied_embeddings:
-            params -= self.model.vocab_size * self.model.hidden_size
+        if shape.has_embedding and shape.has_head and self.model.tied_params:
+            params -= self.model.tied_params
         return params / shape.tp_degree
+
+    def frozen_bytes(self, shape: StageShape) -> float:
+        """Return the bytes of what never trains on one rank of a stage.
+
+        With the values of its largest quantized matrix, which are there while it is multiplied.
+        """
+        model, width = self.model, self.layout.weight_bytes
+        layer, embedding, head = model.frozen_bytes(width)
+        held = shape.num_layers * layer + shape.has_embedding * embedding + shape.has_head * head
+        if shape.has_embedding and shape.has_head and model.tied_embeddings:
+            held -= min(embedding, head, width * model.vocab_size * model.hidden_size)
+        return (held + width * model.dequantized_params()[1]) / shape.tp_degree
 
     def owned_params(
         self, plan: ParallelPlan, stage: StagePlan, shape: StageShape | None = None
@@ -297,7 +309,7 @@ class CostModel(ClusterLinks, ABC):
         return found
 
     def passing_memory(self, shape: StageShape, held_tokens: int, longest: int) -> MemoryTerms:
-        """Return the terms of micro-batches while they are computed, without states."""
+        """Return the terms of micro-batches while they are computed, and of frozen weights."""
         factor, (kept, of_input) = self.layout.activation_factor, self.layer_bytes(shape)
         selective = self.selective_bytes(shape) if shape.selective_layers else of_input
         saved = shape.recomputed_layers * (kept - of_input)
@@ -310,6 +322,7 @@ class CostModel(ClusterLinks, ABC):
         # it may not have received.
         num_sent = MAX_KEPT_SENDS * (not shape.has_embedding)
         return MemoryTerms(
+            frozen=self.frozen_bytes(shape),
             activations=factor * self.activation_bytes(shape, held_tokens) - saved * held_tokens,
             recomputed=again * longest,
             head=factor * self.transient_bytes(shape, longest),

@@ -68,11 +68,11 @@ class RooflineCost(CostModel):
             # Softmax and its gradient pass over the logits, in 16 and 32 bits.
             softmax = 6 * self._width * tokens * self.model.vocab_size / self._memory_rate(shape)
             times[0] += head + softmax
-            times[1] += 2 * head + softmax
+            times[1] += (1 + self.model.weight_gradient_shares[1]) * head + softmax
         if shape.has_embedding:
             lookup = 2 * self._hidden_bytes(tokens) / self._memory_rate(shape)
             times[0] += lookup
-            times[1] += lookup
+            times[1] += lookup if self.model.embedding_params else 0.0
         return times[0], times[1]
 
     def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
@@ -80,11 +80,13 @@ class RooflineCost(CostModel):
 
         Around the TP region: input and output of both norms; inside it: query, key, value before
         and after rotation, attention's output, and the MLP's pre- and post-activations.
+        Frozen matrices without adapters keep no inputs.
         """
         model = self.model
         outside = 4 * model.hidden_size
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size
         inside = 3 * model.query_size + 3 * model.key_size + mlp
+        inside -= 0 if model.tuning is None else model.tuning.spared_values
         layer = outside + inside / shape.tp_degree
         kept = float(self._width * shape.num_layers * layer)
         if shape.has_embedding:
@@ -132,9 +134,19 @@ class RooflineCost(CostModel):
         touched = self._width * tokens * (_POINTWISE_PASSES * model.hidden_size + mlp)
         pointwise_s = touched / self.device(shape.device).memory_bytes_per_s
         traffic_s = self.layer_traffic_s(shape, tokens)
-        forward = matmul_s + attention_s + pointwise_s + traffic_s
-        backward = 2 * matmul_s + _ATTENTION_BACKWARD * attention_s + 1.5 * pointwise_s + traffic_s
+        unpack_s = self._unpack_s(shape)
+        forward = matmul_s + attention_s + pointwise_s + traffic_s + unpack_s
+        backward = (1 + model.weight_gradient_shares[0]) * matmul_s + unpack_s + traffic_s
+        backward += _ATTENTION_BACKWARD * attention_s + 1.5 * pointwise_s
         return forward + _LAUNCH_S, backward + _LAUNCH_S
+
+    def _unpack_s(self, shape: StageShape) -> float:
+        """Return the seconds in which a layer's quantized matrices are read and values written."""
+        bits = self.model.tuning and self.model.tuning.stored_bits
+        if not bits:
+            return 0.0
+        touched = self.model.dequantized_params()[0] * (bits / 8 + self._width)
+        return touched / self._memory_rate(shape)
 
     def _matmul_flops_per_s(self, shape: StageShape) -> float:
         efficiency = _MATMUL_EFFICIENCY.get(shape.device, _DEFAULT_MATMUL_EFFICIENCY)
@@ -185,10 +197,11 @@ class ProfileCost(RooflineCost):
         """Return the measured times of exactly this micro-batch, or else fitted ones."""
         device = self.profile.device(shape.device)
         forward, backward = self._measured_s(device.at(shape.tp_degree), shape, microbatch)
-        if device.includes_tp_traffic:
-            return forward, backward
-        traffic = shape.num_layers * self.layer_traffic_s(shape, sum(microbatch))
-        return forward + traffic, backward + traffic
+        # Layers are measured without quantization.
+        added = shape.num_layers * self._unpack_s(shape)
+        if not device.includes_tp_traffic:
+            added += shape.num_layers * self.layer_traffic_s(shape, sum(microbatch))
+        return forward + added, backward + added
 
     def _measured_s(
         self, times: Sequence[BlockTimes], shape: StageShape, microbatch: MicroBatchShape

@@ -43,7 +43,7 @@ class MemoryTerms(NamedTuple):
     """
 
     weights: float = 0.0
-    """Weights that it computes with."""
+    """Weights that it computes with, and that train."""
     gradients: float = 0.0
     """Gradients that it sums over micro-batches, in fp32 by default."""
     owned: float = 0.0
@@ -58,6 +58,8 @@ class MemoryTerms(NamedTuple):
     """Activations and their gradients between stages: kept to be sent, sent or received."""
     exchange: float = 0.0
     """Buffers of pull and push beyond the bytes of activations, head and messages."""
+    frozen: float = 0.0
+    """Weights that never train, and the values of a quantized matrix while it is multiplied."""
 
     @property
     def total(self) -> float:
@@ -67,13 +69,13 @@ class MemoryTerms(NamedTuple):
     @property
     def states(self) -> float:
         """The bytes that don't depend on micro-batches."""
-        return self.weights + self.gradients + self.owned
+        return self.weights + self.frozen + self.gradients + self.owned
 
     def with_states(
         self, *, weights: float, gradients: float, owned: float, buffers: float
     ) -> "MemoryTerms":
         """Return these terms of micro-batches with states, and exchange from all its `buffers`."""
-        beyond = max(0.0, buffers - self.total)
+        beyond = max(0.0, buffers - (self.total - self.frozen))
         return self._replace(weights=weights, gradients=gradients, owned=owned, exchange=beyond)
 
 

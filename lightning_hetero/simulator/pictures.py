@@ -285,6 +285,7 @@ def _tidy(axes: Any, unit: str, *, num_columns: int, **legend: float) -> None:
 # Colour-blind safe (Paul Tol's muted); states in blues and greens, micro-batches in warm colours.
 _TERM_COLOURS = {
     "weights": "#332288",
+    "frozen": "#117733",
     "gradients": "#88CCEE",
     "owned": "#44AA99",
     "activations": "#CC6677",

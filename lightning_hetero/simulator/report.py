@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import Arithmetic
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.recomputation import describe_recomputation
 from lightning_hetero.simulator.cost import CostModel
@@ -33,6 +34,7 @@ __all__ = [
     "precision_notes",
     "prediction_lines",
     "simulated_facts",
+    "tuning_notes",
 ]
 
 _GIB, _MIB = 2**30, 2**20
@@ -40,6 +42,7 @@ _MEMORY_COLUMNS = 8
 
 TERM_NAMES = {
     "weights": "weights",
+    "frozen": "frozen weights",
     "gradients": "gradients",
     "owned": "owned states",
     "activations": "activations",
@@ -186,8 +189,9 @@ def memory_tables(
 
 def memory_terms(known: StageFacts) -> dict[str, float]:
     """Return the bytes of each term of a stage's memory, and those that no plan may fill."""
-    terms = known.memory or MemoryTerms()
-    return {**terms._asdict(), "reserved": known.reserved_bytes or 0.0}
+    terms = (known.memory or MemoryTerms())._asdict()
+    terms["reserved"] = known.reserved_bytes or 0.0
+    return {name: terms[name] for name in TERM_NAMES}
 
 
 def memory_unit(facts: Sequence[Sequence[StageFacts]]) -> tuple[str, int]:
@@ -275,6 +279,14 @@ def precision_notes(cost: CostModel) -> list[str]:
                 f"{name} has no {asked} units and runs it at the rate of fp32 (TFLOP/s: {rates})"
             )
     return notes
+
+
+def tuning_notes(model: ModelSpec) -> list[str]:
+    """Return a note on what trains of a model; none if all of it does."""
+    if model.tuning is None:
+        return []
+    count = f"{model.num_params:,} of {model.num_params + model.num_frozen_params:,} parameters"
+    return [f"{model.tuning.method}: {count} train, the others are held and never sent"]
 
 
 def bound_line(least: str, gap: float, *, plans: str = "plan") -> str:

@@ -4,7 +4,7 @@ Lightning's public hooks don't suffice: the private names that are used, here an
 are listed in `lightning_hetero.private_names` with why.
 """
 
-from lightning_hetero.strategy.cli_layers import register_layers
+from lightning_hetero.strategy.engine_options import register_layers
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["HeteroStrategy"]

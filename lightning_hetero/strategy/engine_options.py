@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+from jsonargparse.typing import range_serializer, register_type
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.autoplan.engine_choices import (
@@ -15,6 +16,7 @@ from lightning_hetero.autoplan.engine_choices import (
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.reading import parse_range
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.precision import HeteroPrecision
 
-__all__ = ["EngineOptions"]
+__all__ = ["EngineOptions", "register_layers"]
 
 _WITHOUT_LAYERS = (
     "The module has no list of layers, so it is trained data parallel, one whole model a rank. To "
@@ -169,3 +171,19 @@ class EngineOptions:
             clock=facts.emulation.make_clock(facts.device),
             tensor_parallel=tensor_parallel,
         )
+
+
+def register_layers() -> None:
+    """Teach jsonargparse, which LightningCLI parses with, to read ranges in both spellings.
+
+    What it could read before, such as "range(4)", it still reads.
+    """
+    register_type(range, serializer=range_serializer, deserializer=_read_layers)
+
+
+def _read_layers(value: object) -> range:
+    if isinstance(value, str):
+        digits = value.replace(" ", "").removeprefix("range(").removesuffix(")").split(",")
+        if value.strip().startswith("range(") and all(d.lstrip("-").isdigit() for d in digits):
+            return range(*map(int, digits))
+    return parse_range(value)

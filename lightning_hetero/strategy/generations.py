@@ -1,12 +1,10 @@
 """Fit again and again, each time with the ranks that are left, without ending their processes.
 
-The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
-`ElasticRestart(in_place=True)` it first makes the process that was started a keeper
-(`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. In the
-worker a fit that ends because a rank is lost, comes or leaves is followed by another one:
+With `ElasticRestart(in_place=True)` a worker's fit that ends because a rank is lost, comes or
+leaves is followed by another one:
 
 1. the old generation's detector is paused, its groups are closed, and this rank's part of the last
-   step is kept (`checkpoint.recovering.live`),
+   step is kept (`checkpoint.recovery.live`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
 3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
    waiting joiners (`runtime.generation.joiners`); where ranks have stopped between two steps
@@ -32,180 +30,33 @@ by which a new process enters the run is there in any case, so an old one takes 
 import gc
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
-from typing_extensions import override
 
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.runtime.generation.entering import (
-    find_layer_call_of_run,
-    is_joiner,
-    split_address,
-)
-from lightning_hetero.runtime.generation.environment import take_cores
-from lightning_hetero.runtime.generation.judge import VainGenerations
-from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
-from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
+from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
+from lightning_hetero.runtime.ranks.communicators import leave_failures_to_ranks
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
-from lightning_hetero.runtime.setup.layout import find_layers
-from lightning_hetero.runtime.stage.rehearsal import rehearse
-from lightning_hetero.strategy.devices import leave_failures_to_ranks
-from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hetero.strategy.hooks import HookedStrategy
-    from lightning_hetero.strategy.processes import StartMethod
 
-__all__ = ["HeteroLauncher", "launcher_of", "size_that_stays"]
+__all__ = ["Generations", "VainGenerations", "size_that_stays"]
 
 _log = logging.getLogger(__name__)
-_NO_SCRIPT = ("-c", "-", "")
-"""First entries of `sys.argv` where Python runs no file."""
-
-
-def launcher_of(
-    strategy: "HookedStrategy",
-    start_method: "StartMethod",
-    num_nodes: int,
-    check_world_size: Callable[[int], None],
-    check_module: Callable[[], None],
-) -> "_MultiProcessingLauncher | HeteroLauncher":
-    """Return the launcher of this node's other processes, which starts them if nobody else has.
-
-    Args:
-        strategy: Whose launcher it is.
-        start_method: See `HeteroStrategy`.
-        num_nodes: Number of nodes.
-        check_world_size: Raises for a number of processes that can't run, before any is started;
-            not called for joiners.
-        check_module: Raises for the strategy's module if it can't run; called where processes are
-            started.
-    """
-    environment = strategy.cluster_environment
-    assert environment is not None
-    starts_others = not environment.creates_processes_externally
-    if starts_others and not is_joiner():
-        check_world_size(num_nodes * strategy.num_processes)
-    if start_method != "popen":
-        return _MultiProcessingLauncher(strategy, start_method=start_method)
-    num_processes = len(strategy.parallel_devices or ())
-    has_script = sys.argv[0] not in _NO_SCRIPT or num_processes * num_nodes == 1
-    if starts_others and (hasattr(sys, "ps1") or not has_script):
-        raise ConfigurationError(
-            "HeteroStrategy starts its other processes by running the script again, and here is "
-            "none (python -c, standard input, a notebook). Give HeteroStrategy("
-            'start_method="fork"), or write the code into a file and run that.'
-        )
-    return HeteroLauncher(strategy, num_processes, num_nodes, check_module)
-
-
-class HeteroLauncher(_SubprocessScriptLauncher):
-    """Starts this node's other processes, if nobody else has, and outlives the loss of ranks.
-
-    Args:
-        strategy: Whose launcher it is.
-        num_processes: Processes of this node.
-        num_nodes: Number of nodes.
-        check_module: See `launcher_of`.
-    """
-
-    def __init__(
-        self,
-        strategy: "HookedStrategy",
-        num_processes: int,
-        num_nodes: int,
-        check_module: Callable[[], None],
-    ) -> None:
-        assert strategy.cluster_environment is not None
-        super().__init__(strategy.cluster_environment, num_processes, num_nodes)
-        self._strategy = strategy
-        self._check_module = check_module
-
-    @override
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
-    ) -> Any:
-        self._check_module()
-        work = partial(function, *args, **kwargs)
-        rule = _rule_of(trainer)
-        if is_joiner() and (rule is None or trainer.state.fn != TrainerFn.FITTING):
-            raise ConfigurationError(
-                f"{JOIN} is set, so this process joins a run that trains: its script must call fit "
-                "before all else, with ElasticRestart(in_place=True) among the callbacks. Unset it "
-                "to start a run."
-            )
-        if rule is not None:
-            if KEPT not in os.environ:
-                self._be_kept(replaces=rule.replace_lost)
-            take_cores(self.num_processes)
-            if trainer.state.fn == TrainerFn.FITTING:
-                if is_joiner():
-                    _rehearse(self._strategy, args[0])
-                return _Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
-            return work()
-        if self.cluster_environment.creates_processes_externally:
-            return work()
-        return super().launch(function, *args, trainer=trainer, **kwargs)
-
-    def _be_kept(self, *, replaces: bool) -> NoReturn:
-        """Become the keeper of the worker that this process was started to be, or of this node's.
-
-        Args:
-            replaces: Whether joiners take the devices of lost workers.
-
-        Raises:
-            ConfigurationError: The system can't do it.
-        """
-        if not sys.platform.startswith("linux"):
-            raise ConfigurationError(
-                f"ElasticRestart(in_place=True) needs Linux, where a worker ends with its keeper; "
-                f"this is {sys.platform}. Leave in_place out."
-            )
-        environment, joins = self.cluster_environment, is_joiner()
-        started = environment.main_address, environment.main_port
-        address, port = split_address(os.environ[JOIN]) if joins else started
-        # What this process's first start of Lightning may have set itself isn't the user's.
-        common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        if environment.creates_processes_externally:
-            workers = [common]
-        else:
-            common |= {
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "NODE_RANK": str(environment.node_rank()),
-                "WORLD_SIZE": str(self.num_processes * self.num_nodes),
-            }
-            workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
-        if joins:
-            workers = [worker | joiner_variables(os.environ[JOIN]) for worker in workers]
-        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        is_first = environment.global_rank() == 0 and environment.node_rank() == 0
-        become_keeper(
-            KeeperTask(
-                command=[sys.executable, *sys.orig_argv[1:]],
-                workers=workers,
-                address=address,
-                port=port,
-                serves=is_first and not agent_serves and not joins,
-                replaces=replaces,
-            )
-        )
+_FEWEST_IN_VAIN, _LONGEST_IN_VAIN_S = 3, 60.0
+"""About the time of a restart: after trying for as long, a restart costs at most as much again."""
 
 
 def size_that_stays(told: Iterable[int]) -> int:
@@ -226,38 +77,7 @@ def size_that_stays(told: Iterable[int]) -> int:
     return most
 
 
-def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
-    """Compile a layer and load its kernels, before anybody waits for this joiner."""
-    call = find_layer_call_of_run(strategy._processes._start_timeout)
-    options = strategy._options
-    _, layers = find_layers(module, options.layers)
-    if not call or not layers:
-        return
-    layer, start_s = layers[0], time.monotonic()
-    own = vars(layer).get("forward")
-    try:
-        if options.config.layer_options.compile_layers:
-            layer.forward = options.config.layer_options.wrap_layer(0, layer.forward)
-        dtype = strategy.precision_plugin.compute_dtype
-        rehearse(layer, call, device=strategy.root_device, dtype=dtype)
-    except Exception as error:
-        # Its first step will show whether it can train; it is only slower.
-        _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
-    else:
-        _log.info("Called a layer in %.2f s before joining.", time.monotonic() - start_s)
-    finally:
-        vars(layer).pop("forward", None)
-        if own is not None:
-            layer.forward = own
-
-
-def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:
-    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-    rules = (item for item in callbacks if isinstance(item, OutlivesRanks) and item.in_place)
-    return next(rules, None)
-
-
-class _Generations:
+class Generations:
     """The fits of one `Trainer.fit`.
 
     Args:
@@ -347,7 +167,7 @@ class _Generations:
         self._strategy.set_world_ranks()
         before.put_back(trainer)
         self._joiners = new.joiners_since(old)
-        trainer.strategy.run.knows_all_ranks = not self._joiners
+        trainer.strategy.run.note_generation(has_joiners=bool(self._joiners))
         rank_zero_info(
             "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,
@@ -413,3 +233,36 @@ class _BeforeFit:
         trainer.should_stop = False
         trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         trainer.state.stage = RunningStage.TRAINING
+
+
+class VainGenerations:
+    """Counts generations in a row that ended before any step was trained, as one rank saw them.
+
+    A count alone would end a run that loses spot machines one after another, each while the others
+    still recover from the loss before. Time alone would end a run whose recovery is slow. So a run
+    ends after several in a row *and* a minute without a step (ski rental).
+
+    ::
+
+        vain = VainGenerations()
+        why = vain.note(has_trained=False)  # after a generation; says why the run should end
+
+    Args:
+        now_s: The time, in seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._since_s = now_s()
+        self._count = 0
+
+    def note(self, *, has_trained: bool) -> str:
+        """Note that a generation has ended; return why no other should follow, "" if one should."""
+        if has_trained:
+            self._since_s, self._count = self._now_s(), 0
+            return ""
+        self._count += 1
+        vain_s = self._now_s() - self._since_s
+        if self._count < _FEWEST_IN_VAIN or vain_s < _LONGEST_IN_VAIN_S:
+            return ""
+        return f"{self._count} generations in a row have trained no step, in {vain_s:.0f} s"

@@ -28,7 +28,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
@@ -49,8 +49,9 @@ from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.strategy.engine_options import EngineOptions
-from lightning_hetero.strategy.generations import launcher_of, size_that_stays
+from lightning_hetero.strategy.generations import size_that_stays
 from lightning_hetero.strategy.hooks import HookedStrategy
+from lightning_hetero.strategy.launcher import launcher_of
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import Run
 from lightning_hetero.strategy.sliced_state import SlicedState
@@ -58,23 +59,6 @@ from lightning_hetero.strategy.steps import Steps
 from lightning_hetero.strategy.trainable import check_trainable
 
 __all__ = ["HeteroStrategy"]
-
-
-def _moved(name: str) -> property:
-    """Return a deprecated alias of a field of `emulation`; any use warns."""
-    text = f"`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
-    text += f"`HeteroStrategy.emulation.{name}`."
-
-    def get(strategy: "HeteroStrategy") -> Any:
-        rank_zero_deprecation(text)
-        return getattr(strategy.emulation, name)
-
-    def put(strategy: "HeteroStrategy", value: Any) -> None:
-        rank_zero_deprecation(text)
-        strategy.emulation = replace(strategy.emulation, **{name: value})
-
-    get.__doc__ = f"Deprecated: `emulation.{name}`."
-    return property(get, put)
 
 
 class HeteroStrategy(HookedStrategy):
@@ -218,7 +202,7 @@ class HeteroStrategy(HookedStrategy):
         self._request = PlanRequest.of(
             plan, num_stages=num_stages, num_candidate_plans=num_candidate_plans
         )
-        self._options = EngineOptions(
+        self.options = EngineOptions(
             num_microbatches=num_microbatches,
             redundancy=redundancy,
             layers=layers,
@@ -242,6 +226,7 @@ class HeteroStrategy(HookedStrategy):
                 allow_mixing=allow_mixing,
             ),
         )
+        """The user's options for the engine."""
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
         """Plans among which a data module may choose; set by `setup`."""
         self.candidate_costs: tuple[tuple[PipelineCost, ...], ...] | None = None
@@ -315,8 +300,6 @@ class HeteroStrategy(HookedStrategy):
         found = self._trainer.datamodule
         return found if isinstance(found, HeteroDataModule) else None
 
-    slowdown, memory_bytes = _moved("slowdown"), _moved("memory_bytes")
-
     # -- set-up ---------------------------------------------------------------------------------
 
     @override
@@ -328,7 +311,7 @@ class HeteroStrategy(HookedStrategy):
 
     def _check_module(self) -> None:
         if self._request.may_use_tensor_parallelism:
-            self._options.check_quantized(self._module)
+            self.options.check_quantized(self._module)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -346,9 +329,7 @@ class HeteroStrategy(HookedStrategy):
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
-        self.precision_plugin.deposit_gradients = self._deposit_gradients
-        self.precision_plugin.norm_of_gradients = self.hooked_slices.norm
-        self.precision_plugin.begin_change = self._begin_change
+        self.precision_plugin.connect_gradients(self, self.root_device)
         if trains:
             self.setup_optimizers(trainer)
             self._slices.check_optimizers(self.optimizers)
@@ -360,7 +341,7 @@ class HeteroStrategy(HookedStrategy):
     def _set_up_engine(self, *, trains: bool) -> None:
         """Take or make the plans, and make the engine, dealer and steps for them; collective."""
         precision = self.precision_plugin
-        facts = self._options.gather_facts(
+        facts = self.options.gather_facts(
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
@@ -372,11 +353,11 @@ class HeteroStrategy(HookedStrategy):
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
             request = request.for_survivors(self.world_size, first_ranks)
         plans = request.answer(facts)
-        if self._options.config.ownership is Ownership.MEMORY:
+        if self.options.config.ownership is Ownership.MEMORY:
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
         with undone_if_it_fails(self._module):
-            engine = self._options.make_engine(facts, plans, precision, seed=told[0][0])
+            engine = self.options.make_engine(facts, plans, precision, seed=told[0][0])
         reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
         self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)
@@ -389,7 +370,6 @@ class HeteroStrategy(HookedStrategy):
             num_batches=self._num_batches,
             seed=lambda: engine.config.seed,
         )
-        precision.device_type = self.root_device.type
         self._steps = Steps(self._module, engine, self._dealer, precision.forward_context)
         start = StartUp.gather(facts, engine, plans.auto, num_batches=self._num_batches)
         self.memory = MemoryWatch(start, engine, lambda: self.optimizers)
@@ -398,12 +378,6 @@ class HeteroStrategy(HookedStrategy):
             rank_zero_info("%s", start)
             if plans.auto is None and start.idle_warning is not None:
                 rank_zero_warn(start.idle_warning)
-
-    def _begin_change(self) -> None:
-        """Note that an optimizer is about to change the slices."""
-        self.hooked_slices.leave()
-        for checkpoint in self.run.checkpoints:
-            checkpoint.begin_change()
 
 
 HeteroStrategy.register_strategies(StrategyRegistry)

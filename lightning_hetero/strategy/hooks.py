@@ -4,8 +4,7 @@
 are needed here are listed in `lightning_hetero.private_names`.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,24 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.random_state import GlobalSeed
 from lightning_hetero.runtime.slices.rows import HookedSlices
-from lightning_hetero.strategy.devices import device_of
+from lightning_hetero.strategy.connected import ConnectedStrategy
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
+from lightning_hetero.strategy.run import RestoredState
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
@@ -43,7 +36,7 @@ __all__ = ["HookedStrategy"]
 _T = TypeVar("_T")
 
 
-class HookedStrategy(ParallelStrategy):
+class HookedStrategy(ConnectedStrategy):
     """Passes Lightning's calls on to the strategy's parts.
 
     Args:
@@ -61,12 +54,12 @@ class HookedStrategy(ParallelStrategy):
         start_method: StartMethod,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self._accelerator_of_trainer: Accelerator | None = None
-        self._processes = processes
+        super().__init__(processes, start_method=start_method, **options)
         self._slices = slices
-        self._start_method = start_method
-        self._num_nodes, self._failed, self._seeds = 1, False, GlobalSeed()
+        self._failed = False
+        self._num_changes = 0
+        self._restored: RestoredState | None = None
+        """What Lightning restores next, instead of a file."""
         self._dealer: Dealer | None = None
         """Deals samples out to ranks; set by `setup`."""
         self._steps: Steps | None = None
@@ -77,11 +70,6 @@ class HookedStrategy(ParallelStrategy):
         """Whether a fit has begun to train; before that, no loss of a rank is survived in place."""
         self.has_trained = False
         """Whether this generation has finished a step."""
-
-    @property
-    def processes(self) -> Processes:
-        """This process's connections to the others of the run."""
-        return self._processes
 
     @property
     def engine(self) -> Engine:
@@ -108,83 +96,6 @@ class HookedStrategy(ParallelStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    # -- processes ------------------------------------------------------------------------------
-
-    @property
-    @override
-    def accelerator(self) -> Accelerator | None:
-        return self._accelerator or self._accelerator_of_trainer
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        # Not kept in `_accelerator`: a second Trainer would say that two were chosen.
-        if self._accelerator_of_trainer is not None:
-            raise ConfigurationError(
-                "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
-                "keeps. Make one for each: Trainer(strategy=HeteroStrategy(...))."
-            )
-        self._accelerator_of_trainer = accelerator
-
-    is_distributed = True
-    """Lightning reads it before it injects samplers and reduces logged values."""
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        environment, index = self.cluster_environment, self.local_rank
-        if isinstance(environment, GenerationEnvironment):
-            index = environment.device_index
-        return device_of(self.parallel_devices, index)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes: torchrun's if it started this process, else the Trainer's."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    def set_world_ranks(self) -> None:
-        """Tell Lightning's own environment and `rank_zero_only` their ranks."""
-        if (environment := self.cluster_environment) is None:
-            return
-        # Environments that know their ranks, such as torchrun's, ignore what they are told here.
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        self._seeds.put_back(again=self.awaits_recovery)
-        assert self.cluster_environment is not None
-        self.cluster_environment = self._processes.meet(
-            self.cluster_environment, self.root_device, self._lightning_module
-        )
-        self.set_world_ranks()
-
-    @override
-    def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Any:
-        return self._processes.reduce(tensor, group, reduce_op)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._processes.barrier()
-
-    @override
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        return self._processes.broadcast(obj, src)
 
     @property
     @override
@@ -279,11 +190,26 @@ class HookedStrategy(ParallelStrategy):
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
 
-    def _deposit_gradients(self) -> None:
+    def deposit_gradients(self) -> None:
+        """Move the iteration's gradients into the slices; see `precision.Gradients`."""
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
         self._slices.deposit_gradients(1.0 / number, are_first=are_first)
+
+    def norm_of_gradients(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of parameters' gradients over all ranks; collective."""
+        return self.hooked_slices.norm(parameters)
+
+    def begin_change(self) -> None:
+        """Hear that an optimizer is about to change the slices."""
+        self.hooked_slices.leave()
+        self._num_changes += 1
+
+    @property
+    def num_changes(self) -> int:
+        """How often an optimizer has begun to change the slices."""
+        return self._num_changes
 
     @override
     def optimizer_step(
@@ -296,6 +222,7 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._restored = None
         self.has_begun_training = True
         self._processes.begin_training()
         self.engine.mark_weights_stale()
@@ -339,10 +266,16 @@ class HookedStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._slices.optimizer_state(optimizer)
 
+    def restore_from(self, restored: RestoredState) -> None:
+        """Let Lightning restore a state that has this rank's slices; called after `setup`."""
+        self._restored = restored
+
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored.checkpoint  # The file was for the first start.
         return read_checkpoint(
             checkpoint_path,
             weights_only=weights_only,
@@ -352,12 +285,19 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+        if self._restored is None:
+            self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+        else:
+            self._restored.load_weights()
+            self._slices.note_recovery()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        self._slices.load_optimizers(self._trainer, lambda: self.optimizers, states)
+        self._slices.refit_finetuning(self._trainer)
+        if self._restored is None:
+            self._slices.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        else:
+            self._restored.load_optimizers()
         _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
 
     # -- the end --------------------------------------------------------------------------------
@@ -374,17 +314,13 @@ class HookedStrategy(ParallelStrategy):
         self._failed, self.has_trained = True, False
         self._slices.await_recovery()
         # Else `teardown` would move their state to the CPU and keep the old engine in memory.
-        self.optimizers = []
+        self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None
 
     @property
     def awaits_recovery(self) -> bool:
         """Whether the slices' values have yet to be recovered, after a rank was lost."""
         return self._slices.awaits_recovery
-
-    def note_recovery(self) -> None:
-        """Mark the slices' values as recovered; called by whoever has put them back."""
-        self._slices.awaits_recovery = False
 
     @override
     def teardown(self) -> None:

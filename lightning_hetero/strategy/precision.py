@@ -11,7 +11,7 @@ and all lower the scale alike. So the scale is the same everywhere, and checkpoi
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,7 +27,7 @@ from lightning_hetero.core.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["HeteroPrecision", "PrecisionName"]
+__all__ = ["Gradients", "HeteroPrecision", "PrecisionName"]
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -44,6 +44,19 @@ _REASONS = {
     "transformer-engine": "its modules aren't supported",
     "transformer-engine-float16": "its modules aren't supported",
 }
+
+
+class Gradients(Protocol):
+    """The gradients of a run, as its strategy has them."""
+
+    def deposit_gradients(self) -> None:
+        """Move the iteration's gradients into the slices."""
+
+    def norm_of_gradients(self, parameters: "Iterable[Tensor]") -> Tensor:
+        """Return the norm of parameters' gradients over all ranks; collective."""
+
+    def begin_change(self) -> None:
+        """Hear that an optimizer is about to change the slices, after all that ranks wait for."""
 
 
 class HeteroPrecision(Precision):
@@ -72,20 +85,18 @@ class HeteroPrecision(Precision):
         """A `GradScaler`'s state, which this plugin updates; None if losses aren't scaled."""
         self._has_overflow = False
         """Whether gradients have overflowed on any rank since the optimizer's last step."""
-        self.deposit_gradients: Callable[[], None] | None = None
-        """Set by the strategy: moves the iteration's gradients into the slices."""
-        self.norm_of_gradients: Callable[[Iterable[Tensor]], Tensor] | None = None
-        """Set by the strategy: returns the norm of parameters' gradients over all ranks."""
-        self.device_type = "cpu"
-        """Set by the strategy: the kind of device on which steps run."""
-        self.begin_change: Callable[[], None] | None = None
-        """Set by the strategy: called when an optimizer is about to change the slices."""
+        self._gradients: Gradients | None = None
+        self._device_type = "cpu"
 
     @classmethod
     def of(cls, plugin: Precision) -> "HeteroPrecision":
         """Return a plugin of this kind for the one that Lightning makes of `precision=`."""
         name: Any = plugin.precision
         return plugin if isinstance(plugin, cls) else cls(name, getattr(plugin, "scaler", None))
+
+    def connect_gradients(self, gradients: Gradients, device: torch.device) -> None:
+        """Take the gradients and the device of a run; called by the strategy's `setup`."""
+        self._gradients, self._device_type = gradients, device.type
 
     @property
     def loss_scale(self) -> float:
@@ -155,7 +166,7 @@ class HeteroPrecision(Precision):
     def forward_context(self) -> Iterator[None]:
         """Give the context of a step, as in Lightning: autocast, or bf16 for new tensors."""
         if self.precision.endswith("-mixed"):
-            with torch.autocast(self.device_type, self.compute_dtype):
+            with torch.autocast(self._device_type, self.compute_dtype):
                 yield
         elif self._is_half:
             before = torch.get_default_dtype()
@@ -188,8 +199,8 @@ class HeteroPrecision(Precision):
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         # Hooks and clipping, in which ranks wait for each other; the step itself waits for nobody.
         super()._after_closure(model, optimizer)
-        if self.begin_change is not None:
-            self.begin_change()
+        if self._gradients is not None:
+            self._gradients.begin_change()
 
     @override
     def backward(  # type: ignore[override]
@@ -200,14 +211,14 @@ class HeteroPrecision(Precision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        assert self.deposit_gradients is not None
-        self.deposit_gradients()
+        assert self._gradients is not None
+        self._gradients.deposit_gradients()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.norm_of_gradients is not None
+        assert self._gradients is not None
         parameters = list(self.main_params(optimizer))
-        norm = self.norm_of_gradients(parameters)
+        norm = self._gradients.norm_of_gradients(parameters)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,23 @@ from lightning_hetero.runtime.generation.entering import (
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation
+from lightning_hetero.runtime.generation.worker import KEPT
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
+    check_queues,
     init_process_group,
     reduce_over,
 )
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
-from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
+from lightning_hetero.runtime.ranks.meeting import (
+    allow_clients_of_agent,
+    connect_store,
+    ended_when_late,
+    package_versions,
+)
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
-from lightning_hetero.strategy.devices import check_queues
 from lightning_hetero.strategy.trainable import facts_of_fit
 
 if TYPE_CHECKING:
@@ -49,7 +55,6 @@ __all__ = ["Processes", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-_T = TypeVar("_T")
 _FORMING = 1.5
 """Times the patience of members, after which their store counts as frozen if none has formed."""
 _FIRST_FIT = (
@@ -62,7 +67,7 @@ class Processes:
     """One process's connections to the others of a run.
 
     1. `meet`: connect to the others and begin to watch them,
-    2. `reduce`, `broadcast`, `barrier`: collective, under `watching`,
+    2. `reduce` and other collectives, under `watching`,
     3. `fail` or `stop_watching`: the end,
     4. or, after `outlive_ranks`, `form_generation`, `enter_generation` and `meet` again.
 
@@ -77,7 +82,7 @@ class Processes:
     ) -> None:
         self._backend = backend
         self._timeout = timeout
-        self._start_timeout = start_timeout
+        self.start_timeout = start_timeout
         self._environment: ClusterEnvironment | None = None
         self._store: Store | None = None
         self._comms: Communicators | None = None
@@ -123,7 +128,7 @@ class Processes:
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
                 self._detector = self._make_detector()
-                self._detector.is_starting = self._silence is not None
+                self._detector.expect_slow_start(is_expected=self._silence is not None)
             self._detector.start()
         if not dist.is_initialized():
             self._connections.open(lambda: self._init_process_group(device))
@@ -136,7 +141,7 @@ class Processes:
     def begin_training(self) -> None:
         """Hold heartbeats to their limit from now on: all processes have started."""
         if self._detector is not None:
-            self._detector.is_starting = False
+            self._detector.expect_slow_start(is_expected=False)
 
     def _make_detector(self) -> FailureDetector:
         if self._membership is not None and self._silence is not None:
@@ -149,10 +154,9 @@ class Processes:
             beat_s = interval_s(self._timeout.total_seconds())
             self._heartbeat = Heartbeat(self._connect_store(), number=rank, interval_s=beat_s)
         assert self._heartbeat is not None
-        silence, timeout = self._silence, self._timeout
-        detector = FailureDetector(self._heartbeat, ring, timeout=timeout, silence=silence)
-        detector.abort = self._abort
-        return detector
+        return FailureDetector(
+            self._heartbeat, ring, timeout=self._timeout, silence=self._silence, abort=self._abort
+        )
 
     def _abort(self) -> None:
         connections = self._connections  # The present ones, whenever communicators are aborted.
@@ -162,27 +166,30 @@ class Processes:
             connections.hang_up()
 
     @property
-    def _is_several(self) -> bool:
+    def are_several(self) -> bool:
+        """Whether there are other processes."""
         return self._environment is not None and self._environment.world_size() > 1
 
     def _connect_store(self) -> Store:
         environment = self._environment
         assert environment is not None
         if self._store is None:
+            if KEPT not in os.environ and environment.local_rank() == 0:
+                allow_clients_of_agent(environment.world_size())
             self._store = connect_store(
                 environment.main_address,
                 environment.main_port,
                 global_rank=environment.global_rank(),
                 world_size=environment.world_size(),
-                start_timeout=self._start_timeout,
+                start_timeout=self.start_timeout,
             )
             self._store.set_timeout(self._timeout)
         return self._store
 
     def open_store(self, name: str) -> tuple[Store, str]:
-        """Return names of their own in the ranks' store, by a client of their own, and its host.
+        """Return new names in the ranks' store, by a client of their own, and its host.
 
-        All ranks call it equally often; each time the names are new ones.
+        All ranks call it equally often.
         """
         store, rank = self._connect_store(), self.comms.global_rank
         number = store.add(f"{name}/{rank}", 1)
@@ -271,7 +278,7 @@ class Processes:
         assert self._silence is not None
         silence_s = self._silence.total_seconds()
         if self.joins:
-            start = self._start_timeout
+            start = self.start_timeout
             found = join_membership(facts, start_timeout=start, silence_s=silence_s)
         else:
             store, environment = self._connect_store(), self._environment
@@ -375,7 +382,7 @@ class Processes:
             group: A process group, or `ALREADY_REDUCED`.
             reduce_op: "mean", "sum" or another name of a `ReduceOp`.
         """
-        if not self._is_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
+        if not self.are_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
         with self.watching():
             return reduce_over(tensor, group, reduce_op)
@@ -388,18 +395,3 @@ class Processes:
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""
         return int(self.reduce(torch.tensor(number), self.control, "max"))
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        if self._is_several and dist.is_initialized():
-            with self.watching():
-                dist.barrier(group=self.control)
-
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """Return the object of rank `src`; collective."""
-        if not self._is_several or not dist.is_initialized():
-            return obj
-        objects = [obj]
-        with self.watching():
-            dist.broadcast_object_list(objects, src, group=self.control)
-        return objects[0]

@@ -1,6 +1,6 @@
 """The run: where its strategy and its callbacks find each other."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning_hetero.checkpoint import SavedCheckpoint
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
-__all__ = ["KeepsLog", "OutlivesRanks", "RestartsRun", "Run", "SavesSlices"]
+__all__ = ["KeepsLog", "OutlivesRanks", "RestartsRun", "RestoredState", "Run", "SavesSlices"]
 
 _T = TypeVar("_T")
 
@@ -36,13 +36,8 @@ class SavesSlices(Protocol):
     def node_of_rank(self) -> tuple[str, ...]:
         """Name of each rank's node."""
 
-    def save_and_leave(
-        self, nodes: Collection[str], then: "Callable[[Callable[[], SavedCheckpoint]], None]"
-    ) -> None:
-        """When this step ends, call `then` with a function that saves it; every rank calls this."""
-
-    def begin_change(self) -> None:
-        """Hear that an optimizer is about to change the slices, after all that ranks wait for."""
+    def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> "SavedCheckpoint":
+        """Save the step that has ended, and copy the parts of nodes that leave to others."""
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
@@ -55,11 +50,27 @@ class SavesSlices(Protocol):
         """
 
 
+class RestoredState(Protocol):
+    """A recovered state, of which this rank has its slices."""
+
+    checkpoint: dict[str, Any]
+    """The rest of it, by Lightning's names of a checkpoint's entries."""
+
+    def load_weights(self) -> None:
+        """Put weights and buffers into the module."""
+
+    def load_optimizers(self) -> None:
+        """Put the optimizers' state, and averages of weights, in place."""
+
+
 class RestartsRun(Protocol):
     """What others use of `ElasticRestart`."""
 
     in_place: bool
     """Whether the other ranks go on in their processes."""
+
+    def end_step(self, trainer: pl.Trainer) -> bool:
+        """End a step after which ranks leave or join; return whether it needs no other save."""
 
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without the machines of `exclude` would have."""
@@ -97,8 +108,7 @@ class Run:
         """Callbacks that save slices."""
         self.restarters: list[RestartsRun] = []
         """Callbacks that can restart the run without some of its machines."""
-        self.knows_all_ranks = False
-        """Whether all ranks were in the last generation: then stores needn't be probed again."""
+        self._has_joiners = True
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart until its state was restored; of the
         newest change of ranks, if restarters work in place. None until there was one."""
@@ -107,6 +117,15 @@ class Run:
     def control(self) -> dist.ProcessGroup | None:
         """The group of small messages between all ranks; None for one rank, or without plans."""
         return None if self.strategy is None else self.strategy.engine.comms.control
+
+    @property
+    def has_joiners(self) -> bool:
+        """Whether ranks have come since the last generation, which may not reach the stores."""
+        return self._has_joiners
+
+    def note_generation(self, *, has_joiners: bool) -> None:
+        """Note that a generation follows another one in place."""
+        self._has_joiners = has_joiners
 
     def note_restart(self, seconds: float | None, *, in_place: bool) -> None:
         """Keep the seconds that a start took, if it was of the kind that restarters would cause."""

@@ -148,6 +148,11 @@ class SlicedState:
         self._comms = self._kept = self._trained = None
         self.awaits_recovery = True
 
+    def note_recovery(self) -> None:
+        """Note that the slices have got the values of another process or time."""
+        self._running.mark_weights_stale()
+        self.awaits_recovery = False
+
     def end(self, module: pl.LightningModule | None, *, failed: bool) -> None:
         """Keep the slices after the run, or make the module whole, which is collective."""
         self._leave_hooks()
@@ -294,26 +299,21 @@ class SlicedState:
         load_module_state(self._running.store, module, state, strict=strict)
         self._running.mark_weights_stale()
 
-    def load_optimizers(
-        self,
-        trainer: pl.Trainer,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        states: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Take this rank's slices of whole optimizer states.
+    def refit_finetuning(self, trainer: pl.Trainer) -> None:
+        """Let callbacks make the groups again that they had added to optimizers.
 
-        Args:
-            trainer: The run's.
-            optimizers: Returns the run's optimizers; called once callbacks have added groups.
-            states: The whole state of each optimizer.
+        Lightning calls them too early: this strategy restores callbacks after `on_fit_start`.
         """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, BaseFinetuning):
-                # It makes the groups that it added again, but Lightning has called it too early:
-                # this strategy restores callbacks after `on_fit_start`.
                 callback.on_fit_start(trainer, trainer.lightning_module)
-        for optimizer, state in zip(optimizers(), states, strict=True):
+
+    def load_optimizers(
+        self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take this rank's slices of the whole state of each optimizer."""
+        for optimizer, state in zip(optimizers, states, strict=True):
             if optimizer.param_groups:
                 scatter_optimizer_state(self._running.store, optimizer, state)
 

@@ -1,5 +1,12 @@
-"""Run an iteration of the engine for each of Lightning's steps, under the plan of its batch."""
+"""Run an iteration of the engine for each of Lightning's steps, under the plan of its batch.
 
+A SIGTERM to any rank ends the run on all after the same iteration. Lightning broadcasts before each
+step whether rank 0 has got one, and reads the answer from the device, so each host waits for both;
+its signal handler broadcasts, too, which would never end on another rank. Here a SIGTERM sets a
+flag, which travels with an iteration's row.
+"""
+
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -8,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.autoplan.out_of_memory import MemoryWatch
@@ -19,7 +26,6 @@ from lightning_hetero.runtime.embedding_rows import explain_unknown_rows
 from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.outputs import Records, extend_lists, join_outputs
-from lightning_hetero.strategy.sigterm import heed_sigterm, note_sigterm
 
 __all__ = ["Steps", "epoch_to_load", "explained", "sees_early"]
 
@@ -53,7 +59,7 @@ class Steps:
         self._context = context
         self._engine = engine
         self._dealer = dealer
-        note_sigterm(module.trainer, engine)
+        _note_sigterm(module.trainer, engine)
 
     def to_device(
         self,
@@ -123,7 +129,7 @@ class Steps:
                 return step(microbatch, *args, **kwargs)
 
         made = self._engine.run(run_step, batch, self._key())
-        heed_sigterm(self._module.trainer, self._engine)
+        _heed_sigterm(self._module.trainer, self._engine)
         return made
 
     def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
@@ -188,3 +194,28 @@ def epoch_to_load(trainer: pl.Trainer) -> int:
         and counted.processed < counted.started
     )
     return int(trainer.current_epoch + has_ended)
+
+
+def _note_sigterm(trainer: Any, engine: Engine) -> None:
+    """Tell all ranks of a SIGTERM to this one with the next iteration; called before a run."""
+    running = weakref.ref(engine)  # Else its groups would live until the Trainer is collected.
+
+    def note(number: int, _: object) -> None:
+        launcher, engine = trainer.strategy.launcher, running()
+        if engine is not None:
+            if launcher is not None and not engine.is_leaving:
+                launcher.kill(number)
+            engine.tell(is_leaving=True)
+
+    trainer._signal_connector._sigterm_notifier_fn = note
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def _heed_sigterm(trainer: Any, engine: Engine) -> None:
+    """Let Lightning end the run after an iteration in which a rank said that it got a SIGTERM.
+
+    `ElasticRestart` ends a fit by itself, from the first step on.
+    """
+    is_restarted = trainer.strategy.run.restarters and trainer.state.fn == TrainerFn.FITTING
+    if engine.leaving and not is_restarted:
+        trainer._signal_connector.received_sigterm = True

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_hetero.checkpoint.peers import Peers
-from lightning_hetero.checkpoint.store import Buffer, Store
+from lightning_hetero.checkpoint.format.blocks import Buffer
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.store import Store
 
 __all__ = ["FaultyStore", "MemoryStore", "Throttle", "ThrottledStore", "peers_in_threads"]
 

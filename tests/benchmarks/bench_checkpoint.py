@@ -34,7 +34,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.recovering import fetching
+from lightning_hetero.checkpoint.recovery import fetching
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
 from lightning_hetero.testing import MemoryStore, Throttle, ThrottledStore

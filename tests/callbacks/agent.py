@@ -98,7 +98,7 @@ class Record(Callback):
         waiting, self.waiting = self.waiting, []
         states = [(item, item._local.done(), item._remote.done()) for item in waiting]
         # Noted before what is confirmed, because an upload starts before.
-        uploading = len(self.checkpoint._access.writer._meeting.uploads.status()["uploading"])
+        uploading = len(self.checkpoint._access.writer._committer.uploads.status()["uploading"])
         if uploading != self.uploading:
             self.write(uploading=uploading)
             self.uploading = uploading

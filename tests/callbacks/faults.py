@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.checkpoint import CheckpointId, LocalStore
-from lightning_hetero.checkpoint.manifest import parse_manifest_name
-from lightning_hetero.checkpoint.recovering.fetching import Fetcher
-from lightning_hetero.checkpoint.saving import snapshot
-from lightning_hetero.checkpoint.serving import FileServer
+from lightning_hetero.checkpoint.format.manifest import parse_manifest_name
+from lightning_hetero.checkpoint.peers.serving import FileServer
+from lightning_hetero.checkpoint.recovery.fetching import Fetcher
+from lightning_hetero.checkpoint.saver import snapshot
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.strategy.hetero import HeteroStrategy
@@ -28,7 +28,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "set-up": (HeteroStrategy, "setup"),
     "forward": (ToyModule, "training_step"),
     "push": (Push, "finish"),
-    "deposit": (HeteroStrategy, "_deposit_gradients"),
+    "deposit": (HeteroStrategy, "deposit_gradients"),
     "optimizer step": (HeteroStrategy, "optimizer_step"),
     "after the step": (Engine, "mark_weights_stale"),
     "snapshot": (snapshot, "_copy"),

@@ -34,7 +34,7 @@ from lightning_hetero.runtime.generation import worker as worker_module
 from lightning_hetero.runtime.generation.keeper import Keeper, be_kept, block_signals
 from lightning_hetero.runtime.generation.worker import JOIN, Worker
 from lightning_hetero.runtime.stage.rehearsal import rehearse
-from lightning_hetero.strategy import generations
+from lightning_hetero.strategy import launcher
 from tests.processes import fork_server, free_port, use_default_start_method
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -232,7 +232,7 @@ def play_joiner(folder: Path, name: str, work: Callable[[], None]) -> None:
         rehearse(*given, **more)
         (folder / f"rehearsed-{name}").touch()
 
-    generations.rehearse = note
+    launcher.rehearse = note
     port = int((folder / "port").read_text())
     os.environ |= {JOIN: f"127.0.0.1:{port}", "NODE_RANK": "1"}
     keep_workers(folder, [name], work, port, serves=False)

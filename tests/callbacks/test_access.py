@@ -91,10 +91,10 @@ def test_what_is_entered_after_a_fit_has_ended_is_left_at_once(entry: Any) -> No
 def test_nothing_is_entered_before_a_step_is_trained(entry: Any) -> None:
     entry.come.set()
     entry.access.enter_later(entry.recovered)
-    assert entry.access._to_enter is not None
     entry.access.leave()
     entry.access.begin()
-    assert not entry.access._entered.done()
+    assert not entry.lease.released.is_set()
+    assert entry.forgotten == []
 
 
 def test_what_went_wrong_behind_the_training_is_raised_by_the_next_save(entry: Any) -> None:
@@ -109,7 +109,8 @@ def test_what_went_wrong_behind_the_training_is_raised_by_the_next_save(entry: A
 
 def test_a_writer_that_is_closed_is_not_left_again_and_a_lost_lease_is_told(entry: Any) -> None:
     entry.come.set()
-    entry.access.enter(lambda *_, **__: entry.recovered, anew=False)
+    entry.access.take_leases()
+    entry.access.enter(entry.recovered)
     writer = entry.access.writer
     entry.access.close()
     assert writer.closed

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.runtime.generation.worker import KEPT
-from lightning_hetero.strategy.generations import _Generations
+from lightning_hetero.strategy.generations import Generations
 from tests.processes import free_port
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -97,7 +97,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def reason(_: Any, error: Exception) -> str | None:
         return "A rank is lost." if isinstance(error, Lost) else None
 
-    monkeypatch.setattr(_Generations, "_reason_to_go_on", reason)
+    monkeypatch.setattr(Generations, "_reason_to_go_on", reason)
 
     def run(name: str, tells: Tells, *callbacks: Callback, **options: Any) -> Any:
         L.seed_everything(5, verbose=False)

@@ -182,9 +182,8 @@ def test_ranks_that_stop_save_only_where_somebody_has_not_all_rows(
     run = SimpleNamespace(control=None, strategy=strategy)
     monkeypatch.setattr("lightning_hetero.callbacks.elastic.run_of", lambda _: run)
     elastic._checkpoint = mock.Mock(node_of_rank=("a", "b"))
-    save = mock.Mock()
-    elastic._stop_in_place(trainer, frozenset(), save)
-    assert save.called == (not others)
+    elastic._stop_in_place(trainer, frozenset())
+    assert elastic._checkpoint.save.called == (not others)
     assert (elastic._change is None) == (not others and error is not None)
 
 

@@ -18,12 +18,12 @@ from lightning_hetero.callbacks import joiners
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.recovering.live import LiveState, Newcomer
+from lightning_hetero.checkpoint.recovery.live import LiveState, NothingYet
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.straggler import PolicyConfig
-from lightning_hetero.strategy.generations import _Generations
+from lightning_hetero.strategy.generations import Generations
 from lightning_hetero.strategy.processes import Processes
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -290,7 +290,7 @@ def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode(
     class Ends(Callback):
         def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.during = {module.training for module in pl_module.modules()}
-            _Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(0)
+            Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(0)
             self.after = {module.training for module in pl_module.modules()}
             raise Stop
 
@@ -318,7 +318,7 @@ def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(
 
 def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
     state: Any = object.__new__(LiveState)
-    for own in (state, Newcomer()):
+    for own in (state, NothingYet()):
         steps = live.LiveSteps()
         steps.state = own
         for _ in range(2):  # Two generations in a row that end before a step.
@@ -329,7 +329,6 @@ def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
     for _ in range(2):
         assert not steps.keep(None, None, 1)
         assert steps.state is live._IN_STEP
-    assert steps._watched == steps._trackers == []
 
 
 def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
@@ -337,7 +336,7 @@ def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
     steps.state = object.__new__(LiveState)
     monkeypatch.setattr(live, "recover_live", lambda *_: nothing)
     none: Any = None
-    assert steps.recover([], none).why_not_live == nothing.why
+    assert steps.recover([], none) is nothing
     # Another rank is lost before a step, and those who are left may be at one by then.
     assert not steps.keep(none, none, 2)
     assert steps.state is nothing

@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from lightning_hetero.checkpoint import (
     Peers,
     RetryPolicy,
     TierKind,
-    shared_memory,
 )
-from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.peers.deadlines import Operations
+from lightning_hetero.checkpoint.places import shared_memory
+from lightning_hetero.checkpoint.places.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
 
@@ -205,9 +207,8 @@ def test_a_local_place_that_hangs_holds_training_up_for_a_moment_and_once(
         writes.append(path)
         assert let_go.wait(60)
 
-    monkeypatch.setattr(places, "_LONGEST_NOTE_S", 0.05)
     monkeypatch.setattr(os, "access", lambda *_: False)  # No shared memory.
-    place = at(None, str(tmp_path / "disk"))
+    place = replace(at(None, str(tmp_path / "disk")), _noting=Operations(0.05, max_hanging=1))
     monkeypatch.setattr(Path, "write_text", dead_mount)
     for step in range(20):
         place.note(FinishedStep(step=step, at_s=0.0, run="run"))

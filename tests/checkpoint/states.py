@@ -103,8 +103,8 @@ def contents(
                 },
                 scalars={"lr_scale": 0.5, "seen": step},
             )
-            for keeper in piece.keepers:
-                pieces[keeper].append(content)
+            for rank in piece.keepers:
+                pieces[rank].append(content)
     return [
         CheckpointContent(
             id=CheckpointId(step, attempt),

@@ -15,8 +15,8 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     recover,
-    shared_memory,
 )
+from lightning_hetero.checkpoint.places import shared_memory
 from lightning_hetero.cli import main
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks

@@ -16,16 +16,15 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
-from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.manifest import (
+from lightning_hetero.checkpoint.format.manifest import (
     CheckpointId,
     FileEntry,
     PartManifest,
     manifest_name,
 )
-from lightning_hetero.checkpoint.pruning import prune
-from lightning_hetero.checkpoint.saving.replicas import pull_part
-from lightning_hetero.checkpoint.tiers import checkpoints_in
+from lightning_hetero.checkpoint.peers.deadlines import Progress
+from lightning_hetero.checkpoint.places.parts import prune, pull_part
+from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore

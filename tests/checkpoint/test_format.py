@@ -22,14 +22,18 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
-from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
-from lightning_hetero.checkpoint.manifest import (
+from lightning_hetero.checkpoint.format.blocks import (
+    BlockChecksums,
+    align_to_blocks,
+    first_corrupt_block,
+)
+from lightning_hetero.checkpoint.format.encoding import DTYPE_NAMES, encode_metadata
+from lightning_hetero.checkpoint.format.manifest import (
     CheckpointId,
     PartManifest,
     manifest_name,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.parts import BlockChecksums, align_to_blocks, first_corrupt_block
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
 

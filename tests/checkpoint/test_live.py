@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from lightning_hetero.checkpoint import Peers, Recovered, Source
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent, SliceNeed
-from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.recovering import assembly, fetching, live
-from lightning_hetero.checkpoint.recovering.live import (
+from lightning_hetero.checkpoint.format.content import CheckpointContent, SliceContent, SliceNeed
+from lightning_hetero.checkpoint.format.manifest import CheckpointId
+from lightning_hetero.checkpoint.recovery import assembly, fetching, live
+from lightning_hetero.checkpoint.recovery.live import (
     LiveState,
-    Newcomer,
     NothingLive,
+    NothingYet,
     recover_live,
 )
 from lightning_hetero.core.errors import CheckpointError
@@ -31,7 +31,7 @@ from tests.checkpoint.states import (
 )
 
 PLAN, STANDBYS = uneven_plan(), find_standbys("aabb")
-Own = LiveState | NothingLive | Newcomer
+Own = LiveState | NothingLive | NothingYet
 
 
 def live_states(step: int, generation: int = 2) -> list[LiveState]:
@@ -83,10 +83,10 @@ def test_newcomers_get_theirs_from_the_others_under_any_plan(name: str) -> None:
         two = ParallelPlan.even(world_size=2, num_layers=4)
         parts = contents(7, two, 2, standbys=(1, 0))
         states = [LiveState(content=p, generation=2) for p in parts][:size]
-    states += [Newcomer()] * (size - len(states))
+    states += [NothingYet()] * (size - len(states))
     for rank, found in enumerate(recover_all(states, plan, ownership=Ownership.EVEN)):
         assert isinstance(found, Recovered)
-        is_new = isinstance(states[rank], Newcomer)
+        is_new = isinstance(states[rank], NothingYet)
         assert (found.rank_metadata is None) == is_new
         assert not is_new or set(found.report.bytes_by_source) <= {Source.PEER_MEMORY}
 
@@ -99,7 +99,7 @@ def test_what_a_rank_keeps_itself_does_not_travel() -> None:
     (found,) = recover_all([states[1]])
     assert isinstance(found, Recovered)
     assert set(found.report.bytes_by_source) == {Source.OWN_MEMORY}
-    both = recover_all([*states, Newcomer()], ownership=Ownership.EVEN)
+    both = recover_all([*states, NothingYet()], ownership=Ownership.EVEN)
     for rank, item in enumerate(both):
         assert isinstance(item, Recovered)
         source = Source.PEER_MEMORY if rank == 2 else Source.OWN_MEMORY
@@ -116,8 +116,8 @@ def test_ranks_that_do_not_go_together_say_why_alike() -> None:
         ([states[0], torn, states[3]], "rank 1 has nothing of the last step: it was lost in the"),
         ([states[1], states[3]], "of the generation before"),
         ([states[0], states[2]], "kept by lost ranks alone ([1, 3] of the generation before)"),
-        ([states[0], states[2], Newcomer()], "kept by lost ranks alone ([1, 3] of"),
-        ([Newcomer(), *states], "rank 0 has trained no step"),
+        ([states[0], states[2], NothingYet()], "kept by lost ranks alone ([1, 3] of"),
+        ([NothingYet(), *states], "rank 0 has trained no step"),
     ):
         found = recover_all(list(own))
         assert all(isinstance(item, NothingLive) for item in found)
@@ -148,7 +148,7 @@ def test_rows_that_a_rank_cannot_give_or_take_end_nobody(
 
     place = live._LiveFiles if what == "gives" else assembly.Assembly
     monkeypatch.setattr(place, "read" if what == "gives" else "finish", fails)
-    found = recover_all([states[1], states[2], Newcomer()])
+    found = recover_all([states[1], states[2], NothingYet()])
     assert len(set(found)) == 1
     assert isinstance(found[0], NothingLive)
     assert "none left" in found[0].why

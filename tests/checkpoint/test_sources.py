@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.checkpoint import Holder, Source, TierKind
-from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovering.fetching import (
+from lightning_hetero.checkpoint import Location, Source, TierKind
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.peers.deadlines import Progress
+from lightning_hetero.checkpoint.places.tiers import source_of
+from lightning_hetero.checkpoint.recovery.fetching import (
     Fetcher,
     FileRange,
     cut_into_chunks,
     whole_blocks,
 )
-from lightning_hetero.checkpoint.tiers import source_of
 from lightning_hetero.core.errors import CheckpointError
 
 BLOCK = 8
@@ -52,9 +52,9 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
         part: manifest(part, draw(st.lists(st.integers(1, 100), min_size=1, max_size=3)))
         for part in range(draw(st.integers(1, 3)))
     }
-    places = [Holder(node, kind) for node in nodes for kind in KINDS]
-    places.append(Holder("", TierKind.REMOTE))
-    holders = {
+    places = [Location(node, kind) for node in nodes for kind in KINDS]
+    places.append(Location("", TierKind.REMOTE))
+    locations = {
         (part, entry.name): tuple(sorted(draw(st.sets(st.sampled_from(places), min_size=1))))
         for part, item in manifests.items()
         for entry in item.files
@@ -73,16 +73,16 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "needs": needs,
         "manifests": manifests,
-        "holders": holders,
+        "locations": locations,
         "node_of_rank": node_of_rank,
         "chunk_bytes": draw(st.sampled_from([1, 16, 1000])),
     }
 
 
 class Recording:
-    """Files of a holder that hold their own positions, and note what is read."""
+    """Files of a location that hold their own positions, and note what is read."""
 
-    def __init__(self, at: Holder, reads: list[tuple[Holder, str, int, int]]) -> None:
+    def __init__(self, at: Location, reads: list[tuple[Location, str, int, int]]) -> None:
         self.at, self.reads = at, reads
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -91,15 +91,15 @@ class Recording:
         return bytes(stop - start)
 
 
-def fetch_all(situation: dict[str, Any], rank: int) -> list[tuple[Holder, FileRange]]:
+def fetch_all(situation: dict[str, Any], rank: int) -> list[tuple[Location, FileRange]]:
     """Fetch what a rank needs; return what was delivered, and from where."""
-    reads: list[tuple[Holder, str, int, int]] = []
+    reads: list[tuple[Location, str, int, int]] = []
     delivered: list[FileRange] = []
     fetcher = Fetcher(
         situation["manifests"],
-        situation["holders"],
+        situation["locations"],
         node=situation["node_of_rank"][rank],
-        reach=lambda holder, turn: Recording(holder, reads),
+        reach=lambda location, turn: Recording(location, reads),
         turn=rank,
     )
     fetcher.run(
@@ -109,7 +109,7 @@ def fetch_all(situation: dict[str, Any], rank: int) -> list[tuple[Holder, FileRa
         chunk_bytes=situation["chunk_bytes"],
     )
     assert not fetcher.failures
-    sources = {(name, start, stop): holder for holder, name, start, stop in reads}
+    sources = {(name, start, stop): location for location, name, start, stop in reads}
     assert len(reads) >= len(delivered)
     return [(sources[item.file, item.start, item.stop], item) for item in delivered]
 
@@ -141,10 +141,10 @@ def test_chunks_are_whole_blocks_of_bounded_size(situation: dict[str, Any]) -> N
             assert item.stop - item.start <= max(BLOCK, situation["chunk_bytes"])
 
 
-def one_file(size: int, holders: Sequence[Holder], **more: Any) -> dict[str, Any]:
+def one_file(size: int, locations: Sequence[Location], **more: Any) -> dict[str, Any]:
     return {
         "manifests": {0: manifest(0, [size])},
-        "holders": {(0, "f0"): tuple(holders)},
+        "locations": {(0, "f0"): tuple(locations)},
         "needs": {0: [FileRange(0, "f0", 0, size)]},
         "node_of_rank": ["new"],
         "chunk_bytes": BLOCK,
@@ -155,14 +155,14 @@ def one_file(size: int, holders: Sequence[Holder], **more: Any) -> dict[str, Any
 @pytest.mark.parametrize("own", [0, 1, 2, 3])
 def test_each_range_comes_from_a_cheapest_holder(own: int) -> None:
     places = [
-        Holder("new", TierKind.MEMORY),
-        Holder("new", TierKind.DISK),
-        Holder("other", TierKind.MEMORY),
-        Holder("other", TierKind.DISK),
-        Holder("", TierKind.REMOTE),
+        Location("new", TierKind.MEMORY),
+        Location("new", TierKind.DISK),
+        Location("other", TierKind.MEMORY),
+        Location("other", TierKind.DISK),
+        Location("", TierKind.REMOTE),
     ]
     found = fetch_all(one_file(10 * BLOCK, places[own:]), 0)
-    assert {holder for holder, _ in found} == {places[own]}
+    assert {location for location, _ in found} == {places[own]}
     assert [source_of(place, "new") for place in places] == list(Source)
 
 
@@ -171,24 +171,26 @@ def test_each_range_comes_from_a_cheapest_holder(own: int) -> None:
 def test_senders_that_hold_the_same_share_the_work(
     num_senders: int, blocks: int, first: int
 ) -> None:
-    holders = [Holder(f"n{i}", TierKind.DISK) for i in range(num_senders)]
-    load = Counter(dict.fromkeys(holders, 0))
-    situation = one_file(blocks * BLOCK, holders, node_of_rank=["new"] * 10)
+    locations = [Location(f"n{i}", TierKind.DISK) for i in range(num_senders)]
+    load = Counter(dict.fromkeys(locations, 0))
+    situation = one_file(blocks * BLOCK, locations, node_of_rank=["new"] * 10)
     situation["needs"] = dict.fromkeys(range(10), situation["needs"][0])
-    for holder, item in fetch_all(situation, first):
-        load[holder] += item.stop - item.start
+    for location, item in fetch_all(situation, first):
+        load[location] += item.stop - item.start
     assert max(load.values()) - min(load.values()) <= BLOCK
 
 
 def test_ranks_of_one_node_take_turns_to_send() -> None:
     turns: list[int] = []
 
-    def reach(holder: Holder, turn: int) -> Recording:
+    def reach(location: Location, turn: int) -> Recording:
         turns.append(turn)
-        return Recording(holder, [])
+        return Recording(location, [])
 
-    situation = one_file(8 * BLOCK, [Holder("a", TierKind.DISK)])
-    fetcher = Fetcher(situation["manifests"], situation["holders"], node="new", reach=reach, turn=3)
+    situation = one_file(8 * BLOCK, [Location("a", TierKind.DISK)])
+    fetcher = Fetcher(
+        situation["manifests"], situation["locations"], node="new", reach=reach, turn=3
+    )
     ranges = situation["needs"][0]
     fetcher.run(ranges, lambda *_: None, Progress(), chunk_bytes=BLOCK)
     assert sorted(turns) == list(range(3, 11))

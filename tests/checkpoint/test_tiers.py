@@ -6,10 +6,10 @@ from collections.abc import Collection
 import pytest
 
 from lightning_hetero.checkpoint import CheckpointWriter, Peers, Tier, TierKind
-from lightning_hetero.checkpoint.deadlines import Progress
-from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
-from lightning_hetero.checkpoint.pruning import TierKeeper, prune
-from lightning_hetero.checkpoint.tiers import checkpoints_in
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, parse_manifest_name
+from lightning_hetero.checkpoint.peers.deadlines import Progress
+from lightning_hetero.checkpoint.places.parts import TierPruner, prune
+from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import MemoryStore
 from tests.checkpoint.states import contents, run_ranks
@@ -105,9 +105,9 @@ def test_a_late_note_doesnt_look_at_checkpoints_that_came_after_it() -> None:
     for step in (1, 2, 3):
         writer.save(contents(step, plan, 1)[0]).wait_until_confirmed(20)
     writer.close()
-    keeper = TierKeeper(tier, [0], Progress())
+    pruner = TierPruner(tier, [0], Progress())
     store.manifests.clear()
-    keeper.settle(CheckpointId(2), keep=1)
+    pruner.commit(CheckpointId(2), keep=1)
     assert store.manifests == []
     assert [item.step for item in checkpoints_in(store.files)] == [2, 3]
 
@@ -120,10 +120,10 @@ def test_what_was_confirmed_and_has_lost_a_file_since_is_not_counted_on() -> Non
         writer.save(contents(step, plan, 1)[0]).wait_until_confirmed(20)
     writer.close()
     older = {name: data for name, data in store.files.items() if "step-000000000001" in name}
-    keeper = TierKeeper(tier, [0], Progress())
-    keeper.settle(CheckpointId(2), keep=1)
+    pruner = TierPruner(tier, [0], Progress())
+    pruner.commit(CheckpointId(2), keep=1)
     assert [item.step for item in checkpoints_in(store.files)] == [2]
     store.files.update(older)
     del store.files[next(name for name in store.files if name.startswith("step-000000000002"))]
-    keeper.settle(None, keep=1)
+    pruner.commit(None, keep=1)
     assert [item.step for item in checkpoints_in(store.files)] == [1, 2]

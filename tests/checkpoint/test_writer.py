@@ -18,10 +18,10 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.content import tensors_of
-from lightning_hetero.checkpoint.saving import snapshot
-from lightning_hetero.checkpoint.saving import snapshot as snapshots
-from lightning_hetero.checkpoint.saving.snapshot import HostBuffer
+from lightning_hetero.checkpoint.format.content import tensors_of
+from lightning_hetero.checkpoint.saver import snapshot
+from lightning_hetero.checkpoint.saver import snapshot as snapshots
+from lightning_hetero.checkpoint.saver.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore
@@ -74,7 +74,7 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
 
 def test_a_buffer_of_several_blocks_keeps_each_tensor_and_is_reused(monkeypatch) -> None:
     monkeypatch.setattr(snapshot, "_BLOCK_BYTES", 200)
-    buffer, content = HostBuffer(), contents(1, PLAN, SIZE)[0]
+    buffer, content = HostBuffer(60.0), contents(1, PLAN, SIZE)[0]
     places = []
     for _ in range(2):
         taken = buffer.take(content)
@@ -90,7 +90,7 @@ def test_a_buffer_of_several_blocks_keeps_each_tensor_and_is_reused(monkeypatch)
 
 
 def test_waiting_for_memory_in_vain_is_a_timeout() -> None:
-    memory = HostBuffer()
+    memory = HostBuffer(60.0)
     memory.take(contents(1, PLAN, SIZE)[0])
     with pytest.raises(TimeoutError, match="wasn't written"):
         memory.take(contents(2, PLAN, SIZE)[0], timeout_s=0.01)
@@ -219,14 +219,11 @@ def test_a_snapshot_of_device_tensors_is_what_they_were() -> None:
     assert_is_state(recover(needs, [disk(store)]), needs, 1)
 
 
-def test_a_device_that_does_not_answer_is_not_waited_for_without_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(snapshots, "_LONGEST_COPY_S", 0.01)
+def test_a_device_that_does_not_answer_is_not_waited_for_without_end() -> None:
     hangs: Future[None] = Future()
     content: Any = None
     taken = snapshots.Snapshot(
-        content=content, tensors={}, _future=hangs, _free=threading.Semaphore(0)
+        content=content, tensors={}, timeout_s=0.01, _future=hangs, _free=threading.Semaphore(0)
     )
     with pytest.raises(TimeoutError, match="wasn't copied to the host"):
         taken.wait()

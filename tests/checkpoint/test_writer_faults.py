@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.store import Buffer
+from lightning_hetero.checkpoint.format.blocks import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore, Throttle, ThrottledStore

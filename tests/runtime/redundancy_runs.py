@@ -116,7 +116,7 @@ def times_of_a_slow_push(
 ) -> tuple[list[float], list[float]]:
     """Return when this rank has each step's gradients, and begins that step; rank 1 is late."""
     pushed, stepped = list[float](), list[float]()
-    finish, deposit = Push.finish, HeteroStrategy._deposit_gradients
+    finish, deposit = Push.finish, HeteroStrategy.deposit_gradients
 
     def finish_late(push: Push) -> Sums:
         sums = finish(push)
@@ -131,7 +131,7 @@ def times_of_a_slow_push(
 
     with (
         mock.patch.object(Push, "finish", finish_late),
-        mock.patch.object(HeteroStrategy, "_deposit_gradients", deposit_noted),
+        mock.patch.object(HeteroStrategy, "deposit_gradients", deposit_noted),
     ):
         train_redundant(rank, case, nodes)
     return pushed, stepped

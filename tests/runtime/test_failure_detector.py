@@ -35,9 +35,9 @@ class Watched:
         ring = Ring(numbers=(0, 1), rank=rank, bulletin=bulletin)
         self.heartbeat = Heartbeat(store, number=rank, interval_s=0.1)
         seconds = {"timeout": timedelta(seconds=timeout_s), "silence": timedelta(seconds=1)}
-        self.detector = FailureDetector(self.heartbeat, ring, **seconds)
+        self.detector = FailureDetector(self.heartbeat, ring, abort=lambda: self.abort(), **seconds)
         self.has_aborted, self.was_ended = threading.Event(), threading.Event()
-        self.detector.abort = self.has_aborted.set
+        self.abort: Any = self.has_aborted.set
         self.detector.start()
 
 
@@ -142,7 +142,8 @@ def test_a_silent_rank_is_missed_sooner_once_training_has_begun(
     heard.tell = lambda rank, _: told.append(rank)
     ring = Ring(numbers=(0, 1), rank=1, bulletin=Board(60.0))
     detector, watch = FailureDetector(heard, ring, **seconds), Watch(ring)
-    detector.is_starting, watch.peer_silence_s = bool(is_starting), silence_s
+    detector.expect_slow_start(is_expected=bool(is_starting))
+    watch.peer_silence_s = silence_s
     assert detector._judge(watch, Silence(1000.0)) is None
     assert told == [0] * num_told
 
@@ -157,7 +158,7 @@ def test_no_abort_is_under_way_once_nobody_is_judged(ranks: tuple[Watched, Watch
         may_end.wait(PATIENCE_S)
         has_ended.set()
 
-    other.detector.abort = abort
+    other.abort = abort
     failed.detector.report(ValueError("a bug"))
     assert begun.wait(PATIENCE_S)
     other.detector._interval_s = PATIENCE_S / 10
@@ -229,7 +230,7 @@ def test_whoever_stops_waits_for_what_is_aborted(ranks: tuple[Watched, Watched])
         goes_on.wait(PATIENCE_S)
         order.append("aborted")
 
-    left.detector.abort = abort
+    left.abort = abort
     failed.detector.report(ValueError("a bug"))
     assert begun.wait(PATIENCE_S)
     stopping = threading.Thread(target=lambda: (left.detector.stop(), order.append("stopped")))

@@ -88,12 +88,14 @@ def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):
 
 
 def test_bars_of_memory_are_stacked_by_term_and_end_where_the_device_does():
-    axes, terms = mock.MagicMock(), MemoryTerms(*(n * 2.0**30 for n in range(1, 9)))
+    names = [name for name in TERM_NAMES if name != "reserved"]
+    terms = MemoryTerms(**{name: n * 2.0**30 for n, name in enumerate(names, start=1)})
+    axes = mock.MagicMock()
     facts = [[StageFacts(device="A", memory=terms, device_bytes=80 * 2**30)] * 2]
     draw_memory(axes, {(0, 0): 1.0, (0, 1): 2.0}, facts)
     bars = [call.kwargs["left"] + call.args[1] for call in axes.barh.call_args_list]
     assert [call.kwargs["label"] for call in axes.barh.call_args_list] == list(TERM_NAMES.values())
-    widths = [*range(1, 9), 4.2]
+    widths = [*range(1, 10), 4.2]
     for width, left, (first, second, *both) in zip(
         widths, itertools.accumulate(widths, initial=0), bars, strict=False
     ):

@@ -128,16 +128,6 @@ def test_no_script_to_run_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         L.Trainer(**quiet(devices=1, strategy=HeteroStrategy()))
 
 
-def test_attributes_that_have_moved_work_for_one_more_release() -> None:
-    strategy = HeteroStrategy()
-    for name, value in {"slowdown": 2.0, "memory_bytes": 1 << 30}.items():
-        with pytest.warns(DeprecationWarning, match=rf"HeteroStrategy.emulation.{name}"):
-            setattr(strategy, name, value)
-        assert getattr(strategy.emulation, name) == value
-        with pytest.warns(DeprecationWarning, match=name):
-            assert getattr(strategy, name) == value
-
-
 class Counts(ModelSummary):
     """Keeps what it would print."""
 

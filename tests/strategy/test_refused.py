@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.strategy.devices import check_queues
+from lightning_hetero.runtime.ranks.communicators import check_queues
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist

@@ -5,11 +5,8 @@ enter first. If they go on from what they still had, nothing is read, so they en
 background, after the first step: a save waits for that, and raises its error on all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
 
@@ -20,28 +17,15 @@ from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
     Recovered,
-    Tier,
+    SliceNeed,
     WriterOptions,
     begin_run,
+    recover,
 )
-from lightning_hetero.checkpoint.deadlines import BackgroundThread
-from lightning_hetero.checkpoint.serving import own_host
+from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.peers.serving import own_host
 
 __all__ = ["Access", "peers_of"]
-
-
-@dataclass(kw_only=True)
-class _Entered:
-    """A rank's tiers, leases and writer, once all ranks have entered."""
-
-    joined: Joined
-    writer: CheckpointWriter
-    is_closed: bool = False
-
-    def leave(self) -> None:
-        if not self.is_closed:
-            self.writer.leave()
-        release(self.joined.leases)
 
 
 class Access:
@@ -69,49 +53,68 @@ class Access:
         self._is_first_of_node = is_first_of_node
         self._options = options
         self._skip_unreadable = skip_unreadable
-        self._entered: Future[_Entered] = Future()
-        self._to_enter: Callable[[], object] | None = None
-        """Enters; kept until `begin` is called, if that is to be done after the start."""
+        self._joined: Joined | None = None
+        self._writer: Future[CheckpointWriter] = Future()
+        self._later: Recovered | None = None
+        """What to enter with once `begin` is called, if that is to be done after the start."""
+        self._is_in_background = False
+        self._is_closed = False
 
-    def enter(
-        self, look: Callable[..., Recovered | None], *, anew: bool, tidies: bool = True
-    ) -> CheckpointId:
-        """Enter, and look for a state to recover; every rank calls it. Communicates.
+    def take_leases(self, *, tidies: bool = True) -> None:
+        """Take the leases of the places; every rank calls it. Communicates.
 
         Args:
-            look: Returns the recovered state, given the tiers and further arguments of `recover`.
-            anew: Whether a new run begins, whatever is in the places.
             tidies: See `join`.
+
+        Raises:
+            CheckpointError: A place can't be used, or another job uses it.
+        """
+        is_first = self._is_first_of_node
+        self._joined = join(self._places, self._peers, is_first_of_node=is_first, tidies=tidies)
+
+    def recover(self, needs: Sequence[SliceNeed]) -> Recovered | None:
+        """Return the newest checkpoint's state, once leases are taken; see `checkpoint.recover`."""
+        assert self._joined is not None
+        return recover(
+            needs,
+            self._joined.tiers,
+            node=self._joined.node,
+            peers=self._peers,
+            skip_unreadable=self._skip_unreadable,
+        )
+
+    def enter(self, recovered: Recovered | None, *, anew: bool = False) -> CheckpointId:
+        """Make the writer, once leases are taken; every rank calls it. Communicates.
+
+        Args:
+            recovered: The state from which the ranks go on.
+            anew: Whether a new run begins, whatever is in the places.
 
         Returns:
             Step 0 of the attempt that begins; see `begin_run`.
 
         Raises:
-            CheckpointError: A place can't be used, or another job uses it; and whatever `look` and
-                `begin_run` raise.
+            CheckpointError: See `begin_run`.
         """
-        is_first = self._is_first_of_node
-        joined = join(self._places, self._peers, is_first_of_node=is_first, tidies=tidies)
-        seen: dict[str, Any] = {
-            "node": joined.node,
-            "peers": self._peers,
-            "skip_unreadable": self._skip_unreadable,
-        }
-        try:
-            recovered = look(joined.tiers, **seen)
-            start = begin_run(joined.tiers, recovered=recovered, anew=anew, **seen)
-            if is_first:
-                self._places.forget_other_runs(start.run)
-            writer = CheckpointWriter(
-                joined.tiers,
-                node_of_rank=joined.node_of_rank,
-                peers=self._peers,
-                options=self._options,
-            )
-        except BaseException:
-            release(joined.leases)
-            raise
-        self._entered.set_result(_Entered(joined=joined, writer=writer))
+        joined = self._joined
+        assert joined is not None
+        start = begin_run(
+            joined.tiers,
+            recovered=recovered,
+            node=joined.node,
+            peers=self._peers,
+            skip_unreadable=self._skip_unreadable,
+            anew=anew,
+        )
+        if self._is_first_of_node:
+            self._places.forget_other_runs(start.run)
+        writer = CheckpointWriter(
+            joined.tiers,
+            node_of_rank=joined.node_of_rank,
+            peers=self._peers,
+            options=self._options,
+        )
+        self._writer.set_result(writer)
         return start
 
     def enter_later(self, recovered: Recovered) -> CheckpointId:
@@ -122,34 +125,32 @@ class Access:
         Returns:
             Step 0 of the attempt that begins.
         """
-        self._to_enter = partial(self.enter, lambda *_, **__: recovered, anew=False, tidies=False)
+        self._later = recovered
         return CheckpointId(0, recovered.report.attempt, recovered.id.run)
 
     def begin(self) -> None:
         """Begin to enter in the background, if `enter_later` was called."""
-        enter, self._to_enter = self._to_enter, None
-        if enter is None:
-            return
+        if self._later is not None:
+            self._is_in_background = True
+            thread = BackgroundThread("checkpoint-start")
+            thread.submit(self._enter_behind, self._later)
+            thread.finish()
+            self._later = None
 
-        def work() -> None:
-            try:
-                enter()
-            except BaseException as error:
-                self._entered.set_exception(error)
-
-        thread = BackgroundThread("checkpoint-start")
-        thread.submit(work)
-        thread.finish()
+    def _enter_behind(self, recovered: Recovered) -> None:
+        try:
+            self.take_leases(tidies=False)
+            self.enter(recovered)
+        except BaseException as error:
+            self._let_go()
+            self._writer.set_exception(error)
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
         """Name of each rank's node; waits until all have entered."""
-        return self._wait().joined.node_of_rank
-
-    @property
-    def tiers(self) -> list[Tier]:
-        """This node's tiers and the remote one; waits until all have entered."""
-        return self._wait().joined.tiers
+        self._wait()
+        assert self._joined is not None
+        return self._joined.node_of_rank
 
     @property
     def writer(self) -> CheckpointWriter:
@@ -158,30 +159,34 @@ class Access:
         Raises:
             CheckpointError: Entering failed, or another job has taken a place since.
         """
-        entered = self._wait()
-        for lease in entered.joined.leases:
+        writer = self._wait()
+        for lease in () if self._joined is None else self._joined.leases:
             lease.raise_if_lost()
-        return entered.writer
+        return writer
 
     def close(self) -> None:
         """Finish all that was started; see `CheckpointWriter.close`."""
-        entered = self._wait()
-        entered.is_closed = True
-        entered.writer.close()
+        writer, self._is_closed = self._wait(), True
+        writer.close()
 
     def leave(self) -> None:
         """Release the leases and give up unfinished writes; nothing is entered later."""
-        self._to_enter = None
-        self._entered.add_done_callback(_leave)
+        self._later = None
+        if self._is_in_background:
+            self._writer.add_done_callback(lambda _: self._let_go())
+        else:
+            self._let_go()
 
-    def _wait(self) -> _Entered:
+    def _let_go(self) -> None:
+        has_writer = self._writer.done() and self._writer.exception() is None
+        if has_writer and not self._is_closed:
+            self._writer.result().leave()
+        if self._joined is not None:
+            release(self._joined.leases)
+
+    def _wait(self) -> CheckpointWriter:
         self.begin()
-        return self._entered.result()
-
-
-def _leave(entered: "Future[_Entered]") -> None:
-    if entered.exception() is None:
-        entered.result().leave()
+        return self._writer.result()
 
 
 def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:

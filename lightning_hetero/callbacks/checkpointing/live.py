@@ -1,40 +1,31 @@
 """Keep each step's state in memory, so that other ranks may be lost without losing the step.
 
 The slices change in the optimizer's step only, so they needn't be copied: it is enough to know that
-they are still those of the last step when a rank is lost. Whatever else of a checkpoint an
-iteration changes is noted at the end of each step, where the step would be saved: counters of
-loops, schedulers, callbacks, the data's progress and random numbers. What doesn't change is read
-when a rank is lost. A validation in mid-epoch that follows the step is run again. While the end of
-an epoch, or of training, is under way, no state is held: the newest checkpoint is used then. When
-the next epoch begins, the state is noted anew.
+they are still those of the last step when a rank is lost. What else of a checkpoint an iteration
+changes is copied at the end of each step, where the step would be saved; what doesn't change is
+read when a rank is lost. A validation in mid-epoch that follows the step is run again. Where a step
+was half made, or the end of an epoch, or of training, was under way, the newest checkpoint is used.
 
 What no checkpoint holds begins anew after a loss, as after any restart: metrics and logged means.
-
-Measured: 0.15 to 0.25 ms a step on one busy core for a toy of 49 tensors, a third of it for the
-generators of random numbers, and 0.3 µs for each further tensor. If a module or a callback has a
-hook `on_save_checkpoint`, that is called after each step, which costs its time and 0.4 ms.
+If a module or a callback has a hook `on_save_checkpoint`, it is called after each step.
 """
 
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 
-from lightning_hetero.callbacks.checkpointing.noted import (
-    LOADERS,
-    complete,
-    copied,
-    dump_step,
-    on_host,
-    places_of,
-    trackers_of,
-)
-from lightning_hetero.callbacks.checkpointing.owned import OwnedState
+from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_models
 from lightning_hetero.callbacks.checkpointing.training_state import (
     content_of,
+    dump_changing,
+    dump_loops,
     dump_metadata,
     hooks_that_save,
     is_end_near,
@@ -45,22 +36,21 @@ from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
+    SliceContent,
     SliceNeed,
-    Tier,
-    recover,
 )
-from lightning_hetero.checkpoint.recovering.live import (
+from lightning_hetero.checkpoint.recovery.live import (
     LiveState,
-    Newcomer,
     NothingLive,
+    NothingYet,
     recover_live,
 )
-from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 
-__all__ = ["Found", "LiveSteps", "find_saved"]
+__all__ = ["LiveSteps"]
 
+_T = TypeVar("_T")
 _version_of = attrgetter("_version")
 
 _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
@@ -71,18 +61,7 @@ _NO_COPIES = NothingLive("the run has no redundancy")
 _PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
 _CUT_SHORT = NothingLive("its device hadn't come to the end of the step when it was cut off")
 _BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The state that a fit begins with."""
-
-    recovered: Recovered | None
-    """None if training begins anew."""
-    is_live: bool = False
-    """Whether it comes from the ranks' memory, not from a checkpoint."""
-    why_not_live: str | None = None
-    """Why ranks didn't go on from memory after one was lost; None if none was lost."""
+_CHANGED = NothingLive("weights or buffers have changed since the end of its last step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +69,15 @@ class _Noted:
     """The state noted at the end of a step."""
 
     step: int
+    num_changes: int
+    """How often an optimizer had begun to change the slices."""
     versions: int
     """`LiveSteps._versions` of the tensors that must not have changed since."""
     metadata: dict[str, Any]
-    """Entries that an iteration changes, by their names in a checkpoint; all if `is_whole`."""
-    counts: list[dict[str, Any]]
-    """The attributes of each of the loops' counters."""
-    num_stepped: int
+    """Entries of a checkpoint that an iteration changes; all, if hooks had to be called."""
+    groups: list[list[dict[str, Any]]]
+    """Options of each optimizer's groups."""
     random_state: RandomState
-    is_whole: bool
-    """Whether the metadata are complete, because hooks had to be called."""
     is_validation_due: bool
     """Whether a validation follows the step; a run that goes on from the step repeats it."""
 
@@ -108,24 +86,13 @@ class LiveSteps:
     """One rank's record of the last step. Every rank makes the same calls; `keep` after a loss."""
 
     def __init__(self) -> None:
-        self.state: LiveState | NothingLive | Newcomer = Newcomer()
+        self.state: LiveState | NothingLive | NothingYet = NothingYet()
         """The step to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Dict and key of each tensor that must not change between steps."""
-        self._trackers: list[Any] = []
-        """The counters of the loops."""
         self._ended: _Noted | None = None
         """The last step of an epoch whose end is under way."""
-
-    def begin_change(self) -> None:
-        """Hold no state from now to the step's end: an optimizer is about to change the slices.
-
-        Called after the step's hooks and clipping, in which ranks wait for each other: these change
-        nothing that is noted.
-        """
-        if not isinstance(self._noted, NothingLive):
-            self._noted = _IN_STEP
 
     def begin_evaluation(self) -> None:
         """Hold no state while a validation runs, unless the last step calls for it."""
@@ -139,15 +106,11 @@ class LiveSteps:
         A run that goes on from it begins this epoch again, after the last step of the one before.
         """
         ended, self._ended = self._ended, None
-        if ended is None:
-            return
-        new = self._note(trainer)
-        same = ("loops", "epoch", LOADERS)
-        metadata = {**new.metadata, **{k: ended.metadata[k] for k in same if k in ended.metadata}}
-        # The loops as of the step: going on, Lightning itself begins the epoch.
-        self._noted = replace(
-            new, metadata=metadata, counts=ended.counts, num_stepped=ended.num_stepped
-        )
+        if ended is not None:
+            new = self._note(trainer)
+            # The loops as of the step: going on, Lightning itself begins the epoch.
+            of_step = {key: ended.metadata[key] for key in ("loops", "epoch")}
+            self._noted = replace(new, metadata={**new.metadata, **of_step})
 
     def note_step(self, trainer: pl.Trainer) -> None:
         """Note the end of a step, where a checkpoint would be saved; doesn't communicate."""
@@ -158,7 +121,7 @@ class LiveSteps:
         self.state, self._ended = _NO_STEP, None
         engine = strategy.engine
         engine.comms.step_end.note(engine.device)
-        if not engine.store.has_standbys:
+        if not engine.store.has_standbys and trainer.world_size > 1:
             self._noted = _NO_COPIES
         elif not engine.buffers.are_shared:
             self._noted = _BUFFERS
@@ -173,20 +136,22 @@ class LiveSteps:
                 self._ended, self._noted = self._noted, _AT_END
 
     def _note(self, trainer: pl.Trainer) -> _Noted:
-        is_whole = bool(hooks_that_save(trainer))
-        metadata = dump_metadata(trainer, OwnedState(trainer)) if is_whole else dump_step(trainer)
+        strategy = run_of(trainer).strategy
+        assert strategy is not None
+        if hooks_that_save(trainer):
+            metadata = dump_metadata(trainer, OwnedState(trainer))
+        else:
+            of_loops = {"epoch": trainer.current_epoch, "loops": dump_loops(trainer)}
+            metadata = {**of_loops, **dump_changing(trainer)}
         if not self._watched:
-            self._watched = list(places_of(trainer))
-            self._trackers = list(trackers_of(trainer.fit_loop))
-        epoch_loop: Any = trainer.fit_loop.epoch_loop
+            self._watched = list(_places_of(trainer))
         return _Noted(
             step=trainer.global_step,
+            num_changes=strategy.num_changes,
             versions=self._versions(),
-            metadata=copied(metadata),
-            counts=[dict(vars(tracker)) for tracker in self._trackers],
-            num_stepped=epoch_loop._batches_that_stepped,
+            metadata=_copied(metadata),
+            groups=_copied(_groups_of(trainer)),
             random_state=RandomState.now(),
-            is_whole=is_whole,
             is_validation_due=is_validation_due(trainer),
         )
 
@@ -220,28 +185,33 @@ class LiveSteps:
             except Exception as error:
                 # An error of a user's object mustn't end a rank that can go on from a checkpoint.
                 self.state = NothingLive(f"{type(error).__name__}: {error}")
-        self._watched, self._trackers = [], []
+        self._watched = []
         return isinstance(self.state, LiveState)
 
     def _kept(
         self, trainer: pl.Trainer, noted: _Noted, start: CheckpointId, generation: int
     ) -> LiveState | NothingLive:
         strategy = run_of(trainer).strategy
-        if strategy is not None and not strategy.engine.comms.step_end.is_reached:
+        assert strategy is not None
+        if strategy.num_changes != noted.num_changes:
+            return _IN_STEP
+        if not strategy.engine.comms.step_end.is_reached:
             return _CUT_SHORT
         if self._versions() != noted.versions:
-            return NothingLive("weights or buffers have changed since the end of its last step")
-        owned = OwnedState(trainer)
-        self._rewind(trainer, noted)
-        metadata = noted.metadata
-        if not noted.is_whole:
-            metadata = complete(dump_metadata(trainer, owned), metadata, trainer)
+            return _CHANGED
+        owned, metadata = OwnedState(trainer), noted.metadata
+        if "state_dict" not in metadata:
+            metadata = {**dump_metadata(trainer, owned), "global_step": noted.step, **metadata}
+            for item, groups in zip(metadata["optimizer_states"], noted.groups, strict=True):
+                for group, values in zip(item["param_groups"], groups, strict=True):
+                    group.update(values)
         noted.random_state.put_back()
         id_ = replace(start, step=noted.step)
         content = content_of(trainer, owned, id_, metadata, with_standbys=True)
-        return LiveState(content=on_host(content), generation=generation)
+        on_host = replace(content, slices=tuple(map(_on_host, content.slices)))
+        return LiveState(content=on_host, generation=generation)
 
-    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Found:
+    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | NothingLive:
         """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
@@ -249,18 +219,10 @@ class LiveSteps:
             peers: The ranks.
         """
         live = recover_live(needs, self.state, peers)
-        if not isinstance(live, NothingLive):
-            return Found(live, is_live=True)
-        rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
-        self.state = live  # Nobody may go on from a state later than that checkpoint any more.
-        return Found(None, why_not_live=live.why)
-
-    def _rewind(self, trainer: pl.Trainer, noted: _Noted) -> None:
-        """Put the loops' counters back to a step's end; the loops are thrown away after it."""
-        for tracker, counts in zip(self._trackers, noted.counts, strict=True):
-            vars(tracker).update(counts)
-        epoch_loop: Any = trainer.fit_loop.epoch_loop
-        epoch_loop._batches_that_stepped = noted.num_stepped
+        if isinstance(live, NothingLive):
+            rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
+            self.state = live  # Nobody may go on from a state later than that checkpoint any more.
+        return live
 
     def _versions(self) -> int:
         """Return a number that changes whenever a watched tensor is changed or replaced."""
@@ -273,24 +235,35 @@ class LiveSteps:
         return sum(map(id, tensors)) + versions
 
 
-def find_saved(
-    needs: Sequence[SliceNeed], tiers: Sequence[Tier], *, why_not_live: str | None, **seen: Any
-) -> Found:
-    """Return the newest checkpoint's state; every rank calls it. Communicates.
+def _places_of(trainer: pl.Trainer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield (dict, key) under which each master, average and buffer is registered."""
+    for root in (trainer.lightning_module, *(model.module for model in average_models(trainer))):
+        for module in root.modules():
+            for registered in (module._parameters, module._buffers):
+                yield from (
+                    (registered, name) for name, item in registered.items() if item is not None
+                )
 
-    Args:
-        needs: The slices that this rank keeps from now on.
-        tiers: Where checkpoints are.
-        why_not_live: Why ranks can't go on from memory after a loss; None if none was lost.
-        **seen: Further arguments of `recover`.
 
-    Raises:
-        CheckpointError: A rank was lost, and there is nothing to go on from; and see `recover`.
-    """
-    recovered = recover(needs, tiers, **seen)
-    if recovered is None and why_not_live is not None:
-        raise CheckpointError(
-            f"A rank was lost before any checkpoint was complete, and {why_not_live}; so there is "
-            "nothing to go on from in place. Start again."
-        )
-    return Found(recovered, why_not_live=why_not_live)
+def _groups_of(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
+    return [
+        [{key: group[key] for key in group if key != "params"} for group in item.param_groups]
+        for item in trainer.optimizers
+    ]
+
+
+def _copied(value: _T) -> _T:
+    """Return a copy that later changes in place don't reach, without graphs of gradients."""
+    detached: _T = apply_to_collection(value, Tensor, Tensor.detach)
+    return copy.deepcopy(detached)
+
+
+def _on_host(item: SliceContent) -> SliceContent:
+    if all(t.is_cpu for t in (item.weight, *item.state.values(), *item.whole_state.values())):
+        return item
+    return replace(
+        item,
+        weight=item.weight.cpu(),
+        state={key: tensor.cpu() for key, tensor in item.state.items()},
+        whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
+    )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
-from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
+from lightning_hetero.checkpoint.format.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec, kept_rows
 from lightning_hetero.core.transfers import unit_of
@@ -179,28 +179,49 @@ class OwnedState:
             for optimizer in self.optimizers
         ]
 
-    def load(
-        self, restored: Sequence[RestoredSlice], optimizer_states: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Take over recovered slices, their optimizer state and the optimizers' groups.
-
-        Raises:
-            CheckpointError: The optimizers' groups differ from those that were saved.
-        """
+    def join(self, restored: Sequence[RestoredSlice]) -> dict[str, RestoredSlice]:
+        """Return recovered slices by parameter, the rows of each laid end to end."""
         dims = {item.spec.name: item.spec.cut_dim for item in self._all}
         pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
         for piece in restored:
             pieces[piece.parameter].append(piece)
-        by_name = {name: _joined(found, dims[name]) for name, found in pieces.items()}
+        return {name: _joined(found, dims[name]) for name, found in pieces.items()}
+
+    def load_weights(self, by_name: Mapping[str, RestoredSlice]) -> None:
+        """Take over recovered weights."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for item in self.slices:
-                if item.spec.name not in by_name:
-                    continue  # It is frozen, and no rank owned it when the checkpoint was saved.
-                found = by_name[item.spec.name]
-                item.parameter.copy_(found.weight)
+                # Else it is frozen, and no rank owned it when the checkpoint was saved.
+                if item.spec.name in by_name:
+                    item.parameter.copy_(by_name[item.spec.name].weight)
+
+    def load_averages(self, by_name: Mapping[str, RestoredSlice]) -> None:
+        """Take over recovered averages of weights."""
+        with torch.no_grad():
+            for item in self.slices:
+                state = by_name[item.spec.name].state if item.spec.name in by_name else {}
                 for key, tensor in self._averages_of(item).items():
-                    if key in found.state:
-                        tensor.copy_(found.state[key])
+                    if key in state:
+                        tensor.copy_(state[key])
+
+    def load_optimizers(
+        self, by_name: Mapping[str, RestoredSlice], optimizer_states: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take over the optimizers' recovered groups, and their state of each slice.
+
+        Raises:
+            CheckpointError: See `check_groups`.
+        """
+        self.check_groups(optimizer_states)
+        for optimizer, entry in zip(self.optimizers, optimizer_states, strict=True):
+            optimizer.load_state_dict(optimizer_state_dict(entry["param_groups"], by_name))
+
+    def check_groups(self, optimizer_states: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a state of other optimizers.
+
+        Raises:
+            CheckpointError: The optimizers' groups differ from those that were saved.
+        """
         current = self.optimizer_groups()
         names = [[group["params"] for group in entry["param_groups"]] for entry in current]
         saved = [[group["params"] for group in entry["param_groups"]] for entry in optimizer_states]
@@ -210,8 +231,6 @@ class OwnedState:
                 f"ones {_sizes(names)}, or other parameters in them. Configure the optimizers as "
                 "they were when the checkpoint was saved."
             )
-        for optimizer, entry in zip(self.optimizers, optimizer_states, strict=True):
-            optimizer.load_state_dict(optimizer_state_dict(entry["param_groups"], by_name))
 
     def _content(self, item: OwnedSlice, start: int, stop: int) -> SliceContent:
         optimizer = self._optimizer_of(item)

@@ -27,16 +27,16 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.claims import Lease
-from lightning_hetero.checkpoint.deadlines import Operations, Progress
-from lightning_hetero.checkpoint.retry import local_folder, probe_store
-from lightning_hetero.checkpoint.shared_memory import (
+from lightning_hetero.checkpoint.peers.deadlines import Operations, Progress
+from lightning_hetero.checkpoint.places.claims import Lease
+from lightning_hetero.checkpoint.places.retry import local_folder, probe_store
+from lightning_hetero.checkpoint.places.shared_memory import (
     has_shared_memory,
     make_own_folder,
     memory_places,
     own_folder,
 )
-from lightning_hetero.checkpoint.tiers import checkpoints_in
+from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process.cache import write_whole
 from lightning_hetero.core.process.identity import machine_id
@@ -44,7 +44,6 @@ from lightning_hetero.core.process.identity import machine_id
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
 
 _log = logging.getLogger(__name__)
-_LONGEST_NOTE_S = 1.0
 _KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
 """How long after its last step a failed run's data stay in shared memory."""
 
@@ -83,7 +82,7 @@ class Places:
     stall_s: float = 300.0
     """Seconds after which an operation that hangs in a local place is given up."""
     _noting: Operations = field(
-        default_factory=lambda: Operations(_LONGEST_NOTE_S, max_hanging=1),
+        default_factory=lambda: Operations(1.0, max_hanging=1),
         repr=False,
         compare=False,
     )

@@ -10,14 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hetero.callbacks.checkpointing.live import Found
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
-from lightning_hetero.checkpoint import Peers, Source
+from lightning_hetero.checkpoint import Peers, Recovered, Source
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process.identity import machine_id
 
 __all__ = [
+    "Found",
     "StartTimes",
     "refuse_under_torchrun",
     "report_complete",
@@ -39,20 +39,27 @@ class StartTimes:
     """The state had been read."""
 
 
-def report_recovery(
-    trainer: pl.Trainer,
-    found: Found,
-    times: StartTimes,
-    places: Places,
-    peers: Peers,
-) -> float | None:
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The state that a fit goes on from."""
+
+    recovered: Recovered
+    times: StartTimes
+    is_live: bool
+    """Whether it comes from the ranks' memory, not from a checkpoint."""
+    why_not_live: str | None
+    """Why ranks didn't go on from memory after one was lost; None if none was lost."""
+    peers: Peers
+    """All ranks."""
+
+
+def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float | None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
     Returns:
         The seconds since the last finished step; None if no rank knows of one.
     """
-    recovered = found.recovered
-    assert recovered is not None
+    recovered, times = found.recovered, found.times
     seconds = {
         "meet": times.set_up_s - times.made_s,
         "plan and set up": times.planned_s - times.set_up_s,
@@ -60,7 +67,7 @@ def report_recovery(
         "load": time.time() - times.fetched_s,
     }
     own, noted = recovered.report.bytes_by_source, places.last_finished()
-    rows = peers.gather(
+    rows = found.peers.gather(
         {
             "bytes": [[int(source), count] for source, count in own.items()],
             "finished": None if noted is None else asdict(noted),

@@ -4,6 +4,7 @@ It mirrors what Lightning puts into a checkpoint, with two differences: paramete
 and all of it must be readable with `weights_only=True`, so no objects are pickled.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,12 +19,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_models
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
+from lightning_hetero.checkpoint.format.content import optimizer_state_dict
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.runtime.random_state import RandomState
 
 __all__ = [
     "content_of",
     "dump_changing",
+    "dump_loops",
     "dump_metadata",
     "go_on",
     "has_finished_epoch",
@@ -33,6 +36,7 @@ __all__ = [
     "is_epoch_ending",
     "is_validation_due",
     "restore",
+    "restore_now",
 ]
 
 _OWN = "lightning_hetero"
@@ -77,7 +81,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "pytorch-lightning_version": installed_version("lightning"),
         "state_dict": _buffers(module, owned),
-        "loops": _loops(trainer),
+        "loops": dump_loops(trainer),
         "optimizer_states": owned.optimizer_groups(),
         _OWN: {
             "averages": [dict(average.named_buffers()) for average in average_models(trainer)],
@@ -125,48 +129,99 @@ def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None
     return hooks
 
 
-def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> None:
-    """Put a recovered state into a run that has been set up but hasn't started.
+def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
+    """Let Lightning restore a state once `on_fit_start` has been called; loops are restored now.
 
     Raises:
-        CheckpointError: The optimizers' parameters differ from those that were saved.
+        CheckpointError: A frozen weight isn't the one that was trained with.
     """
-    metadata = dict(recovered.metadata)
-    own = metadata.pop(_OWN)
+    checkpoint = dict(recovered.metadata)
+    own = checkpoint.pop(_OWN)
+    owned = OwnedState(trainer)
     if owned.own_all_saved(own):
         owned = OwnedState(trainer)
-    module = trainer.lightning_module
-    for callback in _callbacks(trainer):
-        callback.on_load_checkpoint(trainer, module, metadata)
-    module.on_load_checkpoint(metadata)
-    module.load_state_dict(metadata["state_dict"], strict=False)
-    owned.load(recovered.slices, metadata["optimizer_states"])
-    for average, buffers in zip(average_models(trainer), own["averages"], strict=True):
-        for name, buffer in average.named_buffers():
-            buffer.copy_(buffers[name])
-    _restore_trainer(trainer, metadata)
-    strategy = run_of(trainer).strategy
-    if strategy is not None:
+    if own["averages"]:
+        # Averages are slices, too: they come with these, not from that callback's own entries.
+        warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
+    strategy, connector = run_of(trainer).strategy, trainer._checkpoint_connector
+    restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
+    connector._loaded_checkpoint = checkpoint
+    if strategy is None:
+        connector._loaded_checkpoint = restored.whole()
+        _restore_modules(trainer)  # On a single device Lightning does it before `on_fit_start`.
+        restored.load_averages()
+    else:
         strategy.engine.reseed(own["seed"])
-        strategy.engine.mark_weights_stale()
-        strategy.note_recovery()
-
-
-def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
-    """Restore data module, callbacks, precision plugin, loops and schedulers."""
-    call._call_callbacks_load_state_dict(trainer, metadata)
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = metadata
-    try:
-        connector.restore_datamodule()
-        connector.restore_precision_plugin_state()
-        connector.restore_loops()
-        connector.restore_lr_schedulers()
-    finally:
-        # Lightning restores from here again after `on_fit_start` unless it is empty.
-        connector._loaded_checkpoint = {}
+        strategy.restore_from(restored)
+    # Lightning does it again; but what is left to train must be known before.
+    connector.restore_loops()
     # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
     trainer.fit_loop._combined_loader = None
+
+
+def restore_now(trainer: pl.Trainer) -> None:
+    """Restore at once what `restore` has left to Lightning, which then does it again."""
+    if run_of(trainer).strategy is not None:
+        _restore_modules(trainer)
+    trainer._checkpoint_connector.restore_training_state()
+
+
+def _restore_modules(trainer: pl.Trainer) -> None:
+    connector = trainer._checkpoint_connector
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+
+
+class _Restored:
+    """A recovered state; see `strategy.run.RestoredState`."""
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        owned: OwnedState,
+        recovered: Recovered,
+        *,
+        checkpoint: dict[str, Any],
+        own: Mapping[str, Any],
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._trainer = trainer
+        self._owned = owned
+        self._by_name = owned.join(recovered.slices)
+        self._averages = own["averages"]
+
+    def whole(self) -> dict[str, Any]:
+        """Return it as Lightning's own checkpoint, where all slices are whole parameters."""
+        states = self.checkpoint["optimizer_states"]
+        self._owned.check_groups(states)
+        weights = {name: item.weight for name, item in self._by_name.items()}
+        # Frozen weights may not have been saved.
+        before = self._trainer.lightning_module.state_dict()
+        return {
+            **self.checkpoint,
+            "state_dict": {**before, **self.checkpoint["state_dict"], **weights},
+            "optimizer_states": [
+                optimizer_state_dict(entry["param_groups"], self._by_name) for entry in states
+            ],
+        }
+
+    def load_weights(self) -> None:
+        """Put weights and buffers into the module."""
+        self._trainer.lightning_module.load_state_dict(self.checkpoint["state_dict"], strict=False)
+        self._owned.load_weights(self._by_name)
+
+    def load_optimizers(self) -> None:
+        """Put the optimizers' state, and averages of weights, in place."""
+        self._owned.load_optimizers(self._by_name, self.checkpoint["optimizer_states"])
+        self.load_averages()
+
+    def load_averages(self) -> None:
+        """Put averages of weights, and of buffers, in place."""
+        self._owned.load_averages(self._by_name)
+        for average, buffers in zip(average_models(self._trainer), self._averages, strict=True):
+            for name, buffer in average.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
@@ -187,7 +242,8 @@ def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in owned.names_of_slots}
 
 
-def _loops(trainer: pl.Trainer) -> dict[str, Any]:
+def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the state of all loops, and of the training loaders."""
     loops: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     if batches.is_last_batch:

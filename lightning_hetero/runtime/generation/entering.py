@@ -36,8 +36,6 @@ __all__ = [
     "split_address",
 ]
 
-_REFUSED_S = 3.0
-"""Seconds for which a port may be unserved before it counts as no run's store."""
 OPEN = "lightning_hetero/open membership"
 """Key in the store that holds the prefix of the membership which joiners may join."""
 
@@ -152,16 +150,16 @@ def _connect(address: str, start_timeout: timedelta) -> tuple[Store, str]:
         ) from error
 
 
-def _refuse_unserved(host: str, port: int) -> None:
+def _refuse_unserved(host: str, port: int, *, patience_s: float = 3.0) -> None:
     """Refuse a port that nobody serves: a run that trains has its store there.
 
     Raises:
-        PeerError: Nobody does, for some seconds, since its host may have just begun.
+        PeerError: Nobody does for `patience_s`, since its host may have just begun.
     """
-    deadline_s = time.monotonic() + _REFUSED_S
+    deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            socket.create_connection((host, port), timeout=_REFUSED_S).close()
+            socket.create_connection((host, port), timeout=patience_s).close()
             return
         except ConnectionRefusedError as error:
             if time.monotonic() > deadline_s:

@@ -26,9 +26,9 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.runtime.generation.judge import LOOK_S
 from lightning_hetero.runtime.generation.records import (
     ENDED,
+    LOOK_S,
     NEWS,
     gone_key,
     is_anybody_left,

@@ -234,13 +234,14 @@ class Keeper:
                 continue
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
-            worker.is_joiner = worker.is_joiner and joiners.has_never_entered(of_run, number)
+            if worker.is_joiner and not joiners.has_never_entered(of_run, number):
+                worker.note_entry()
             if worker.code is None:
                 if records.is_gone(of_run, number):
                     # The others have given it up, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
             elif worker in dead and worker.died_in_training is None:
-                worker.died_in_training = not records.has_ended(of_run)
+                worker.note_death(in_training=not records.has_ended(of_run))
                 records.tell_gone(of_run, number, worker.describe_end())
         self._seen = len(dead), None if self._has_members() else self._outlook(store, dead)
 

@@ -31,20 +31,21 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation import joiners
-from lightning_hetero.runtime.generation.judge import LOOK_S, Judge, Turns, pause_s
 from lightning_hetero.runtime.generation.records import (
     ENDED,
+    LOOK_S,
     NEWEST,
     NEWS,
     Generation,
+    Judge,
     Member,
+    Turns,
     forget_members,
     gone_key,
     has_formed,
@@ -52,22 +53,16 @@ from lightning_hetero.runtime.generation.records import (
     meeting_name,
     meeting_of,
     members_of,
+    pause_s,
     propose,
     say_here,
     tell_gone,
     who_is_gone,
     who_is_here,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Ring
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
-__all__ = ["Membership", "SignsOfLife"]
-
-
-class SignsOfLife(Protocol):
-    """What a process has seen of the others' beats; see `Heartbeat`."""
-
-    def silence_s(self, number: int) -> float:
-        """Return the seconds for which a process was seen to be silent."""
+__all__ = ["Membership"]
 
 
 class Membership:
@@ -190,9 +185,8 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for the expected members, until a proposal of the generation counts."""
-        patience_s, num_members = self._patience_s, len(expected)
-        judge = Judge(self._store, is_silent, patience_s=patience_s, num_members=num_members)
-        turns, place = Turns(LOOK_S, num_members), 0
+        judge = Judge(self._store, is_silent, patience_s=self._patience_s)
+        turns, place = Turns(LOOK_S), 0
         while not has_formed(self._store, number):
             if turns.is_next(place):
                 here, missing = self._look(number, expected)
@@ -207,7 +201,7 @@ class Membership:
 
     def form_next(
         self,
-        signs: SignsOfLife,
+        signs: Heartbeat,
         silence_s: float,
         leaving: Collection[int] = (),
         *,

@@ -125,6 +125,14 @@ class Worker:
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return f"Its process {self.pid} ended with {how}."
 
+    def note_entry(self) -> None:
+        """Note that the run has let it in."""
+        self.is_joiner = False
+
+    def note_death(self, *, in_training: bool) -> None:
+        """Note that the membership has been told of its end."""
+        self.died_in_training = in_training
+
     @property
     def is_due(self) -> bool:
         """Whether its device has been empty for as long as its losses call for."""

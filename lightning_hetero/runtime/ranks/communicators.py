@@ -8,7 +8,7 @@ through the ranks' store.
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from lightning_hetero.core.errors import HeteroError
+from lightning_hetero.core.errors import ConfigurationError, HeteroError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
 
@@ -31,7 +31,9 @@ __all__ = [
     "Communicators",
     "StepEnd",
     "all_gather_single",
+    "check_queues",
     "init_process_group",
+    "leave_failures_to_ranks",
     "reduce_over",
     "reduce_scatter_single",
 ]
@@ -47,6 +49,30 @@ two for the parameters outside the layers. NCCL keeps buffers in each.
 _SHORT_BYTES = 1016
 """Most bytes of a pickled value that all ranks exchange in one step, together with its length."""
 _T = TypeVar("_T")
+
+
+def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Refuse a device with one hardware queue for all of its streams.
+
+    Raises:
+        ConfigurationError: `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
+    """
+    if device.type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigurationError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share one hardware queue:"
+            " a receive that waits for another rank holds up the computation after it, for which "
+            "that rank may wait. Unset it, or set it to 8 or more; only Megatron-LM's overlap of "
+            "tensor parallelism wants 1."
+        )
+
+
+def leave_failures_to_ranks(environment: MutableMapping[str, str]) -> None:
+    """Have NCCL's groups neither abort by themselves nor end the process where a peer is lost.
+
+    By default, and as torchrun sets it, torch does one or both. Ranks that go on in place abort
+    their groups themselves, once they know what their devices have trained (`StepEnd`).
+    """
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
 def reduce_over(

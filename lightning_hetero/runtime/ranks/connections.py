@@ -12,19 +12,19 @@ nothing yet, since it stays open. A moment later nobody here talks any more, and
 """
 
 import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch import OutOfMemoryError
 from torch.distributed import DistError
 
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.runtime.ranks.open_files import more_files
 
 __all__ = ["LAZY", "Connections", "is_broken_connection"]
 
@@ -126,7 +126,7 @@ class Connections:
         """End the connections, and what waits for them, but those to a port (the store's)."""
         self._is_hung_up = True
         sockets = _sockets() - self._kept
-        with more_files(len(sockets)), ExitStack() as held:
+        with _more_files(len(sockets)), ExitStack() as held:
             ends = [held.enter_context(end) for end in self._ends(sockets, spared_port)]
             for end in ends:
                 _shut(end, socket.SHUT_RD)
@@ -194,3 +194,17 @@ def _sockets() -> _Opened:
             with suppress(OSError):
                 found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return {item for item in found if item[1].startswith("socket:")}
+
+
+@contextmanager
+def _more_files(count: int) -> Iterator[None]:
+    """In this context let this process have `count` more files open, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        is_free = hard == resource.RLIM_INFINITY
+        more = soft + count if is_free else min(soft + count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

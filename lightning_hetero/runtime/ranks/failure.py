@@ -108,6 +108,7 @@ class FailureDetector:
         ring: The ranks; where it has a bulletin, no rank serves the store.
         timeout: How long this process may take to end, or to go on, after another rank's failure.
         silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
+        abort: Ends waits in communicators; called on a thread of its own once a rank has failed.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class FailureDetector:
         *,
         timeout: timedelta,
         silence: timedelta | None = None,
+        abort: Callable[[], None] = lambda: None,
     ) -> None:
         self._heartbeat = heartbeat
         self._interval_s = heartbeat.interval_s
@@ -129,10 +131,8 @@ class FailureDetector:
         self._grace_s = min(patience_s, self._timeout_s)
         self._watch: Watch | None = None
         self._aborting: threading.Thread | None = None
-        self.abort: Callable[[], None] = lambda: None
-        """Ends waits in communicators; called on a thread of its own once a rank has failed."""
-        self.is_starting = False
-        """Whether ranks may be silent for longer, since training hasn't begun."""
+        self._abort = abort
+        self._is_starting = False
         self._reason: str | None = None
         self._is_judged = threading.Event()
         """Set once it is known why the run can't go on."""
@@ -172,6 +172,10 @@ class FailureDetector:
         )
         self._judging.start()
         atexit.register(self.stop)
+
+    def expect_slow_start(self, *, is_expected: bool) -> None:
+        """Let ranks be silent for longer, or not any more: imports may starve their threads."""
+        self._is_starting = is_expected
 
     def stop(self) -> None:
         """Say goodbye: this rank ends, or goes on alone, without having failed."""
@@ -247,7 +251,7 @@ class FailureDetector:
 
     def _judge(self, watch: Watch, store: Silence) -> str | None:
         """Return why the run can't go on; None as long as it can."""
-        patience_s = max(self._silence_s, _STARTING_S) if self.is_starting else self._silence_s
+        patience_s = max(self._silence_s, _STARTING_S) if self._is_starting else self._silence_s
         if watch.is_suspicious:
             patience_s = 6 * self._interval_s
         if watch.failure is not None:
@@ -275,7 +279,7 @@ class FailureDetector:
 
     def _abort_quietly(self) -> None:
         with suppress(Exception):
-            self.abort()
+            self._abort()
 
 
 def _describe_silent(rank: int) -> str:

@@ -29,8 +29,8 @@ __all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
 _GONE = 2**32
 """More than any process's beats; a process that ends adds it."""
-_QUICKLY_S, _MOST_CALLS_PER_S = 0.01, 30_000
-"""Seconds between rounds after a connection has broken; and most calls per second of all ranks."""
+_MOST_CALLS_PER_S = 30_000
+"""Of all ranks together, in rounds that follow each other quickly."""
 _OF_A_NODE = 16
 """Ranks that are watched once the first of them is silent: a node's ranks are lost together."""
 _SILENT_ROUNDS = 1.5
@@ -230,7 +230,7 @@ class Heartbeat:
         is_over = time.monotonic() - self._suspected_at_s > 6 * self.interval_s
         if watch is None or is_over or watch.failure is not None:
             return self.interval_s
-        quickly_s = max(_QUICKLY_S, 3 * len(watch.ring.numbers) / _MOST_CALLS_PER_S)
+        quickly_s = max(0.01, 3 * len(watch.ring.numbers) / _MOST_CALLS_PER_S)
         return min(quickly_s, self.interval_s)
 
     def _round(self) -> None:

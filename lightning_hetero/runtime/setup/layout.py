@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
-from lightning_hetero.runtime.slices.frozen import is_opaque
+from lightning_hetero.runtime.slices.frozen import is_opaque, packed_size
 
 __all__ = ["ModelLayout", "Slot", "find_layers"]
 
@@ -199,6 +199,7 @@ def _spec(
         shape=tuple(parameter.shape),
         layer=layers.pop(),
         requires_grad=parameter.requires_grad,
+        packed=None if parameter.requires_grad else packed_size(parameter),
     )
 
 

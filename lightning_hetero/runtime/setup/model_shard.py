@@ -40,7 +40,8 @@ class ModelShard:
         _check_degree(model, tp_degree)
         whole = HeteroLM(_config(model, tp_degree, num_layers)).to(device, self.dtype)
         _cut(whole, tp_degree)
-        self.model = whole
+        # Only gradients of activations are measured where weights are frozen.
+        self.model = whole.requires_grad_(model.tuning is None)
 
     def batch(self, lengths: Sequence[int]) -> tuple[Tensor, tuple[object, ...]]:
         """Return random token ids, (tokens,), and the layers' arguments besides the activation."""

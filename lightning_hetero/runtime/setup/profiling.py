@@ -222,6 +222,8 @@ def _forward_backward_s(run: Callable[[], Tensor], device: torch.device) -> tupl
     start = _now_s(device)
     output = run()
     middle = _now_s(device)
+    if not output.requires_grad:
+        return middle - start, 0.0
     torch.autograd.backward(output, torch.ones_like(output))
     return middle - start, _now_s(device) - middle
 

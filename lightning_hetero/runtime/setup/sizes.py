@@ -21,7 +21,8 @@ from torch import nn
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.core.tuning.fine_tuning import FineTuning
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
 __all__ = ["infer_model_spec"]
@@ -31,8 +32,11 @@ _HEAD_NAMES = ("num_heads", "num_attention_heads", "n_head")
 
 def infer_model_spec(module: nn.Module, layout: ModelLayout) -> ModelSpec | None:
     """Return the sizes of a module, None if it has no layers or no hidden size is found."""
-    if not layout.layers:
-        return None
+    found = _find_sizes(module, layout) if layout.layers else None
+    return None if found is None else _with_tuning(found, layout)
+
+
+def _find_sizes(module: nn.Module, layout: ModelLayout) -> ModelSpec | None:
     config = _spec_of_config(module)
     guessed = _spec_of_shapes(module, layout, config)
     if guessed is None or config is None:
@@ -41,6 +45,31 @@ def infer_model_spec(module: nn.Module, layout: ModelLayout) -> ModelSpec | None
     if abs(config.matrix_params_per_layer / guessed.matrix_params_per_layer - 1) > 0.01:
         return guessed
     return replace(config, num_layers=layout.num_layers)
+
+
+def _with_tuning(model: ModelSpec, layout: ModelLayout) -> ModelSpec:
+    """Return the sizes with what trains; a layer's are means over all layers."""
+    if all(spec.requires_grad for spec in layout.specs):
+        return replace(model, tuning=None)
+    in_layers = [spec for spec in layout.specs if spec.layer is not None]
+    trains = dict.fromkeys(OuterRole, 0)
+    for spec in layout.specs:
+        for role in spec.roles:
+            trains[role] += spec.numel * spec.requires_grad
+    packed = [spec.packed for spec in in_layers if spec.packed is not None]
+    own = model.num_layers * model.own_params_per_layer
+    count = sum(spec.numel for spec in in_layers if spec.requires_grad)
+    added = min(count, max(0, sum(spec.num_values for spec in in_layers) - own))
+    bits = 8 * sum(item.num_bytes for item in packed) / max(1, sum(i.num_values for i in packed))
+    tuning = FineTuning(
+        layer_params=count // model.num_layers,
+        added_params=added // model.num_layers,
+        embedding_params=trains[OuterRole.FIRST],
+        head_params=trains[OuterRole.LAST],
+        stored_bits=bits or None,
+        method=f"matrices of {bits:.3g} bits" if bits else "frozen weights",
+    )
+    return replace(model, tuning=tuning)
 
 
 def _spec_of_config(module: nn.Module) -> ModelSpec | None:
@@ -66,7 +95,10 @@ def _spec_of_shapes(
     if hidden is None:
         return None
     heads = _num_heads(module, hidden, config)
-    matrices = sum(spec.numel for spec in layer if len(spec.shape) >= 2)
+    # Beside frozen matrices, those that train are adapters.
+    frozen = [spec for spec in layer if not spec.requires_grad and len(spec.shape) >= 2]
+    members = frozen or [spec for spec in layer if len(spec.shape) >= 2]
+    matrices = sum(spec.num_values for spec in members)
     # Without a gate and with full heads: 4 · hidden² + 2 · hidden · inner matrix parameters.
     inner = max(1, round((matrices - 4 * hidden * hidden) / (2 * hidden)))
     tables = [spec for spec in outer if len(spec.shape) == 2 and hidden in spec.shape]
@@ -92,7 +124,9 @@ def _largest_layer(layout: ModelLayout) -> list[ParameterSpec]:
     for spec in layout.specs:
         if spec.layer is not None:
             layers.setdefault(spec.layer, []).append(spec)
-    return max(layers.values(), key=lambda specs: sum(spec.numel for spec in specs), default=[])
+    return max(
+        layers.values(), key=lambda specs: sum(spec.num_values for spec in specs), default=[]
+    )
 
 
 def _hidden_size(layer: list[ParameterSpec]) -> int | None:

@@ -9,15 +9,25 @@ weight reads it again. If it is unfrozen, it gets owners, who read their slices.
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
+from lightning_hetero.core.slices import Interval, PackedSize, ParameterSpec, Slice
 from lightning_hetero.models.stored import Box
+from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 
-__all__ = ["FrozenWeights", "InMemory", "Opaque", "Reader", "fingerprint_of", "is_opaque"]
+__all__ = [
+    "FrozenWeights",
+    "InMemory",
+    "Opaque",
+    "Reader",
+    "fingerprint_of",
+    "is_opaque",
+    "packed_size",
+]
 
 Reader = Callable[[Box], Tensor]
 """Returns a box of one weight, on the CPU."""
@@ -54,6 +64,26 @@ class Opaque:
 def is_opaque(parameter: Tensor) -> bool:
     """Return whether a parameter is of a class of its own, as quantized weights are."""
     return type(parameter) not in (nn.Parameter, Tensor)
+
+
+def packed_size(parameter: Tensor) -> PackedSize | None:
+    """Return the size of a quantized weight, or of the one that a parameter stands in for."""
+    if isinstance(parameter, StandIn):
+        return parameter.store.specs[parameter.parameter].packed
+    if isinstance(parameter, Awaited):
+        source = parameter.source
+        return packed_size(source.whole) if isinstance(source, Opaque) else None
+    if not is_opaque(parameter):
+        return None
+    state = getattr(parameter, "quant_state", None)  # of bitsandbytes' 4-bit weights
+    if state is not None:
+        scales = [state.absmax, getattr(state.state2, "absmax", None)]
+        num_bytes = sum(item.nbytes for item in (parameter.data, *scales) if item is not None)
+        return PackedSize(prod(state.shape), num_bytes)
+    if hasattr(parameter, "__tensor_flatten__"):  # torchao's
+        parts = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+        return PackedSize(parameter.numel(), sum(part.nbytes for part in parts))
+    return PackedSize(parameter.numel(), parameter.nbytes)
 
 
 class FrozenWeights:

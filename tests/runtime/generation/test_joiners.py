@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
 from unittest import mock
@@ -31,7 +32,7 @@ from lightning_hetero.runtime.generation.records import Generation, Member, say_
 from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
-from lightning_hetero.strategy.generations import _Generations, size_that_stays
+from lightning_hetero.strategy.generations import Generations, size_that_stays
 from lightning_hetero.strategy.processes import Processes
 from lightning_hetero.strategy.trainable import facts_of_fit
 from tests.processes import free_port
@@ -339,7 +340,9 @@ def test_a_wrong_address_says_what_to_give() -> None:
 def test_where_nobody_serves_a_store_one_is_told_so_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entering, "_REFUSED_S", 0.2)
+    monkeypatch.setattr(
+        entering, "_refuse_unserved", partial(entering._refuse_unserved, patience_s=0.2)
+    )
     with (
         told_to_join(f"127.0.0.1:{free_port()}"),
         pytest.raises(
@@ -365,7 +368,7 @@ def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
     strategy.memory.explain = lambda error: error.add_note("Stage 0 is out of memory.")
     strategy.processes.lost_peer = lambda error: told.extend(error.__notes__)
     trainer = L.Trainer(**quiet(max_epochs=1))
-    fits = _Generations(strategy, trainer, timedelta(seconds=2))
+    fits = Generations(strategy, trainer, timedelta(seconds=2))
     with pytest.raises(MemoryError):
         fits.fit(mock.Mock(side_effect=full))
     assert told == ["Stage 0 is out of memory."]
@@ -375,7 +378,7 @@ def test_who_fails_between_two_fits_tells_the_others_who_would_wait_for_it() -> 
     """As in a callback's `on_generation`; where it is caught, the process lives and beats on."""
     strategy, failed = mock.Mock(), KeyError("a callback's own")
     strategy.processes.form_generation.side_effect = failed
-    fits = _Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
+    fits = Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
     with pytest.raises(KeyError):
         fits.fit(mock.Mock(side_effect=GenerationChange("Rank 1 leaves.", frozenset({1}))))
     strategy.processes.leave_members.assert_called_once_with(failed)
@@ -383,14 +386,14 @@ def test_who_fails_between_two_fits_tells_the_others_who_would_wait_for_it() -> 
 
 def test_in_place_no_watchdog_aborts_or_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # By torchrun's agent.
-    _Generations(mock.Mock(), mock.MagicMock(), timedelta(seconds=2))
+    Generations(mock.Mock(), mock.MagicMock(), timedelta(seconds=2))
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
 def test_a_device_ends_its_step_before_ranks_leave_or_come() -> None:
     strategy = mock.Mock()
     strategy.processes.comms.global_rank = 1
-    fits = _Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
+    fits = Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
     with pytest.raises(AgreedExit):
         fits.fit(mock.Mock(side_effect=GenerationChange("Rank 1 leaves.", frozenset({1}))))
     names = [name for name, *_ in strategy.processes.mock_calls]
@@ -400,10 +403,10 @@ def test_a_device_ends_its_step_before_ranks_leave_or_come() -> None:
 def test_in_place_a_trainer_fits_once_and_others_join_the_first_fit_of_a_script() -> None:
     timeout = timedelta(seconds=20)
     processes = Processes(timeout=timeout, start_timeout=timeout, backend="gloo")
-    fits = _Generations(mock.Mock(processes=processes), mock.MagicMock(), timeout)
+    fits = Generations(mock.Mock(processes=processes), mock.MagicMock(), timeout)
     processes.end_generations()
     processes.meet(LightningEnvironment(), torch.device("cpu"))  # Such as a test after the fit.
     assert processes.membership is None
     with pytest.raises(ConfigurationError, match="Make another Trainer for each other fit"):
-        _Generations(fits._strategy, mock.MagicMock(), timeout)
+        Generations(fits._strategy, mock.MagicMock(), timeout)
     assert facts_of_fit(None) == {"fits before this one": "some"}

@@ -142,7 +142,11 @@ def keeper_of(
     for number, code in enumerate(codes):
         more = {"died_in_training": None, "is_joiner": False, "is_due": False}
         more |= {"describe_end": lambda: "It ended.", "is_lost": code is not None}
-        workers.append(SimpleNamespace(member=("members", number), code=code, **more))
+        worker = SimpleNamespace(member=("members", number), code=code, **more)
+        worker.note_death = lambda *, in_training, of=worker: vars(of).update(
+            died_in_training=in_training
+        )
+        workers.append(worker)
     seen = Seen(run, on_call)
     monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda *_: seen)
     keeper = Keeper(workers, address="", port=0, serves=False)  # type: ignore[arg-type]

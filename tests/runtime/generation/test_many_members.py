@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_hetero.runtime.generation import judge
-from lightning_hetero.runtime.generation.judge import Turns
+from lightning_hetero.runtime.generation import records
+from lightning_hetero.runtime.generation.records import Turns
 from tests.runtime.generation.virtual_time import form_next
 
 NODE = 8
@@ -37,10 +37,10 @@ def test_the_last_of_many_members_has_a_turn_too_if_all_before_it_freeze(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(judge, "time", SimpleNamespace(monotonic=lambda: now_s))
-    turns = Turns(0.05, 1024)
+    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: now_s))
+    turns = Turns(0.05)
     assert turns.is_next(1023)
-    now_s = 9.0
+    now_s = 2.4
     assert not turns.is_next(1023)
-    now_s = 10.5
+    now_s = 2.6
     assert turns.is_next(1023)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from lightning_hetero.runtime.generation.judge import VainGenerations
+from lightning_hetero.strategy.generations import VainGenerations
 
 
 def ends_after(*seconds: float) -> int | None:

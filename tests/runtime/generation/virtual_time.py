@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.runtime.generation import joiners, judge, membership
+from lightning_hetero.runtime.generation import joiners, membership, records
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.ranks import heartbeat
 
 __all__ = ["Formed", "Timeline", "form_next"]
 
-_MODULES = membership, joiners, judge, heartbeat
+_MODULES = membership, joiners, records, heartbeat
 _STACK_BYTES = 512 * 1024
 
 

@@ -64,13 +64,13 @@ def count_sockets(rank: int, *, is_lazy: bool) -> int:
         tree.share(tree.begin_up(torch.zeros(8)))
         comms.gather_objects(rank)
         comms.on_rank_0(lambda: rank)
-        processes.broadcast(rank)
+        dist.broadcast_object_list([rank], 0, group=processes.control)
         processes.most(rank)
         _hand_on(comms, rank, 1)
         _hand_on(comms, rank, -1)
-        processes.barrier()
+        dist.barrier(group=processes.control)
         found = len(_sockets() - before)
-        processes.barrier()
+        dist.barrier(group=processes.control)
     processes.stop_watching()
     return found
 
@@ -86,7 +86,7 @@ def connect_stages(rank: int, *, plans: list[ParallelPlan]) -> list[tuple[int, b
             runs = mock.Mock(_comms=comms, _tensor_parallel=None)
             PlanSwitch._connect(runs, plan)
             found.append((len(_sockets() - before), bool(comms._edges)))
-            processes.barrier()
+            dist.barrier(group=processes.control)
     processes.stop_watching()
     return found
 
@@ -107,7 +107,7 @@ def wait_for_frozen(rank: int, *, frozen: int) -> str:
                 dist.send(message, other, group=comms.edge(frozen, other))
         else:
             dist.recv(message, frozen, group=comms.edge(frozen, rank))
-        processes.barrier()
+        dist.barrier(group=processes.control)
         store = processes._connect_store()
         if rank == frozen:
             store.wait([f"ended/{other}" for other in others])

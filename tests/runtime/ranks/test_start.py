@@ -25,7 +25,7 @@ def test_the_limit_of_a_start_isn_t_that_of_later_waits() -> None:
     assert connect.call_args.kwargs["start_timeout"] == long
     store.set_timeout.assert_called_once_with(short)
     # A start is never allowed less than a set-up or a step.
-    assert HeteroStrategy(timeout=long, start_timeout=short)._processes._start_timeout == long
+    assert HeteroStrategy(timeout=long, start_timeout=short).processes.start_timeout == long
 
 
 @pytest.mark.parametrize("by_agent", [False, True])

@@ -1,0 +1,1 @@
+"""What ranks that save or recover together tell and send each other, and waits that end."""

@@ -1,0 +1,331 @@
+"""Recover the state of a run's ranks from files, all together.
+
+1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
+   (`inventory`).
+2. Its manifests are shared, each read by one rank for all.
+3. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
+   and the remote store directly, peers' tiers by HTTP.
+4. All say whether they have everything. If not, all try the next older complete checkpoint.
+
+Storage is waited for while it makes progress, and given up if it hangs.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from lightning_hetero.checkpoint.format.content import SliceNeed
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, Progress
+from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readable
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.claims import mark_places, new_run
+from lightning_hetero.checkpoint.places.tiers import (
+    Location,
+    Tier,
+    TierKind,
+    own_stores,
+    read_manifest,
+)
+from lightning_hetero.checkpoint.recovery.inventory import (
+    Choice,
+    ChoiceError,
+    Inventory,
+    choose,
+    locations_of_files,
+    take_inventory,
+)
+from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["begin_run", "recover"]
+
+_log = logging.getLogger(__name__)
+_LOOKS = 20
+"""Times to look again, if a run that still writes has deleted what was seen."""
+
+
+class _ExhaustedError(CheckpointError):
+    """Something needed has no source left; all ranks raise it at the same point."""
+
+
+@dataclass
+class _Search:
+    """One rank's view of tiers and ranks while these try one checkpoint after another."""
+
+    tiers: Sequence[Tier]
+    peers: Peers
+    node_of_rank: Sequence[str]
+    addresses: Sequence[Address | None]
+    """Where each rank serves its node's tiers; None for a single rank."""
+    inventory: Inventory = field(default_factory=Inventory)
+    """What all ranks together found when they looked last."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of each phase."""
+
+    @classmethod
+    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
+        """Open a search, in which the ranks know each other's nodes; all call it. Communicates."""
+        peers = peers or Peers()
+        own = peers.serve(own_stores(tiers))
+        rows = peers.gather([node, own])
+        return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
+
+    @property
+    def node(self) -> str:
+        """This rank's node."""
+        return self.node_of_rank[self.peers.global_rank]
+
+    @property
+    def looked_after(self) -> list[Tier]:
+        """The tiers that this rank looks after for all that share them."""
+        rank = self.peers.global_rank
+        is_first = self.node_of_rank.index(self.node) == rank
+        return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
+
+    @property
+    def places(self) -> str:
+        """The places that were searched, for messages."""
+        found = sorted({held.location for held in self.inventory.held})
+        return ", ".join(map(str, (*found, *self.tiers)))
+
+    def tier_of(self, location: Location) -> Tier | None:
+        """Return a location's tier; None if this rank doesn't reach it."""
+        return next((tier for tier in self.tiers if tier.location(self.node) == location), None)
+
+    def reach(self, location: Location, turn: int) -> Readable | None:
+        """Return from what to read a location's files: its tier, or a rank of its node."""
+        own = self.tier_of(location)
+        if own is not None:
+            return own.store
+        found = [
+            address
+            for name, address in zip(self.node_of_rank, self.addresses, strict=True)
+            if name == location.node and address is not None
+        ]
+        if location.kind is TierKind.REMOTE or not found:
+            return None
+        address = found[turn % len(found)]
+        return PeerFiles(address, location.kind.name, self.peers.timeout_s)
+
+    def look(self) -> bool:
+        """Take an inventory with all ranks; return whether it has changed. Communicates.
+
+        Raises:
+            CheckpointError: A rank has failed; all ranks raise it.
+        """
+        start_s, before = time.perf_counter(), self.inventory
+        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode().decode()})
+        self.inventory = Inventory.merge(
+            Inventory.decode(report["report"].encode()) for report in reports
+        )
+        self.seconds["inventory"] = time.perf_counter() - start_s
+        return self.inventory != before
+
+    def _take(self, progress: Progress) -> Inventory:
+        return take_inventory(
+            self.looked_after,
+            node=self.node,
+            progress=progress,
+            # Less than the others wait, so that it is reported as that place's failure.
+            timeout_s=self.peers.timeout_s / MARGIN,
+        )
+
+    def share_manifests(self, checkpoint: CheckpointId, world_size: int) -> dict[int, PartManifest]:
+        """Return all manifests; the lowest rank that reaches one reads it for all. Communicates.
+
+        Raises:
+            _ExhaustedError: Some can't be read any more; all ranks raise it.
+        """
+        locations: dict[int, list[Location]] = defaultdict(list)
+        for held in self.inventory.held:
+            if (held.id, held.world_size) == (checkpoint, world_size):
+                locations[held.part].append(held.location)
+        for items in locations.values():
+            items.sort(key=lambda location: (location.kind, location.node))
+
+        def read_own(progress: Progress) -> list[str]:
+            texts = []
+            for part, items in sorted(locations.items()):
+                if self._reader_of(part, items[0]) == self.peers.global_rank:
+                    texts += self._read_any(checkpoint, part, items)
+                    progress.tick()
+            return texts
+
+        _, answers = self.peers.do(read_own, lambda found: {"manifests": found}, may_fail=True)
+        shared = (text for answer in answers for text in answer.get("manifests", ()))
+        manifests = {
+            manifest.part: manifest
+            for manifest in (PartManifest.decode(text.encode()) for text in shared)
+            if (manifest.id, manifest.world_size) == (checkpoint, world_size)
+        }
+        lost = sorted(set(range(world_size)) - set(manifests))
+        if lost:
+            raise _ExhaustedError(
+                f"The manifests of parts {lost} became unreadable. Looked in {self.places}."
+            )
+        return manifests
+
+    def _reader_of(self, part: int, location: Location) -> int:
+        if location.kind is TierKind.REMOTE:
+            return part % self.peers.world_size
+        return self.node_of_rank.index(location.node)
+
+    def _read_any(
+        self, checkpoint: CheckpointId, part: int, locations: Sequence[Location]
+    ) -> list[str]:
+        for location in locations:
+            tier = self.tier_of(location)
+            if tier is not None:
+                try:
+                    return [read_manifest(tier.store, checkpoint, part).encode().decode()]
+                except Exception as error:
+                    # Stores raise their client library's own types; the next location may do.
+                    _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)
+        return []
+
+
+def recover(
+    needs: Sequence[SliceNeed],
+    tiers: Sequence[Tier],
+    *,
+    node: str = "node",
+    peers: Peers | None = None,
+    step: int | None = None,
+    skip_unreadable: bool = False,
+) -> Recovered | None:
+    """Restore the run's newest complete checkpoint; every rank calls it. Communicates.
+
+    Args:
+        needs: The slices that this rank keeps from now on.
+        tiers: This node's tiers and the remote one.
+        node: Name of this rank's node; equal on ranks that share the local tiers.
+        peers: The ranks; None for a single one.
+        step: Take only this step, of any run.
+        skip_unreadable: Go on without tiers that can't be read.
+
+    Returns:
+        The state; None if there is none, except perhaps unfinished first saves.
+
+    Raises:
+        CheckpointError: There are checkpoints but none can be read, a tier can't be read, or `step`
+            doesn't exist; all ranks raise it.
+        PeerError: Another rank is gone.
+    """
+    search = _Search.open(tiers, node, peers)
+    search.look()
+    for _ in range(_LOOKS):
+        found: Recovered | None = None
+        failure: CheckpointError | None = None
+        try:
+            choice = choose(search.inventory, step=step, skip_unreadable=skip_unreadable)
+            found = _recover_newest(search, choice, needs)
+        except _ExhaustedError as error:
+            failure = error
+        except ChoiceError as error:
+            failure = CheckpointError(f"{error} Looked in {search.places}.")
+        if found is not None:
+            return found
+        # A run that still writes may have pruned what was seen.
+        if not search.look():
+            break
+    if failure is not None:
+        raise failure
+    return None
+
+
+def _recover_newest(
+    search: _Search, choice: Choice, needs: Sequence[SliceNeed]
+) -> Recovered | None:
+    for text in (*search.inventory.broken, *choice.ignored):
+        if search.peers.global_rank == 0:
+            _log.warning("Not counted as a checkpoint: %s", text)
+    skipped: list[str] = []
+    for checkpoint in choice.checkpoints:
+        try:
+            return _recover_from(search, choice, checkpoint, needs, skipped)
+        except _ExhaustedError as error:
+            _log.warning("%s can't be used: %s", checkpoint, error)
+            skipped.append(f"{checkpoint}: {error}")
+    if skipped:
+        raise _ExhaustedError(" ".join(skipped))
+    return None
+
+
+def begin_run(
+    tiers: Sequence[Tier],
+    *,
+    recovered: Recovered | None = None,
+    node: str = "node",
+    peers: Peers | None = None,
+    skip_unreadable: bool = False,
+    anew: bool = False,
+) -> CheckpointId:
+    """Return the run's identity and the attempt number of this start's checkpoints, as an id.
+
+    Every rank calls it, after `recover`, with what that returned. Communicates. The identity is the
+    one that the lasting places know, else a new one, and is now written into all of them. So parts
+    left by another start, or another run, are never taken for this start's.
+
+    Args:
+        tiers: This node's tiers and the remote one.
+        recovered: What `recover` returned.
+        node: Name of this rank's node.
+        peers: The ranks; None for a single one.
+        skip_unreadable: Go on without tiers that can't be read.
+        anew: Whether a new run begins, whatever is in the places.
+
+    Returns:
+        Step 0 of the attempt.
+
+    Raises:
+        CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
+    """
+    search = _Search.open(tiers, node, peers)
+    if anew:
+        run, attempt = search.peers.gather(new_run())[0], 0
+    elif recovered is None:
+        search.look()
+        choice = choose(search.inventory, skip_unreadable=skip_unreadable)
+        proposals = search.peers.gather(new_run())
+        run = proposals[0] if choice.run is None else choice.run
+        attempt = choice.attempt
+    else:
+        run, attempt = recovered.id.run, recovered.report.attempt
+    own = search.looked_after
+    search.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
+    return CheckpointId(0, attempt, run)
+
+
+def _recover_from(
+    search: _Search,
+    choice: Choice,
+    checkpoint: CheckpointId,
+    needs: Sequence[SliceNeed],
+    skipped: list[str],
+) -> Recovered:
+    start_s, world_size = time.perf_counter(), choice.checkpoints[checkpoint]
+    peers, seconds = search.peers, search.seconds
+    manifests = search.share_manifests(checkpoint, world_size)
+    seconds["manifests"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    kind = min(held.location.kind for held in search.inventory.held if held.id == checkpoint)
+    source = Parts(
+        id=checkpoint,
+        manifests=manifests,
+        locations=locations_of_files(search.inventory, manifests),
+        own_part=peers.global_rank if world_size == peers.world_size else None,
+        node=search.node,
+        reach=search.reach,
+        attempt=choice.attempt,
+        place=kind.name.lower(),
+    )
+    taken = take(needs, source, peers)
+    if isinstance(taken, str):
+        raise _ExhaustedError(f"{taken} Looked in {search.places}.")
+    seconds["fetch"] = time.perf_counter() - start_s
+    report = replace(taken.report, seconds=dict(seconds), skipped=tuple(skipped))
+    return replace(taken, report=report)

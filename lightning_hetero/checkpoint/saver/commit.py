@@ -1,0 +1,358 @@
+"""Bring a checkpoint of all ranks into all tiers, on a thread beside training.
+
+A rank whose storage fails or hangs says so in its next status and goes on; only the loss of a rank
+ends the exchange of statuses. Then each rank measures by its own clock how long ago a lasting tier
+has taken a checkpoint.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from lightning_hetero.checkpoint.format.blocks import BLOCK_BYTES
+from lightning_hetero.checkpoint.format.content import CheckpointContent
+from lightning_hetero.checkpoint.format.manifest import CheckpointId
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.peers.serving import PeerFiles
+from lightning_hetero.checkpoint.peers.statuses import Peers
+from lightning_hetero.checkpoint.places.parts import pull_part
+from lightning_hetero.checkpoint.places.tiers import Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.saver.replicas import place_replicas
+from lightning_hetero.checkpoint.saver.snapshot import Snapshot
+from lightning_hetero.checkpoint.saver.storing import LastingCopies, OwnPart, OwnTiers, Uploads
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["Committer", "SaveTask", "WriterOptions"]
+
+_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Statuses = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterOptions:
+    """How checkpoints are written."""
+
+    replicas: int = 1
+    """Nodes that hold each part, its own included."""
+    block_bytes: int = BLOCK_BYTES
+    """Bytes that one checksum covers: partial reads are rounded to whole blocks."""
+    stall_s: float = 300.0
+    """Seconds without progress after which storage is given up for a checkpoint."""
+    lasting_within_s: float = 1800.0
+    """Seconds without a checkpoint in any lasting tier after which that is an error."""
+
+
+@dataclass
+class SaveTask:
+    """This rank's work for one checkpoint."""
+
+    content: CheckpointContent
+    snapshot: Snapshot | None
+    """None if storage still reads the memory of an earlier snapshot."""
+    metadata: Mapping[str, bytes]
+    leaving: frozenset[str]
+    uploaded: "Future[bool]" = field(default_factory=Future)
+    needs_upload: bool = True
+    """Whether this task must still set the result of `uploaded`."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a checkpoint."""
+
+    is_complete: bool
+    """Whether the nodes' own tiers together had all parts."""
+    sound: frozenset[TierKind]
+    """The kinds of tiers that had all parts."""
+
+
+class Committer:
+    """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
+
+    Args:
+        tiers: This node's own tiers, fastest first, and at most one remote one.
+        node_of_rank: Name of each rank's node.
+        peers: All ranks.
+        options: How to write.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        node_of_rank: Sequence[str],
+        peers: Peers,
+        options: WriterOptions,
+    ) -> None:
+        self.progress = peers.progress
+        self.overdue: CheckpointError | None = None
+        """The error to raise, once no lasting tier has taken any checkpoint for too long."""
+        self.lasting = LastingCopies()
+        self._options = options
+        self._node_of_rank = node_of_rank
+        self._peers = peers
+        self._rank = peers.global_rank
+        self._address = peers.serve(own_stores(tiers))
+        node = node_of_rank[self._rank]
+        node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
+        self._is_first_of_node = node_ranks[0] == self._rank
+        self._storing = BackgroundThread("checkpoint-write")
+        self._pulling = BackgroundThread("checkpoint-pull")
+        self._uploading = BackgroundThread("checkpoint-upload")
+        self._own = OwnTiers(
+            [tier for tier in tiers if tier.kind is not TierKind.REMOTE],
+            node_ranks,
+            block_bytes=options.block_bytes,
+            progress=self._storing.progress,
+        )
+        remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
+        self.uploads = Uploads(next(remote, None), peers.world_size, self._uploading)
+        self._stored: Future[Any] | None = None
+        self._lost_peer: Exception | None = None
+        self._earlier: dict[CheckpointId, _Outcome] = {}
+        """Earlier checkpoints that may still be in own tiers, and what became of them."""
+
+    def write(self, task: SaveTask) -> None:
+        """Write one checkpoint; communicates.
+
+        Raises:
+            CheckpointError: The nodes' own tiers, or the remote one if there are none, don't have
+                all parts; on all ranks.
+            PeerError: Another rank is gone.
+        """
+        self.lasting.begin(task.content.id)
+        try:
+            if self._lost_peer is not None:
+                raise self._lost_peer
+            self._write(task)
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                self._lost_peer = error
+                self.lasting.note(f"Rank {self._rank}: {error}")
+                self._judge(self.lasting.waited_s)
+            if self._rank == 0:
+                _log.warning("%s", error)
+            if task.needs_upload and not task.uploaded.done():
+                task.uploaded.set_exception(error)
+            raise
+        finally:
+            self._release(task)
+
+    def finish(self) -> bool:
+        """Wait for all uploads; return whether a lasting tier has the newest checkpoint."""
+        newest = self.lasting.begun
+        if newest is None:
+            return True
+        if self._lost_peer is not None:
+            return False
+        self.uploads.start_deferred()
+        # The second round waits for rank 0, which confirms complete uploads after the first.
+        for _ in range(2):
+            end = self._uploading.submit(self._uploading.progress.tick)
+            self._learn(self._finish(end, self._uploading, lambda _: self.uploads.status()))
+        looking = self._submit(self._look_again, newest)
+        statuses = self._finish(looking, self._storing, lambda seen: seen or {})
+        return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
+
+    def end(self) -> None:
+        """End the threads once they have finished their work; doesn't wait."""
+        for thread in (self._storing, self._pulling, self._uploading):
+            thread.finish()
+
+    def _finish(
+        self,
+        work: "Future[_T]",
+        thread: BackgroundThread,
+        describe: Callable[[_T | None], Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Wait until all ranks' work is done; return their statuses."""
+        return self._peers.finish(work, thread, describe, timeout_s=self._options.stall_s)
+
+    # -- one checkpoint ---------------------------------------------------------------------------
+
+    def _write(self, task: SaveTask) -> None:
+        id_ = task.content.id
+        writing = self._submit(self._write_own, task)
+        statuses = self._finish(writing, self._storing, self._describe)
+        self._learn(statuses)
+        part = None if "error" in statuses[self._rank] else writing.result()
+        copied = self._copy_to_peers(part, task.leaving, statuses)
+        is_complete = copied and all(status["written"] for status in statuses)
+        sound = [k for k in _sound_kinds(statuses) if copied or k is not self._own.kinds[-1]]
+        if TierKind.DISK in sound:
+            self.lasting.reach(id_)
+        why = self.lasting.reasons
+        uploads_itself = self.uploads.offer(part, task.uploaded, statuses)
+        task.needs_upload = uploads_itself
+        busy = _busy_in(statuses) | {id_}
+        superseded = self._supersede(id_, busy, _Outcome(is_complete, frozenset(sound)))
+
+        def commit() -> None:
+            if self._is_first_of_node:
+                self._own.commit(id_, sound, busy=busy, superseded=superseded)
+            if part is not None and uploads_itself:
+                self.uploads.upload(part, task.uploaded, self._storing.progress)
+
+        statuses = self._finish(self._submit(commit), self._storing, self._describe)
+        self._learn(statuses)
+        is_lasting = self.lasting.newest == id_
+        if not is_lasting:
+            self._judge(statuses[0]["waited_s"])
+        if not is_complete and (self._own.tiers or not is_lasting):
+            raise CheckpointError(f"The nodes' own tiers don't have all parts of {id_}. {why}")
+
+    def _write_own(self, task: SaveTask) -> OwnPart:
+        if task.snapshot is None:
+            raise CheckpointError(
+                f"storage hadn't let go of what was saved before {task.content.id}."
+            )
+        return self._own.write(task.snapshot, task.metadata)
+
+    def _describe(self, part: OwnPart | None) -> dict[str, Any]:
+        """Return this rank's status, which the other ranks need."""
+        return {
+            "has": self._own.kinds,
+            "written": [] if part is None else list(part.stores),
+            "errors": [] if part is None else list(part.errors),
+            "address": self._address,
+            "bytes": 0 if part is None else part.manifest.size_bytes,
+            "waited_s": self.lasting.waited_s,
+            **self.uploads.status(),
+        }
+
+    def _learn(self, statuses: _Statuses) -> None:
+        """Take in all ranks' statuses: failures, and checkpoints that all ranks have uploaded."""
+        for status in statuses:
+            for text in (status.get("error"), status["upload_error"], *status.get("errors", ())):
+                if text:
+                    self.lasting.note(text)
+        uploaded = self.uploads.newest_everywhere(statuses)
+        if uploaded is not None:
+            self.lasting.reach(uploaded)  # A disk may have been the first.
+            if self._rank == 0:
+                self.uploads.commit_later(uploaded)
+
+    def _copy_to_peers(
+        self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses
+    ) -> bool:
+        """Exchange copies with other nodes; return whether all copies have arrived everywhere."""
+        if self._options.replicas == 1 and not leaving:
+            return True
+        if not all(status["has"] for status in statuses) or any("error" in s for s in statuses):
+            return False
+        assert part is not None
+        targets = place_replicas(
+            self._node_of_rank,
+            replicas=self._options.replicas,
+            part_bytes=[status["bytes"] for status in statuses],
+            leaving=leaving,
+        )
+        senders = [rank for rank, items in enumerate(targets) if self._rank in items]
+        errors: list[str] = []
+
+        def pull() -> list[str]:
+            for sender in senders:
+                try:
+                    kind, address = statuses[sender]["written"][0], statuses[sender]["address"]
+                    source = PeerFiles(address, TierKind(kind).name, self._options.stall_s / MARGIN)
+                    store = self._own.tiers[-1].store
+                    pull_part(source, store, part.manifest.id, sender, self._pulling.progress)
+                except Exception as error:
+                    # Stores raise their client library's own types; other copies may succeed.
+                    errors.append(f"Copy of rank {sender}'s part for rank {self._rank}: {error}")
+            return errors
+
+        pulling = self._pulling.submit(pull)
+        answers = self._finish(pulling, self._pulling, lambda found: {"errors": found or []})
+        pulling.cancel()  # If it waits for an earlier one that hangs.
+        texts = [text for answer in answers for text in answer["errors"]]
+        texts += [f"Copies for {answer['error']}" for answer in answers if "error" in answer]
+        for text in texts:
+            self.lasting.note(text)
+        return not texts
+
+    def _supersede(
+        self, checkpoint: CheckpointId, busy: Collection[CheckpointId], outcome: _Outcome
+    ) -> dict[TierKind, set[CheckpointId]]:
+        """Return the earlier checkpoints that each kind of tier may delete as useless.
+
+        Those are the ones of which it lacks parts; but none that the own tiers together have
+        completely, unless they have all of this checkpoint, too.
+        """
+        useless = {
+            id_: earlier
+            for id_, earlier in self._earlier.items()
+            if outcome.is_complete or not earlier.is_complete
+        }
+        self._earlier = {
+            id_: earlier
+            for id_, earlier in self._earlier.items()
+            if id_ not in useless or id_ in busy
+        }
+        self._earlier[checkpoint] = outcome
+        # Not by what a tier has noted as confirmed: that note may have failed on one node.
+        return {
+            kind: {id_ for id_, earlier in useless.items() if kind not in earlier.sound}
+            for kind in self._own.kinds
+        }
+
+    def _judge(self, waited_s: float) -> None:
+        """Set `overdue` if all lasting tiers have failed for too long."""
+        if waited_s > self._options.lasting_within_s and self.lasting.begun is not None:
+            self.overdue = self.lasting.error(self.lasting.begun)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _look_again(self, newest: CheckpointId) -> dict[str, Any]:
+        """Return the lasting tiers that this rank has checked, and those with all their parts."""
+        looked = [
+            pruner
+            for pruner in self._own.pruners
+            if self._is_first_of_node and pruner.tier.kind is TierKind.DISK
+        ]
+        if self._rank == 0 and self.uploads.pruner is not None:
+            looked.append(self.uploads.pruner)
+            self.uploads.commit()
+        return {
+            "has": [pruner.tier.kind for pruner in looked],
+            "written": [pruner.tier.kind for pruner in looked if pruner.holds(newest)],
+        }
+
+    # -- storage ----------------------------------------------------------------------------------
+
+    def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
+        """Give the storing thread work; fail at once if it hangs in earlier work."""
+        if self._stored is None or self._stored.done():
+            self._stored = self._storing.submit(work, *args, **kwargs)
+            return self._stored
+        failed: Future[_T] = Future()
+        failed.set_exception(CheckpointError("storage hangs."))
+        return failed
+
+    def _release(self, task: SaveTask) -> None:
+        """Release the snapshot: now, or after a hanging write, which still reads it."""
+        if task.snapshot is None:
+            return
+        if self._stored is None or self._stored.done():
+            task.snapshot.release()
+        else:
+            self._storing.submit(task.snapshot.release)
+
+
+def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
+    """Return the kinds of tiers that have the parts of all ranks with such a tier."""
+    kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
+    return sorted(
+        kind
+        for kind in kinds
+        if all(kind in status["written"] for status in statuses if kind in status["has"])
+    )
+
+
+def _busy_in(statuses: _Statuses) -> set[CheckpointId]:
+    """Return the checkpoints that any rank is uploading, or keeps to upload later."""
+    names = {name for s in statuses for name in (*s["uploading"], *s["deferred"])}
+    return {checkpoint for name in names if (checkpoint := CheckpointId.parse(name)) is not None}

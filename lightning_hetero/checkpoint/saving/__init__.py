@@ -1,6 +1,0 @@
-"""From a rank's state to whole checkpoints in all tiers.
-
-In the order of a save: `writer` begins it, `snapshot` copies the state, `meeting` lets all ranks
-bring it into the tiers together: `encoding` makes files of it, `storing` writes and uploads them,
-`replicas` gives other nodes their copies.
-"""

@@ -1,0 +1,143 @@
+"""Lightning's strategy hooks about processes: devices, ranks, and what ranks tell each other."""
+
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed import ReduceOp
+from typing_extensions import override
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.generation.environment import GenerationEnvironment
+from lightning_hetero.runtime.random_state import GlobalSeed
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategy.processes import Processes, StartMethod
+
+__all__ = ["ConnectedStrategy"]
+
+_T = TypeVar("_T")
+
+
+class ConnectedStrategy(ParallelStrategy):
+    """Passes what Lightning asks of processes on to `Processes`.
+
+    Args:
+        processes: Connects this process with the others.
+        start_method: How processes are started; see `HeteroStrategy`.
+        **options: Lightning's own arguments of every strategy.
+    """
+
+    def __init__(
+        self, processes: "Processes", *, start_method: "StartMethod", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._accelerator_of_trainer: Accelerator | None = None
+        self._processes = processes
+        self._start_method = start_method
+        self._num_nodes, self._seeds = 1, GlobalSeed()
+
+    @property
+    def processes(self) -> "Processes":
+        """This process's connections to the others of the run."""
+        return self._processes
+
+    @property
+    def awaits_recovery(self) -> bool:
+        """Whether the slices' values have yet to be recovered, after a rank was lost."""
+        return False
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator or self._accelerator_of_trainer
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        # Not kept in `_accelerator`: a second Trainer would say that two were chosen.
+        if self._accelerator_of_trainer is not None:
+            raise ConfigurationError(
+                "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
+                "keeps. Make one for each: Trainer(strategy=HeteroStrategy(...))."
+            )
+        self._accelerator_of_trainer = accelerator
+
+    is_distributed = True
+    """Lightning reads it before it injects samplers and reduces logged values."""
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        environment, index = self.cluster_environment, self.local_rank
+        if isinstance(environment, GenerationEnvironment):
+            index = environment.device_index
+        return _device_of(self.parallel_devices, index)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes: torchrun's if it started this process, else the Trainer's."""
+        return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's own environment and `rank_zero_only` their ranks."""
+        if (environment := self.cluster_environment) is None:
+            return
+        # Environments that know their ranks, such as torchrun's, ignore what they are told here.
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        self._seeds.put_back(again=self.awaits_recovery)
+        assert self.cluster_environment is not None
+        self.cluster_environment = self._processes.meet(
+            self.cluster_environment, self.root_device, self._lightning_module
+        )
+        self.set_world_ranks()
+
+    @override
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        return self._processes.reduce(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._processes.are_several and dist.is_initialized():
+            with self._processes.watching():
+                dist.barrier(group=self._processes.control)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        if not self._processes.are_several or not dist.is_initialized():
+            return obj
+        objects = [obj]
+        with self._processes.watching():
+            dist.broadcast_object_list(objects, src, group=self._processes.control)
+        return objects[0]
+
+
+def _device_of(devices: list[torch.device], local_rank: int) -> torch.device:
+    """Return a process's device."""
+    if len(devices) > local_rank:
+        return devices[local_rank]
+    # More processes run on this node than `devices=` says: the launcher knows better.
+    device = devices[0]
+    return device if device.type == "cpu" else torch.device(device.type, local_rank)

@@ -1,0 +1,209 @@
+"""Start a node's other processes, and take hold of whole fits.
+
+The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
+`ElasticRestart(in_place=True)` it first makes the process that was started a keeper
+(`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. That
+one's fits follow each other (`generations`).
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.generation.entering import (
+    find_layer_call_of_run,
+    is_joiner,
+    split_address,
+)
+from lightning_hetero.runtime.generation.environment import take_cores
+from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
+from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
+from lightning_hetero.runtime.ranks.meeting import allow_clients_of_agent
+from lightning_hetero.runtime.setup.layout import find_layers
+from lightning_hetero.runtime.stage.rehearsal import rehearse
+from lightning_hetero.strategy.generations import Generations
+from lightning_hetero.strategy.run import OutlivesRanks
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_hetero.strategy.hooks import HookedStrategy
+    from lightning_hetero.strategy.processes import StartMethod
+
+__all__ = ["HeteroLauncher", "launcher_of"]
+
+_log = logging.getLogger(__name__)
+_NO_SCRIPT = ("-c", "-", "")
+"""First entries of `sys.argv` where Python runs no file."""
+
+
+def launcher_of(
+    strategy: "HookedStrategy",
+    start_method: "StartMethod",
+    num_nodes: int,
+    check_world_size: Callable[[int], None],
+    check_module: Callable[[], None],
+) -> "_MultiProcessingLauncher | HeteroLauncher":
+    """Return the launcher of this node's other processes, which starts them if nobody else has.
+
+    Args:
+        strategy: Whose launcher it is.
+        start_method: See `HeteroStrategy`.
+        num_nodes: Number of nodes.
+        check_world_size: Raises for a number of processes that can't run, before any is started;
+            not called for joiners.
+        check_module: Raises for the strategy's module if it can't run; called where processes are
+            started.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
+    starts_others = not environment.creates_processes_externally
+    if starts_others and not is_joiner():
+        check_world_size(num_nodes * strategy.num_processes)
+    if start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=start_method)
+    num_processes = len(strategy.parallel_devices or ())
+    has_script = sys.argv[0] not in _NO_SCRIPT or num_processes * num_nodes == 1
+    if starts_others and (hasattr(sys, "ps1") or not has_script):
+        raise ConfigurationError(
+            "HeteroStrategy starts its other processes by running the script again, and here is "
+            "none (python -c, standard input, a notebook). Give HeteroStrategy("
+            'start_method="fork"), or write the code into a file and run that.'
+        )
+    return HeteroLauncher(strategy, num_processes, num_nodes, check_module)
+
+
+class HeteroLauncher(_SubprocessScriptLauncher):
+    """Starts this node's other processes, if nobody else has, and outlives the loss of ranks.
+
+    Args:
+        strategy: Whose launcher it is.
+        num_processes: Processes of this node.
+        num_nodes: Number of nodes.
+        check_module: See `launcher_of`.
+    """
+
+    def __init__(
+        self,
+        strategy: "HookedStrategy",
+        num_processes: int,
+        num_nodes: int,
+        check_module: Callable[[], None],
+    ) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, num_processes, num_nodes)
+        self._strategy = strategy
+        self._check_module = check_module
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        self._check_module()
+        work = partial(function, *args, **kwargs)
+        rule = _rule_of(trainer)
+        if is_joiner() and (rule is None or trainer.state.fn != TrainerFn.FITTING):
+            raise ConfigurationError(
+                f"{JOIN} is set, so this process joins a run that trains: its script must call fit "
+                "before all else, with ElasticRestart(in_place=True) among the callbacks. Unset it "
+                "to start a run."
+            )
+        if rule is not None:
+            if KEPT not in os.environ:
+                self._be_kept(replaces=rule.replace_lost)
+            take_cores(self.num_processes)
+            if trainer.state.fn == TrainerFn.FITTING:
+                if is_joiner():
+                    _rehearse(self._strategy, args[0])
+                return Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
+            return work()
+        if self.cluster_environment.creates_processes_externally:
+            return work()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _be_kept(self, *, replaces: bool) -> NoReturn:
+        """Become the keeper of the worker that this process was started to be, or of this node's.
+
+        Args:
+            replaces: Whether joiners take the devices of lost workers.
+
+        Raises:
+            ConfigurationError: The system can't do it.
+        """
+        if not sys.platform.startswith("linux"):
+            raise ConfigurationError(
+                f"ElasticRestart(in_place=True) needs Linux, where a worker ends with its keeper; "
+                f"this is {sys.platform}. Leave in_place out."
+            )
+        environment, joins = self.cluster_environment, is_joiner()
+        started = environment.main_address, environment.main_port
+        address, port = split_address(os.environ[JOIN]) if joins else started
+        # What this process's first start of Lightning may have set itself isn't the user's.
+        common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        if environment.creates_processes_externally:
+            workers = [common]
+        else:
+            common |= {
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "NODE_RANK": str(environment.node_rank()),
+                "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+            }
+            workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
+        if joins:
+            workers = [worker | joiner_variables(os.environ[JOIN]) for worker in workers]
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not joins and environment.local_rank() == 0:
+            allow_clients_of_agent(environment.world_size())
+        is_first = environment.global_rank() == 0 and environment.node_rank() == 0
+        become_keeper(
+            KeeperTask(
+                command=[sys.executable, *sys.orig_argv[1:]],
+                workers=workers,
+                address=address,
+                port=port,
+                serves=is_first and not agent_serves and not joins,
+                replaces=replaces,
+            )
+        )
+
+
+def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
+    """Compile a layer and load its kernels, before anybody waits for this joiner."""
+    call = find_layer_call_of_run(strategy.processes.start_timeout)
+    options = strategy.options
+    _, layers = find_layers(module, options.layers)
+    if not call or not layers:
+        return
+    layer, start_s = layers[0], time.monotonic()
+    own = vars(layer).get("forward")
+    try:
+        if options.config.layer_options.compile_layers:
+            layer.forward = options.config.layer_options.wrap_layer(0, layer.forward)
+        dtype = strategy.precision_plugin.compute_dtype
+        rehearse(layer, call, device=strategy.root_device, dtype=dtype)
+    except Exception as error:
+        # Its first step will show whether it can train; it is only slower.
+        _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
+    else:
+        _log.info("Called a layer in %.2f s before joining.", time.monotonic() - start_s)
+    finally:
+        vars(layer).pop("forward", None)
+        if own is not None:
+            layer.forward = own
+
+
+def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:
+    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    rules = (item for item in callbacks if isinstance(item, OutlivesRanks) and item.in_place)
+    return next(rules, None)

@@ -1,0 +1,172 @@
+"""Laws of what is read of any job: each kind of file gives its iterations, changes are found."""
+
+import gzip
+import json
+import math
+import pickle
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.cli import main
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler import CommunicationOp, find_changes, read_times
+from lightning_hetero.straggler.any_job import OPTIMIZER_STEP, as_line
+
+NUM_STEPS, SLOW_FROM, SLOW_TO = 150, 60, 100
+SIZES = (4096, 1024, 1024, 512)
+
+
+def times():
+    rng = random.Random(0)
+    return [
+        rng.gauss(1.0, 0.02) * (1.8 if SLOW_FROM <= step < SLOW_TO else 1.0)
+        for step in range(NUM_STEPS)
+    ]
+
+
+def ops():
+    """Yield (name, size, start) of the operations of all iterations."""
+    start = 0.0
+    for time_s in times():
+        for index, size in enumerate(SIZES):
+            yield "all_reduce" if index else "all_gather", size, start + 0.2 * index * time_s
+        start += time_s
+
+
+def write(path, kind):
+    if kind == "list":
+        path.write_text("\n".join(map(str, times())))
+    elif kind == "csv":
+        path.write_text("step,seconds\n" + "\n".join(f"{i},{t}" for i, t in enumerate(times())))
+    elif kind == "json list":
+        path.write_text(json.dumps(times()))
+    elif kind in ("trace", "zipped trace"):
+        events = [
+            {
+                "ph": "X",
+                "name": f"nccl:{name}",
+                "ts": start * 1e6,
+                "dur": 1.0,
+                "args": {"In msg nelems": size, "dtype": "Float"},
+            }
+            for name, size, start in ops()
+        ]
+        text = json.dumps({"traceEvents": events}).encode()
+        path.write_bytes(gzip.compress(text) if kind == "zipped trace" else text)
+    elif kind in ("flight recorder", "pickled flight recorder"):
+        entries = [
+            {
+                "profiling_name": f"nccl:{name}",
+                "time_created_ns": int(start * 1e9),
+                "input_sizes": [[size]],
+                "input_dtypes": ["Float"],
+                "process_group": ["0", "default"],
+            }
+            for name, size, start in ops()
+        ]
+        data = {"version": "2.10", "entries": entries}
+        pickled = kind.startswith("pickled")
+        path.write_bytes(pickle.dumps(data) if pickled else json.dumps(data).encode())
+    else:
+        found = [CommunicationOp(name=n, num_bytes=b, start_s=s) for n, b, s in ops()]
+        end = 0.0
+        for time_s in times() if kind == "recording" else ():
+            end += time_s
+            found.append(CommunicationOp(name=OPTIMIZER_STEP, num_bytes=99, start_s=end))
+        path.write_text("".join(as_line(op) + "\n" for op in found) + '{"op": "all_re')
+
+
+KINDS = [
+    "list",
+    "csv",
+    "json list",
+    "trace",
+    "zipped trace",
+    "flight recorder",
+    "pickled flight recorder",
+    "recording",
+    "recording without optimizer",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_the_iterations_and_their_changes(kind, tmp_path, capsys):
+    path = tmp_path / "file"
+    write(path, kind)
+    found = read_times(path)
+    assert len(found.times_s) >= NUM_STEPS - 1
+    assert found.times_s[-40:] == pytest.approx(times()[: len(found.times_s) + 1][-40:], rel=0.2)
+    assert main(["stragglers", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert f"Found {found.source}." in output
+    rows = [line.split() for line in output.splitlines() if "since step" in line]
+    assert [row[1] for row in rows] == ["slowdown", "recovery"]
+    assert output.count(" s an iteration (confidence") == 2
+    for row, true in zip(rows, (SLOW_FROM, SLOW_TO), strict=True):
+        assert 0 <= int(row[0]) - true <= 10
+    if "operations" in found.source:
+        assert found.source.startswith("4 operations an iteration")
+
+
+def test_several_files_are_ranks_with_a_picture_each(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for rank in (0, 1):
+        write(tmp_path / f"rank{rank}.jsonl", "recording")
+    files = [str(tmp_path / f"rank{rank}.jsonl") for rank in (0, 1)]
+    assert main(["stragglers", *files, "--plot", str(tmp_path / "run.svg")]) == 0
+    assert capsys.readouterr().out.count("slowdown") == 2
+    assert (tmp_path / "run-1.svg").exists()
+    assert (tmp_path / "run-2.svg").exists()
+
+
+def test_a_list_of_equal_times_has_no_change():
+    assert len(find_changes([1.0] * 100)) == 100
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"hello\nworld\n",
+        b"1.0\ntwo\n",
+        b"1.0\n",
+        b"1\n-2\n",
+        b"1\nnan\n",
+        b"[1, true]",
+        b"[]",
+        b"{}",
+        b"\x80\x04",
+        b"\x80\x05garbage.",
+        b"\x1f\x8b1234",
+        b"[" * 100_000,
+        b"\xff\xfe\x00",
+        b"{",
+        b'{"traceEvents": [{"ph": "X", "name": "nccl:x", "ts": 1e999}]}',
+        b'{"traceEvents": [{"ph": "X", "name": "nccl:x", "ts": 1, "args": 3}]}',
+        b'{"entries": [{"profiling_name": "x", "time_created_ns": null}]}',
+        b'{"entries": [null]}',
+        b'{"op": 3}\n',
+        b'{"op": "x", "num_bytes": [], "start_s": 1}\n',
+    ],
+)
+def test_what_holds_no_iterations_is_one_line_and_exit_code_2(content, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert main(["stragglers", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert len(error) < 700
+
+
+@settings(max_examples=150, deadline=None)
+@given(content=st.binary(max_size=60) | st.text(st.sampled_from('{}[]:,"0159e.- \n'), max_size=60))
+def test_any_bytes_are_read_or_refused_in_our_words(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any-bytes"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    try:
+        found = read_times(path).times_s
+    except ConfigurationError:
+        found = (1.0,)
+    assert all(math.isfinite(time_s) for time_s in found)
