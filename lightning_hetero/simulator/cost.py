@@ -198,6 +198,7 @@ class CostModel(ClusterLinks, ABC):
     def num_stage_params(self, shape: StageShape) -> float:
         """Return the parameters that one rank of a stage holds and that train."""
         params = shape.num_layers * self.model.params_per_layer
+        params += self._copied_params(shape, trains=True)
         if shape.has_embedding:
             params += self.model.embedding_params
         if shape.has_head:
@@ -214,6 +215,7 @@ class CostModel(ClusterLinks, ABC):
         model, width = self.model, self.layout.weight_bytes
         layer, embedding, head = model.frozen_bytes(width)
         held = shape.num_layers * layer + shape.has_embedding * embedding + shape.has_head * head
+        held += width * self._copied_params(shape, trains=False)
         if shape.has_embedding and shape.has_head and model.tied_embeddings:
             held -= min(embedding, head, width * model.vocab_size * model.hidden_size)
         return (held + width * model.dequantized_params()[1]) / shape.tp_degree
@@ -243,8 +245,15 @@ class CostModel(ClusterLinks, ABC):
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the parameters that one rank of a stage owns if holders own equal parts."""
-        held = self.num_stage_params(shape)
+        copied = self._copied_params(shape, trains=True) / shape.tp_degree
+        held = self.num_stage_params(shape) - copied
         return held / num_pipelines if self.layout.sharded else held
+
+    def _copied_params(self, shape: StageShape, *, trains: bool) -> int:
+        """Return the copies of key heads in a stage's group: of those that train, or of frozen."""
+        if trains is not (self.model.tuning is None):
+            return 0
+        return shape.num_layers * self.model.copied_params_per_layer(shape.tp_degree)
 
     def stage_memory(
         self,

@@ -32,7 +32,6 @@ most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running ahe
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,13 +61,11 @@ class Handover:
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then side tensors of all layers before; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
-    """For each earlier layer what it left, pickled; refers to tensors by their index."""
+    """For each earlier layer what it returned and left, pickled; it gives tensors by index."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the form of the hidden state that it returned."""
     changes_input: bool = False
     """Whether the model's first layer changes its input in place, which later stages don't see."""
-    kept: tuple[Any, ...] = ()
-    """What else the last layer returned, if large: it travels only if the next layer uses it."""
 
     def copy(self) -> "Handover":
         """Return a copy to which this stage adds what its layers leave."""
