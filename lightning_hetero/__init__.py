@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RunLog,
         RunMetrics,
         StragglerMonitor,
+        TraceOperations,
     )
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
     from lightning_hetero.data import HeteroDataModule, TwoStageBatchSampler
@@ -37,6 +38,7 @@ __all__ = [
     "RunMetrics",
     "StagePlan",
     "StragglerMonitor",
+    "TraceOperations",
     "TwoStageBatchSampler",
     "own_rows",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
     "RunMetrics": "callbacks",
     "StagePlan": "core.plan",
     "StragglerMonitor": "callbacks",
+    "TraceOperations": "callbacks",
     "TwoStageBatchSampler": "data",
     "own_rows": "runtime.slices.rows",
 }

@@ -165,14 +165,14 @@ PRIVATE_NAMES = tuple(
         ("slices take the places of parameters", "torch.nn:Module", "_parameters"),
         ("which buffers aren't saved", "torch.nn:Module", "_non_persistent_buffers_set"),
         ("buffers that ranks average", "torch.nn.modules.batchnorm", "_BatchNorm"),
-        ("a layer is run with other weights", "torch.nn.utils.stateless", "_reparametrize_module"),
+        (
+            "a layer is computed again as far as its stage has gone",
+            "torch.utils.checkpoint",
+            "_StopRecomputationError",
+        ),
         # -- torch: modes -------------------------------------------------------------------------
         (_STACKS, "torch", "_C _dynamo"),
-        (
-            _STACKS,
-            "torch._C",
-            "_autograd _SetExcludeDispatchKeyGuard _disabled_torch_function_impl",
-        ),
+        (_STACKS, "torch._C", "_autograd _disabled_torch_function_impl"),
         (_STACKS, "torch._C._autograd", "_profiler_enabled _top_saved_tensors_default_hooks"),
         (_STACKS, _MODES, "_disable_current_modes _get_current_dispatch_mode"),
         (_STACKS, _MODES, "_pop_mode_temporarily"),

@@ -141,6 +141,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "ordinary data loaders": ("data/test_dealing.py::",),
     "tensor parallelism in a stage": (
         "runtime/tensor_parallel/test_sharding.py::test_any_small_plan_with_degrees_trains_as_a_single_device_does",
+        "runtime/tensor_parallel/test_key_heads.py::",
+        "runtime/tensor_parallel/test_adapters.py::",
     ),
     "Hugging Face models": (
         "runtime/test_huggingface_parity.py::",

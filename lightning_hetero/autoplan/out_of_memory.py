@@ -112,7 +112,7 @@ class _Live(NamedTuple):
             weights=_count(shards, seen),
             gradients=_count([shard.grad for shard in shards], seen),
             owned=_count(
-                [masters, [item.grad for item in masters], engine.gradients, states], seen
+                [masters, [item.grad for item in masters], engine.gradients.by_name, states], seen
             ),
         )
 

@@ -46,9 +46,8 @@ from lightning_hetero.simulator import (
     fitting_lines,
     host_bytes,
     host_lines,
-    precision_notes,
+    model_lines,
     prediction_lines,
-    tuning_notes,
 )
 
 __all__ = ["PlanRequest", "make_plan"]
@@ -368,17 +367,10 @@ def _propose(task: ProposalTask, contingencies: Contingencies, data: DataFacts) 
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
         *host_lines(host_bytes(found.plans[0], basis.cost())),
-        *[f"trains          {note}" for note in tuning_notes(basis.model)],
-        *_precision_lines(basis),
+        *model_lines(basis.cost()),
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
     return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
-
-
-def _precision_lines(basis: PlanBasis) -> list[str]:
-    """Return lines on devices that lack units for the run's precision; [] if times are measured."""
-    notes = () if basis.profile is not None else precision_notes(basis.cost())
-    return [f"precision       {note}" for note in notes]
 
 
 def _summary(job: Job, result: PlanningResult, basis: PlanBasis) -> str:
@@ -390,8 +382,7 @@ def _summary(job: Job, result: PlanningResult, basis: PlanBasis) -> str:
         f"{_source(measured=basis.profile is not None)}",
         *prediction_lines(simulation, workload.num_tokens),
         *fitting_lines(result.best.plan, simulation),
-        *[f"trains          {note}" for note in tuning_notes(basis.model)],
-        *_precision_lines(basis),
+        *model_lines(basis.cost()),
         bound_line(f"faster than {bound_s:.4g} s", gap),
         f"limited by      {result.limit}",
     ]

@@ -30,12 +30,11 @@ from lightning_hetero.simulator import (
     StageFacts,
     devices_line,
     fitting_lines,
+    model_lines,
     plan_table,
-    precision_notes,
     prediction_lines,
     simulate,
     simulated_facts,
-    tuning_notes,
     usable_bytes,
 )
 
@@ -260,8 +259,7 @@ class StartUp:
         lines = [
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
             *fitting_lines(plan, simulation),
-            *[f"precision       {note}" for note in precision_notes(cost)],
-            *[f"trains          {note}" for note in tuning_notes(cost.model)],
+            *model_lines(cost),
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines

@@ -6,6 +6,7 @@ from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
 from lightning_hetero.callbacks.run_log import RunLog, read_log
 from lightning_hetero.callbacks.run_metrics import RunMetrics
 from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
+from lightning_hetero.callbacks.trace_operations import TraceOperations
 
 __all__ = [
     "CollectGarbage",
@@ -14,5 +15,6 @@ __all__ = [
     "RunLog",
     "RunMetrics",
     "StragglerMonitor",
+    "TraceOperations",
     "read_log",
 ]

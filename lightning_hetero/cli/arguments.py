@@ -16,6 +16,8 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.tuning.adapters import DEFAULT_RANK, load_model
 from lightning_hetero.core.tuning.fine_tuning import QUANTIZATIONS
+from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     CostModel,
     MicroBatchShape,
@@ -23,7 +25,6 @@ from lightning_hetero.simulator import (
     Simulation,
     StateLayout,
     choose_cost,
-    simulate,
     split_batch,
 )
 from lightning_hetero.simulator.stage import PRECISIONS
@@ -106,6 +107,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         f"{', '.join(PRECISIONS)} (default: bf16-mixed)",
     )
     parser.add_argument(
+        "--schedule",
+        choices=[str(schedule) for schedule in Schedule],
+        default=str(Schedule.ONE_F_ONE_B),
+        help="the order of passes, as HeteroStrategy(schedule=...) runs them (default: 1f1b)",
+    )
+    parser.add_argument(
         "--redundancy",
         type=int,
         choices=[0, 1],
@@ -149,27 +156,32 @@ def add_format_arguments(parser: argparse.ArgumentParser, *, json_file: bool = F
     )
 
 
-def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
+def add_plot_argument(
+    parser: argparse.ArgumentParser, what: str, *, may_be_page: bool = False
+) -> None:
     """Add `--plot`, which `check_picture` checks."""
+    page = ", or an .html page whose bars say their numbers" if may_be_page else ""
     parser.add_argument(
-        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file"
+        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file{page}"
     )
 
 
-def check_picture(path: str | None) -> None:
-    """Refuse a picture that can't be drawn, before any work is done."""
+def check_picture(path: str | None, *, may_be_page: bool = False) -> None:
+    """Refuse a picture, or page, that can't be drawn, before any work is done."""
     if path is None:
         return
-    if Path(path).suffix.lower() not in _PICTURES:
+    suffix = Path(path).suffix.lower()
+    known = (*_PICTURES, ".html") if may_be_page else _PICTURES
+    if suffix not in known:
         raise ConfigurationError(
-            f"--plot is {path!r}; its name must end in {', '.join(_PICTURES[:-1])} or "
-            f"{_PICTURES[-1]}."
+            f"--plot is {path!r}; its name must end in {', '.join(known[:-1])} or {known[-1]}."
         )
     check_folder_of(path, "--plot")
-    if importlib.util.find_spec("matplotlib") is None:
+    needed, extra = ("jinja2", "report") if suffix == ".html" else ("matplotlib", "plot")
+    if importlib.util.find_spec(needed) is None:
         raise ConfigurationError(
-            "--plot needs matplotlib, which isn't installed. Run: "
-            "pip install 'lightning-hetero[plot]'."
+            f"--plot needs {needed}, which isn't installed. Run: "
+            f"pip install 'lightning-hetero[{extra}]'."
         )
 
 
@@ -212,6 +224,8 @@ class Prediction(NamedTuple):
     """The micro-batches of each pipeline."""
     num_tokens: int
     """Tokens of all micro-batches."""
+    scheduled: Scheduled
+    """The schedule under which it was simulated."""
 
 
 def predict(
@@ -232,13 +246,17 @@ def predict(
         sequence_length=arguments.sequence_length,
         microbatch_size=_microbatch_size(plan, arguments),
     )
-    simulation = simulate(plan, cost, batches, record_events=record_events)
+    scheduled = simulate_scheduled(
+        plan, cost, batches, Schedule(arguments.schedule), record_events=record_events
+    )
+    simulation = scheduled.simulation
     if not math.isfinite(simulation.iteration_time_s):
         raise ConfigurationError(
             "An iteration would take for ever. Check the rates of devices and links in the cluster "
             "file and the times of the profile."
         )
-    return Prediction(simulation, batches, sum(sum(map(sum, items)) for items in batches))
+    num_tokens = sum(sum(map(sum, items)) for items in batches)
+    return Prediction(simulation, batches, num_tokens, scheduled)
 
 
 def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:

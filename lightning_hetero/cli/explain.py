@@ -7,9 +7,8 @@ import yaml
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.table import format_table
-from lightning_hetero.straggler.operations.answer import Layout, answer
 from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
-from lightning_hetero.straggler.operations.what_if import explain
+from lightning_hetero.straggler.operations.what_if import Layout, answer, explain
 
 __all__ = ["explain_trace"]
 
@@ -21,6 +20,8 @@ def explain_trace(path: Path, layout_path: Path | None, json_path: Path | None) 
         ConfigurationError: A file can't be read or written.
     """
     trace = read_operations(path)
+    if layout_path is None and (path / "layout.yaml").is_file():
+        layout_path = path / "layout.yaml"
     layout = _read_layout(layout_path, trace) if layout_path is not None else None
     found = explain(trace)
     print(answer(found, layout))

@@ -35,6 +35,7 @@ from lightning_hetero.cli.output import (
     stage_rows,
     write_json,
 )
+from lightning_hetero.cli.run_page.plan_page import draw_plan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
@@ -48,17 +49,17 @@ from lightning_hetero.planner import (
 )
 from lightning_hetero.planner.estimating.memory_fit import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
+from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
 from lightning_hetero.planner.unequal_sizes import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     CostModel,
     bound_line,
     fitting_lines,
     memory_tables,
     plan_table,
-    plot_timeline,
     prediction_lines,
-    simulate,
     simulated_facts,
 )
 
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="print what fills each stage's devices, too"
     )
-    add_plot_argument(parser, "its timeline and memory")
+    add_plot_argument(parser, "its timeline and memory", may_be_page=True)
     add_format_arguments(parser, json_file=True)
 
 
@@ -126,7 +127,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
         num_candidates=_CANDIDATES_PER_LINE * most,
         thorough=not arguments.quick,
     )
-    result = _plan(arguments, cost, options)
+    result, scheduled = rank_scheduled(
+        _plan(arguments, cost, options), cost, Schedule(arguments.schedule)
+    )
     workload = result.workload
     kinds = _kinds(result, cost)
     baselines = find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
@@ -141,7 +144,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             ]
         )
     else:
-        _print_tables(result, cost, baselines, arguments)
+        _print_tables(result, scheduled, cost, baselines, arguments)
     if isinstance(arguments.json, str):
         write_json(_as_json(result, cost, baselines, arguments), arguments.json)
     _write(arguments, result, cost)
@@ -170,7 +173,7 @@ def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
         raise ConfigurationError(
             f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
         )
-    check_picture(arguments.plot)
+    check_picture(arguments.plot, may_be_page=True)
     check_folder_of(arguments.output, "--output")
     check_folder_of(arguments.json if isinstance(arguments.json, str) else None, "--json")
     if arguments.save_top is None:
@@ -191,6 +194,7 @@ def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
 
 def _print_tables(
     result: PlanningResult,
+    scheduled: Scheduled,
     cost: CostModel,
     baselines: Sequence[Baseline],
     arguments: argparse.Namespace,
@@ -200,7 +204,7 @@ def _print_tables(
     counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
     known = simulated_facts(best.plan, cost, best.simulation)
     table = plan_table(best.plan, known, counts)
-    lines = _summary(result, cost, baselines)
+    lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
     lines.append(assumptions_line(cost, arguments.precision))
     print_plan(console, cost, table, lines)
     if arguments.memory:
@@ -364,8 +368,10 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
     if arguments.plot:
         microbatch = result.workload.microbatch
         batches = own_microbatches(found, microbatch)
-        simulation = simulate(found, cost, batches, record_events=True)
-        plot_timeline(Path(arguments.plot), found, cost, simulation)
+        scheduled = simulate_scheduled(
+            found, cost, batches, Schedule(arguments.schedule), record_events=True
+        )
+        draw_plan(arguments.plot, found, cost, scheduled.simulation)
 
 
 def _save(found: ParallelPlan, path: Path) -> None:

@@ -33,7 +33,7 @@ from lightning_hetero.straggler import (
     read_events,
     read_times,
 )
-from lightning_hetero.straggler.any_job.job_times import is_event_log
+from lightning_hetero.straggler.any_job import is_event_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -111,6 +111,23 @@ class ModelSpec:
         """Width of all key heads together, and also of all value heads."""
         return self.query_size // self.num_heads * self.num_kv_heads
 
+    def key_size_in_group(self, tp_degree: int) -> int:
+        """Return the width of the key heads of all ranks of a tensor-parallel group.
+
+        As if all ranks held as many as the fullest one; it exceeds `key_size` where the degree
+        doesn't divide the key heads, so that ranks share some.
+        """
+        if self.num_kv_heads % tp_degree == 0 or self.num_heads % tp_degree:
+            return self.key_size
+        share, readers = self.num_heads // tp_degree, self.num_heads // self.num_kv_heads
+        starts = range(0, self.num_heads, share)
+        most = max(-(-(start + share) // readers) - start // readers for start in starts)
+        return self.key_size // self.num_kv_heads * most * tp_degree
+
+    def copied_params_per_layer(self, tp_degree: int) -> int:
+        """Return the parameters of a layer that a group holds beyond one of each."""
+        return 2 * self.hidden_size * (self.key_size_in_group(tp_degree) - self.key_size)
+
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         """The matrices of a layer, without adapters."""

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,8 @@ class ActionTime:
     """Seconds without waits."""
     wait_s: float
     """Seconds of waits inside it."""
+    start_s: float = field(default=0.0, compare=False)
+    """When it began, seconds since its iteration began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class MessageTime:
     """Whether it held weights or gradients of parameters, not an activation or its gradient."""
     num_together: int = 1
     """Number of messages waited for at once: any of them may have been the late one."""
+    start_s: float = field(default=0.0, compare=False)
+    """When the wait began, seconds since its iteration began."""
 
 
 class _Work(Protocol):
@@ -72,6 +76,8 @@ class IterationTimes:
     """Seconds of all waits, inside actions and between them."""
     messages: tuple[MessageTime, ...] = ()
     """The messages that this rank received, in the order in which it waited for them."""
+    began_s: float = 0.0
+    """When it began, seconds of `time.perf_counter`."""
 
     def wait_by_peer_s(self) -> dict[int, float]:
         """Return the seconds for which this rank waited for messages of each peer.
@@ -183,6 +189,7 @@ class ComputeClock:
 
     def _begin_iteration(self) -> None:
         self._marks = _Marks()
+        self._marks.began_s, self._marks.start = time.perf_counter(), self._now()
         self._depth, self._in_action = 0, False
 
     def _end_iteration(self) -> None:
@@ -232,6 +239,8 @@ class _Marks:
     """The points in time of one iteration: seconds on a CPU, events on CUDA."""
 
     def __init__(self) -> None:
+        self.began_s = 0.0
+        self.start: Any = None
         self.action: tuple[ActionKind, int] = (ActionKind.FORWARD, 0)
         self.action_start: Any = None
         self.wait_start: Any = None
@@ -245,12 +254,25 @@ class _Marks:
         actions = []
         for (kind, index), start, end, waits in self.actions:
             wait_s = sum(waits_s[waits.start : waits.stop])
-            actions.append(ActionTime(kind, index, _seconds(start, end) - wait_s, wait_s))
+            compute_s = _seconds(start, end) - wait_s
+            actions.append(ActionTime(kind, index, compute_s, wait_s, _seconds(self.start, start)))
         messages = tuple(
-            MessageTime(peer, num_bytes, _seconds(start, end), is_exchange, num_together)
+            MessageTime(
+                peer,
+                num_bytes,
+                _seconds(start, end),
+                is_exchange,
+                num_together,
+                _seconds(self.start, start),
+            )
             for peer, num_bytes, start, end, is_exchange, num_together in self.messages
         )
-        return IterationTimes(actions=tuple(actions), wait_s=sum(waits_s), messages=messages)
+        return IterationTimes(
+            actions=tuple(actions),
+            wait_s=sum(waits_s),
+            messages=messages,
+            began_s=self.began_s,
+        )
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import BatchError
 
-__all__ = ["EmbeddingRows", "explain_unknown_rows"]
+__all__ = ["EmbeddingRows"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _DEVICE_ASSERT = (
@@ -35,8 +35,11 @@ class EmbeddingRows:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.asked: tuple[nn.Embedding, Tensor] | None = None
+        """The embedding that was called last, and its ids."""
+        self._module = module
         self._ranges: dict[int, tuple[int, int]] = {}
-        check = _Check(self, module)
+        check = _Check(self)
         self._handles = [
             item.register_forward_pre_hook(check)
             for item in module.modules()
@@ -50,7 +53,7 @@ class EmbeddingRows:
             on_host: Its tensors before they go to the device.
             moved: The same tensors on the device.
         """
-        self._ranges = {}
+        self._ranges, self.asked = {}, None
         # Not strict: transfer hooks of the user's may have changed the batch.
         for before, tensor in zip(on_host, moved, strict=False):
             if before.is_cpu and before.numel() and before.dtype in _ID_DTYPES:
@@ -66,30 +69,59 @@ class EmbeddingRows:
 
     def may_lie_outside(self, ids: Tensor, num_rows: int) -> bool:
         """Return whether ids may lie outside the rows; False if they aren't the batch's own."""
-        if torch.compiler.is_compiling():
-            return False
         # Of ids computed from the batch nothing is known, and looking would wait for the device.
         lowest, highest = self._ranges.get(ids.untyped_storage().data_ptr(), (0, 0))
         return lowest < 0 or highest >= num_rows
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Explain torch's errors about indices inside this context.
+
+        Raises:
+            BatchError: In place of an IndexError of one of the module's embeddings; it names it.
+        """
+        try:
+            yield
+        except IndexError as error:
+            if self.asked is not None:
+                self.check(*self.asked, error)
+            raise
+        except RuntimeError as error:
+            if "device-side assert" in str(error):
+                error.add_note(_DEVICE_ASSERT)
+            raise
+
+    def check(self, embedding: nn.Embedding, ids: Tensor, cause: Exception | None = None) -> None:
+        """Raise BatchError if there are ids of rows that the embedding doesn't have."""
+        lowest, highest = (int(value) for value in ids.aminmax())
+        num_rows = embedding.num_embeddings
+        if lowest >= 0 and highest < num_rows:
+            return
+        name = next((n for n, item in self._module.named_modules() if item is embedding), "?")
+        raise BatchError(
+            f"The embedding {name!r} has {num_rows} rows (0 to {num_rows - 1}), but the batch asks "
+            f"for rows {lowest} to {highest}. If these are token ids, take the tokenizer that the "
+            f"model was made for, or a vocabulary of at least {highest + 1}; if positions, shorter "
+            "samples or more positions."
+        ) from cause
 
 
 class _Check:
     """A pre-forward hook of an embedding; copies of the embedding aren't checked."""
 
-    def __init__(self, rows: EmbeddingRows, module: nn.Module) -> None:
+    def __init__(self, rows: EmbeddingRows) -> None:
         self._rows = rows
-        self._module = module
 
     def __call__(self, embedding: nn.Module, args: tuple[object, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
         assert isinstance(embedding, nn.Embedding)
         ids = args[0] if args else None
         # Unknown and traced tensors have no values, and are of other types.
-        if type(ids) is not Tensor:
-            return
-        with torch._C.DisableTorchFunction():  # Nothing that watches the step looks at this.
-            is_row = ids.dtype in _ID_DTYPES and not ids.is_meta and ids.numel()
-            if is_row and self._rows.may_lie_outside(ids, embedding.num_embeddings):
-                _refuse_unknown_rows(self._module, embedding, ids)
+        if type(ids) is Tensor and ids.dtype in _ID_DTYPES and not ids.is_meta and ids.numel():
+            self._rows.asked = embedding, ids
+            if self._rows.may_lie_outside(ids, embedding.num_embeddings):
+                self._rows.check(embedding, ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unchecked, ()
@@ -101,44 +133,3 @@ def _unchecked() -> Callable[..., None]:
 
 def _check_nothing(*_: object) -> None:
     pass
-
-
-@contextmanager
-def explain_unknown_rows(module: nn.Module) -> Iterator[None]:
-    """Explain torch's errors about indices inside this context.
-
-    Raises:
-        BatchError: In place of an IndexError of one of the module's embeddings; it names it.
-    """
-    try:
-        yield
-    except IndexError as error:
-        following = error.__traceback__
-        while following is not None:
-            known = following.tb_frame.f_locals
-            following = following.tb_next
-            embedding, rows = known.get("self"), known.get("input")
-            if isinstance(embedding, nn.Embedding) and isinstance(rows, Tensor):
-                _refuse_unknown_rows(module, embedding, rows, error)
-        raise
-    except RuntimeError as error:
-        if "device-side assert" in str(error):
-            error.add_note(_DEVICE_ASSERT)
-        raise
-
-
-def _refuse_unknown_rows(
-    module: nn.Module, embedding: nn.Embedding, rows: Tensor, cause: Exception | None = None
-) -> None:
-    """Raise BatchError if there are rows that the embedding doesn't have."""
-    lowest, highest = (int(value) for value in rows.aminmax())
-    num_rows = embedding.num_embeddings
-    if lowest >= 0 and highest < num_rows:
-        return
-    name = next((n for n, item in module.named_modules() if item is embedding), "?")
-    raise BatchError(
-        f"The embedding {name!r} has {num_rows} rows (0 to {num_rows - 1}), but the batch asks for "
-        f"rows {lowest} to {highest}. If these are token ids, take the tokenizer that the model "
-        f"was made for, or a vocabulary of at least {highest + 1}; if positions, shorter samples "
-        "or more positions."
-    ) from cause

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.leaves import tensors_in, tree_leaves
 
-__all__ = ["Origin", "Unknown", "check_known", "written_by"]
+__all__ = ["Origin", "Unknown", "check_known", "tensors_in", "written_by"]
 
 _KINDS = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _SHAPED_LIKE = {f"aten::{name}" for name in (*_KINDS, "new_zeros", "new_ones", "new_full")}
@@ -159,6 +159,11 @@ def check_known(value: Any, user: str) -> None:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Unknown):
             leaf.refuse(user)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of torch's pytrees."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

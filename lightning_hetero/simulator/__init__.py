@@ -1,4 +1,15 @@
-"""Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
+"""Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator.
+
+Whoever wants an iteration's seconds or bytes asks `simulate`: planner, start-up summary, `compare`,
+contingency plans. Read in this order:
+
+- `stage`, `memory`, `links`: what costs depend on, the terms of a device's memory, messages.
+- `cost`, `device_costs`: seconds of an action of a stage, and bytes of its ranks.
+- `work`: what one pipeline runs; `propagate`: when its actions end, under any schedule.
+- `unit_times`, `exchange`: pulls and pushes, whoever owns what.
+- `simulate`: all of it; `Simulation.lacking_bytes` says whether the plan fits.
+- `report`, `pictures`: predictions for people. `operations` replays recorded runs.
+"""
 
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.device_costs import ProfileCost, RooflineCost, choose_cost
@@ -18,6 +29,8 @@ from lightning_hetero.simulator.report import (
     fitting_lines,
     host_lines,
     memory_tables,
+    memory_terms,
+    model_lines,
     plan_table,
     precision_notes,
     prediction_lines,
@@ -54,6 +67,8 @@ __all__ = [
     "host_bytes",
     "host_lines",
     "memory_tables",
+    "memory_terms",
+    "model_lines",
     "plan_table",
     "plot_timeline",
     "precision_notes",

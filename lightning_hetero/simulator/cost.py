@@ -36,8 +36,6 @@ _SUM_BYTES = 4
 _HOST_STEP_BYTES = 42
 """Bytes of host memory touched per parameter: Adam reads 4 and writes 3 fp32 values, the sum is
 scaled, and the weight is narrowed for its way back."""
-_WEIGHT_SHARE = 0.5
-"""Share of a backward without recomputation that the gradients of weights take."""
 _SELECTIVE_SHARE = 0.1
 """Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
 Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
@@ -141,10 +139,12 @@ class CostModel(ClusterLinks, ABC):
     def weight_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward that the gradients of weights take, if it is split.
 
-        A linear layer's two products take the same time, so it is half of what isn't recomputation.
+        A linear layer's two products take the same time, so it is half of what isn't recomputation,
+        less if weights are frozen.
         """
         backward_s = self.compute_s(shape, microbatch)[1] - self.recompute_s(shape, microbatch)
-        return _WEIGHT_SHARE * backward_s
+        share = self.model.weight_gradient_shares[0]
+        return share / (1 + share) * backward_s
 
     def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward in which a stage recomputes activations."""
@@ -198,6 +198,7 @@ class CostModel(ClusterLinks, ABC):
     def num_stage_params(self, shape: StageShape) -> float:
         """Return the parameters that one rank of a stage holds and that train."""
         params = shape.num_layers * self.model.params_per_layer
+        params += self._copied_params(shape, trains=True)
         if shape.has_embedding:
             params += self.model.embedding_params
         if shape.has_head:
@@ -214,6 +215,7 @@ class CostModel(ClusterLinks, ABC):
         model, width = self.model, self.layout.weight_bytes
         layer, embedding, head = model.frozen_bytes(width)
         held = shape.num_layers * layer + shape.has_embedding * embedding + shape.has_head * head
+        held += width * self._copied_params(shape, trains=False)
         if shape.has_embedding and shape.has_head and model.tied_embeddings:
             held -= min(embedding, head, width * model.vocab_size * model.hidden_size)
         return (held + width * model.dequantized_params()[1]) / shape.tp_degree
@@ -243,8 +245,15 @@ class CostModel(ClusterLinks, ABC):
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the parameters that one rank of a stage owns if holders own equal parts."""
-        held = self.num_stage_params(shape)
+        copied = self._copied_params(shape, trains=True) / shape.tp_degree
+        held = self.num_stage_params(shape) - copied
         return held / num_pipelines if self.layout.sharded else held
+
+    def _copied_params(self, shape: StageShape, *, trains: bool) -> int:
+        """Return the copies of key heads in a stage's group: of those that train, or of frozen."""
+        if trains is not (self.model.tuning is None):
+            return 0
+        return shape.num_layers * self.model.copied_params_per_layer(shape.tp_degree)
 
     def stage_memory(
         self,
@@ -318,15 +327,15 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # The gradient that comes from the next stage, and those sent to the stage before that it
-        # may not have received.
-        num_passing = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
+        # Beside what was sent, room for its gradients; and gradients sent to the stage before that
+        # it may not have received.
+        num_sent = MAX_KEPT_SENDS * (not shape.has_embedding)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),
             activations=factor * self.activation_bytes(shape, held_tokens) - saved * held_tokens,
             recomputed=again * longest,
             head=factor * self.transient_bytes(shape, longest),
-            messages=factor * (sent + num_passing * self._hidden_bytes(longest)),
+            messages=factor * (2 * sent + num_sent * self._hidden_bytes(longest)),
         )
 
     def update_s(self, shape: StageShape, owned_params: float) -> float:

@@ -85,7 +85,7 @@ class RooflineCost(CostModel):
         model = self.model
         outside = 4 * model.hidden_size
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size
-        inside = 3 * model.query_size + 3 * model.key_size + mlp
+        inside = 3 * model.query_size + 3 * model.key_size_in_group(shape.tp_degree) + mlp
         inside -= 0 if model.tuning is None else model.tuning.spared_values
         layer = outside + inside / shape.tp_degree
         kept = float(self._width * shape.num_layers * layer)
@@ -97,7 +97,7 @@ class RooflineCost(CostModel):
         """Return the bytes of query, key, value, attention, projection and MLP pre-activations."""
         model = self.model
         mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
-        inside = 2 * model.query_size + 2 * model.key_size + mlp
+        inside = 2 * model.query_size + 2 * model.key_size_in_group(shape.tp_degree) + mlp
         return float(self._width * (model.hidden_size + inside / shape.tp_degree))
 
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
@@ -126,8 +126,9 @@ class RooflineCost(CostModel):
     def _layer_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
         model, tokens = self.model, sum(microbatch)
         rate = self._matmul_flops_per_s(shape)
-        matmul_s = model.linear_flops_per_layer(tokens) / rate
-        weights = self._width * model.matrix_params_per_layer
+        copied = model.copied_params_per_layer(shape.tp_degree)
+        matmul_s = (model.linear_flops_per_layer(tokens) + 2.0 * copied * tokens) / rate
+        weights = self._width * (model.matrix_params_per_layer + copied)
         matmul_s = max(matmul_s, weights / self._memory_rate(shape))
         attention_s = model.attention_flops_per_layer(microbatch) / (rate * _ATTENTION_EFFICIENCY)
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size / shape.tp_degree

@@ -14,27 +14,17 @@ equal, so are these rounds. So any number of equal micro-batches takes about 4·
 steps, for S stages. Any other schedule is given as each stage's list of actions, and is one round.
 """
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
 
-__all__ = [
-    "NOTHING",
-    "NOWHERE",
-    "EqualTimes",
-    "Orders",
-    "Round",
-    "Step",
-    "Timeline",
-    "propagate",
-    "propagate_all",
-    "run_rounds",
-]
+__all__ = ["EqualTimes", "Orders", "Timeline", "propagate", "propagate_all"]
 
 Orders = Sequence[Sequence[Action]]
 """The actions of each stage of a pipeline, in the order in which it runs them."""
@@ -64,8 +54,8 @@ class Step(NamedTuple):
     """Seconds in which the worker only receives, before it computes."""
 
 
-Round = tuple[Sequence[Step], int]
-"""Steps, and how often they're repeated."""
+_Event = tuple[str, int, int, float, float]
+"""Kind, stage, micro-batch, start and end: of a step, or of its message, "SF" or "SB"."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ class Timeline:
     """Seconds each stage computed."""
     last_s: tuple[float, ...]
     """Seconds of each stage's last action; 0 if it has none."""
-    events: tuple[tuple[str, int, int, float, float], ...]
+    events: tuple[_Event, ...]
     """(kind, stage, micro-batch, start, end) of actions and messages; empty unless recorded."""
 
 
@@ -127,27 +117,31 @@ def propagate(
     """
     runs = (times,) if isinstance(times, EqualTimes) else tuple(times)
     num_stages, count = len(start_s), sum(run.num_microbatches for run in runs)
-    events: list[tuple[str, int, int, float, float]] = []
+    events: list[_Event] | None = [] if record else None
+    if record and orders is None:
+        orders = [
+            schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=count)
+            for s in range(num_stages)
+        ]
+    num_messages = 2 * num_stages * (1 if orders is None else max(1, count))
+    # The last two entries are those of NOWHERE and NOTHING.
+    state = _State([*start_s], *([0.0] * (num_messages + 2) for _ in range(2)))
     if orders is None:
-        rounds: Iterable[Round] = _rounds_1f1b(runs, num_stages, blocking=blocking, named=record)
         last_s = [*runs[-1].backward_s] if runs else [0.0] * num_stages
-        num_messages = 2 * num_stages
+        for steps, number in _rounds_1f1b(runs, num_stages, blocking=blocking):
+            state.repeat(steps, number, blocking=blocking)
     else:
         steps, last_s = _steps_of(orders, runs, blocking=blocking)
-        rounds, num_messages = [(steps, 1)], 2 * num_stages * max(1, count)
-    free_s = run_rounds(
-        rounds,
-        start_s,
-        num_messages=num_messages,
-        blocking=blocking,
-        events=events if record else None,
-    )
+        state.run(steps, blocking=blocking, events=events)
     busy_s = [
         sum(run.num_microbatches * (run.forward_s[stage] + run.backward_s[stage]) for run in runs)
         for stage in range(num_stages)
     ]
     return Timeline(
-        end_s=tuple(free_s), busy_s=tuple(busy_s), last_s=tuple(last_s), events=tuple(events)
+        end_s=tuple(state.free_s),
+        busy_s=tuple(busy_s),
+        last_s=tuple(last_s),
+        events=tuple(events or ()),
     )
 
 
@@ -177,34 +171,6 @@ def propagate_all(
     return timelines
 
 
-def run_rounds(
-    rounds: Iterable[Round],
-    start_s: Sequence[float],
-    *,
-    num_messages: int,
-    blocking: bool = False,
-    events: list[tuple[str, int, int, float, float]] | None = None,
-) -> list[float]:
-    """Return when each worker is free after a program.
-
-    Args:
-        rounds: The program.
-        start_s: When each worker may start.
-        num_messages: Number of slots, and of links.
-        blocking: Whether a message keeps both its ends from computing.
-        events: Where to add (kind, stage, micro-batch, start, end) of steps and messages, those of
-            a forward "SF" and others "SB"; None keeps none and skips repeated rounds.
-    """
-    # The last two entries are those of NOWHERE and NOTHING.
-    state = _State(list(start_s), *([0.0] * (num_messages + 2) for _ in range(2)))
-    for steps, count in rounds:
-        if count == 1:
-            state.run(steps, blocking=blocking, events=events)
-        else:
-            state.repeat(steps, count, blocking=blocking, events=events)
-    return state.free_s
-
-
 class _State(NamedTuple):
     """The times of all workers, slots and links between two steps."""
 
@@ -213,13 +179,9 @@ class _State(NamedTuple):
     link_free_s: list[float]
 
     def run(
-        self,
-        steps: Sequence[Step],
-        *,
-        blocking: bool,
-        events: list[tuple[str, int, int, float, float]] | None,
+        self, steps: Sequence[Step], *, blocking: bool, events: list[_Event] | None = None
     ) -> None:
-        """Run steps.
+        """Run steps; add them and their messages to `events`, if there are any.
 
         Searches spend much of their time here, so the larger of two times is taken without a call.
         """
@@ -241,23 +203,19 @@ class _State(NamedTuple):
                 if link != NOWHERE:
                     events.append(("SF" if name[0] == "F" else "SB", *name[1:], sent, landed))
 
-    def repeat(
-        self,
-        steps: Sequence[Step],
-        count: int,
-        *,
-        blocking: bool,
-        events: list[tuple[str, int, int, float, float]] | None,
-    ) -> None:
+    def repeat(self, steps: Sequence[Step], count: int, *, blocking: bool) -> None:
         """Run a round `count` times; skip what repeats."""
+        if count == 1:
+            self.run(steps, blocking=blocking)
+            return
         unit = _SAME * sum([step.seconds for step in steps]) or 1.0
         seen: dict[tuple[int, int], tuple[int, list[float]]] = {}
         index, last_s, pace = 0, self.free_s[0], 0
         while index < count:
-            self.run(steps, blocking=blocking, events=events)
+            self.run(steps, blocking=blocking)
             index += 1
             now_s = self.free_s[0]
-            if events is not None or not math.isfinite(now_s):
+            if not math.isfinite(now_s):
                 continue
             # A round can equal an earlier one only if both are equally long, and those before, too.
             paces = pace, round((now_s - last_s) / unit)
@@ -297,35 +255,31 @@ def _are_later(
 
 
 def _rounds_1f1b(
-    runs: Sequence[EqualTimes], num_stages: int, *, blocking: bool, named: bool
-) -> Iterator[Round]:
-    """Yield the rounds of a pipeline; those within a run of equal micro-batches are one, repeated.
+    runs: Sequence[EqualTimes], num_stages: int, *, blocking: bool
+) -> Iterator[tuple[Sequence[Step], int]]:
+    """Yield the rounds of a pipeline and how often each is repeated.
 
     Steps of a round go from the last stage to the first: a forward reads the hidden state of the
     round before, and a backward the gradient of this one.
     """
     steps = [_steps(times, num_stages, blocking=blocking) for times in runs]
-    columns: list[int] = []
-    for column, times in enumerate(runs):
-        columns += [column] * times.num_microbatches
     ends = list(itertools.accumulate([times.num_microbatches for times in runs]))
-    total, last, index = len(columns), num_stages - 1, 0
+    total, last, index = ends[-1] if ends else 0, num_stages - 1, 0
     while index < total + last:
         oldest, repeats = index - last, 1
-        if oldest >= 0 and index < total and columns[oldest] == columns[index] and not named:
+        run = bisect.bisect(ends, oldest)
+        if oldest >= 0 and index < total and run == bisect.bisect(ends, index):
             # All micro-batches of this round are of one run, and so are those of the rounds after.
-            repeats = ends[columns[oldest]] - index
-            yield steps[columns[oldest]], repeats
+            repeats = ends[run] - index
+            yield steps[run], repeats
         else:
             found = []
             for stage in range(min(index, last), -1, -1):
                 pair = 2 * (last - stage)
                 if index - stage < total:
-                    step = steps[columns[index - stage]][pair]
-                    found.append(_named(step, index - stage) if named else step)
+                    found.append(steps[bisect.bisect(ends, index - stage)][pair])
                 if oldest >= 0:
-                    step = steps[columns[oldest]][pair + 1]
-                    found.append(_named(step, oldest) if named else step)
+                    found.append(steps[run][pair + 1])
             yield found, 1
         index += repeats
 
@@ -376,17 +330,11 @@ def _steps_of(
     return steps, last_s
 
 
-def _named(step: Step, microbatch_index: int) -> Step:
-    return step._replace(name=(*step.name[:2], microbatch_index))
-
-
 def _steps(times: EqualTimes, num_stages: int, *, blocking: bool) -> list[Step]:
     """Return forward and backward of each stage, from the last stage to the first."""
     there, back = (*times.forward_message_s, 0.0), (0.0, *times.backward_message_s)
     # A blocking message lengthens the action that it goes to.
-    hold, hold_back = (
-        ((0.0, *there[:-1]), (*back[1:], 0.0)) if blocking else ((0.0,) * num_stages,) * 2
-    )
+    hold, later = ((0.0, *there[:-1]), (*back[1:], 0.0)) if blocking else ((0.0,) * num_stages,) * 2
     found = []
     for stage in range(num_stages - 1, -1, -1):
         # Slots and links: stage s gets its hidden state in s, and its gradient in num_stages + s.
@@ -396,11 +344,8 @@ def _steps(times: EqualTimes, num_stages: int, *, blocking: bool) -> list[Step]:
         if stage == num_stages - 1:
             gradient, after = NOTHING, NOWHERE
         forward, backward = times.forward_s[stage], times.backward_s[stage]
-        names = ("F", stage, 0), ("B", stage, 0)
         found += [
-            Step(stage, here, forward, after, there[stage], after, names[0], hold[stage]),
-            Step(
-                stage, gradient, backward, before, back[stage], before, names[1], hold_back[stage]
-            ),
+            Step(stage, here, forward, after, there[stage], after, receive_s=hold[stage]),
+            Step(stage, gradient, backward, before, back[stage], before, receive_s=later[stage]),
         ]
     return found

@@ -14,6 +14,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.recomputation import describe_recomputation
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.device_costs import ProfileCost
 from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes, usable_bytes
 from lightning_hetero.simulator.simulate import Simulation
 
@@ -30,6 +31,7 @@ __all__ = [
     "memory_tables",
     "memory_terms",
     "memory_unit",
+    "model_lines",
     "plan_table",
     "precision_notes",
     "prediction_lines",
@@ -287,6 +289,13 @@ def tuning_notes(model: ModelSpec) -> list[str]:
         return []
     count = f"{model.num_params:,} of {model.num_params + model.num_frozen_params:,} parameters"
     return [f"{model.tuning.method}: {count} train, the others are held and never sent"]
+
+
+def model_lines(cost: CostModel) -> list[str]:
+    """Return lines on what trains, and on a precision that devices lack, unless it was measured."""
+    notes = () if isinstance(cost, ProfileCost) else precision_notes(cost)
+    trains = [f"trains          {note}" for note in tuning_notes(cost.model)]
+    return trains + [f"precision       {note}" for note in notes]
 
 
 def bound_line(least: str, gap: float, *, plans: str = "plan") -> str:

@@ -7,9 +7,13 @@ imported at first use, because it needs torch and the other names don't.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.straggler.any_job.job_times import IterationTimes, find_changes, read_times
-from lightning_hetero.straggler.any_job.period import CommunicationOp, Period, infer_period
-from lightning_hetero.straggler.any_job.traces import read_flight_recorder, read_profiler_trace
+from lightning_hetero.straggler.any_job import (
+    IterationTimes,
+    find_changes,
+    read_flight_recorder,
+    read_profiler_trace,
+    read_times,
+)
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import (
     ActionEvent,
@@ -35,12 +39,13 @@ from lightning_hetero.straggler.mitigation import (
     true_causes,
 )
 from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote, RankReport
+from lightning_hetero.straggler.period import CommunicationOp, Period, infer_period
 from lightning_hetero.straggler.policy import Decision, PolicyConfig
 from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction, Slowness
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 if TYPE_CHECKING:
-    from lightning_hetero.straggler.any_job.recording import Recording, record
+    from lightning_hetero.straggler.recording import Recording, record
 
 __all__ = [
     "ActionEvent",
@@ -98,5 +103,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Recording", "record"):
-        return getattr(import_module("lightning_hetero.straggler.any_job.recording"), name)
+        return getattr(import_module("lightning_hetero.straggler.recording"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

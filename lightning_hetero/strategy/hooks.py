@@ -154,7 +154,7 @@ class HookedStrategy(ConnectedStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
         self.hooked_slices.leave()
-        self.engine.loss_scale = self.precision_plugin.loss_scale
+        self.engine.gradients.loss_scale = self.precision_plugin.loss_scale
         with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
@@ -188,11 +188,11 @@ class HookedStrategy(ConnectedStrategy):
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
-        return explained(watching, self.memory, explain_dtypes, self._module, trains=trains)
+        return explained(watching, self.memory, explain_dtypes, self.engine.rows, trains=trains)
 
     def deposit_gradients(self) -> None:
         """Move the iteration's gradients into the slices; see `precision.Gradients`."""
-        self.precision_plugin.note_gradients(are_finite=self.engine.gradients_are_finite)
+        self.precision_plugin.note_gradients(are_finite=self.engine.gradients.are_finite)
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
         self._slices.deposit_gradients(1.0 / number, are_first=are_first)

@@ -42,7 +42,7 @@ from lightning_hetero.runtime.slices.state import (
     stand_for_awaited,
     whole_module_state,
 )
-from lightning_hetero.runtime.slices.step_trial import Trial, check_steps
+from lightning_hetero.runtime.slices.step_trial import check_steps
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class SlicedState:
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the slices' values have yet to be recovered."""
-        self._step_trials: dict[bytes, Trial] = {}
 
     @property
     def _running(self) -> Engine:
@@ -238,7 +237,7 @@ class SlicedState:
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that need more of a parameter than its slices; collective."""
         running = self._running
-        check_steps(optimizers, running.store, running.comms, self._step_trials)
+        check_steps(optimizers, running.store, running.comms)
 
     def deposit_gradients(self, scale: float, *, are_first: bool) -> None:
         """Add the iteration's gradients, times `scale`, to the slices', as a backward would.
@@ -250,9 +249,11 @@ class SlicedState:
         engine, hooked = self._running, self.hooked
         assert hooked is not None
         masters = engine.store.masters
-        trained = {name for name, item in masters.items() if item.requires_grad} - engine.unused
-        hooked.note_gradients(trained if engine.gradients_are_finite else (), are_first=are_first)
-        for name, gradient in engine.gradients.items():
+        trained = {
+            name for name, item in masters.items() if item.requires_grad
+        } - engine.gradients.unused
+        hooked.note_gradients(trained if engine.gradients.are_finite else (), are_first=are_first)
+        for name, gradient in engine.gradients.by_name.items():
             master = masters[name]
             if scale != 1.0:
                 gradient.mul_(scale)
@@ -260,7 +261,7 @@ class SlicedState:
                 master.grad = gradient
             else:
                 master.grad += gradient
-        engine.gradients = {}
+        engine.gradients.by_name = {}
         hooked.enter()
 
     def note_step(self) -> None:

@@ -22,7 +22,7 @@ from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.models.batches import AssignedBatch, fingerprint_of, tensors_of
-from lightning_hetero.runtime.embedding_rows import explain_unknown_rows
+from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.outputs import Records, extend_lists, join_outputs
@@ -156,7 +156,7 @@ def explained(
     watching: Callable[[], AbstractContextManager[None]],
     memory: MemoryWatch,
     explain_dtypes: Callable[[], AbstractContextManager[None]],
-    module: pl.LightningModule,
+    rows: EmbeddingRows,
     *,
     trains: bool,
 ) -> Iterator[None]:
@@ -166,7 +166,7 @@ def explained(
         watching: See `Processes`.
         memory: Explains out-of-memory errors.
         explain_dtypes: See `HeteroPrecision`.
-        module: The user's; its embedding is named if it was asked for a row that it doesn't have.
+        rows: Name the embedding that was asked for a row that it doesn't have.
         trains: Whether the iteration is one of training.
     """
     try:
@@ -174,7 +174,7 @@ def explained(
     except Exception:
         # Entered after an error only: each of them would cost every iteration some microseconds.
         explaining = memory.explaining(trains=trains)
-        with watching(), explaining, explain_dtypes(), explain_unknown_rows(module):
+        with watching(), explaining, explain_dtypes(), rows.explaining():
             raise
 
 

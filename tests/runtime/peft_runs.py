@@ -274,3 +274,20 @@ def refusal(rank: int, case: PeftCase) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Change(L.Callback):
+    """Runs other plans after some steps."""
+
+    def __init__(self, plans: dict[int, Any]) -> None:
+        self.plans = plans
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        plan = self.plans.get(trainer.global_step)
+        if plan is not None:
+            trainer.strategy.change_plan(ParallelPlan.from_dict(plan))  # type: ignore[attr-defined]
+
+
+def train_and_change(rank: int, case: PeftCase, plans: dict[int, Any]) -> PeftOutcome:
+    """Train a case under other plans after some steps."""
+    return train(rank, case, Change(plans))

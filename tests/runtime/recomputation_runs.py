@@ -8,14 +8,11 @@ from unittest import mock
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.setup.recomputed_call import computed_again_but_products
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.recomputation import Recomputation
@@ -31,7 +28,6 @@ __all__ = [
     "refused_budget",
     "train_counted",
     "train_watched",
-    "use_collectives_on_products",
 ]
 
 
@@ -44,13 +40,13 @@ def counting_layers() -> Iterator[list[int]]:
     totals: list[int] = []
     run = Recomputation.run
 
-    def counted(self: Recomputation, call: LayerCall, layer: nn.Module, hidden: Any) -> Any:
+    def counted(self: Recomputation, call: LayerCall, layer: nn.Module, *others: Any) -> Any:
         if self.measured is not None:
-            return run(self, call, layer, hidden)
-        _, *others = tree_leaves(list(call.given.values()))
-        shared = [item for item in others if isinstance(item, Tensor)]
+            return run(self, call, layer, *others)
+        _, *given = tree_leaves(list(call.given.values()))
+        shared = [item for item in given if isinstance(item, Tensor)]
         with SavedBytes(without=(*layer.parameters(), *layer.buffers(), *shared)) as saved:
-            output = run(self, call, layer, hidden)
+            output = run(self, call, layer, *others)
         totals.append(saved.total)
         return output
 
@@ -77,7 +73,7 @@ class LiveActivations:
             known = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *shared)}
             outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
             pack, unpack = outer or (lambda tensor: tensor, lambda tensor: tensor)
-            drops = outer is not None and pack.__qualname__.endswith("RecomputedCall.reserve")
+            drops = outer is not None and pack.__qualname__.startswith("_checkpoint_hook")
 
             def note(tensor: Tensor) -> Any:
                 storage = tensor.untyped_storage()
@@ -161,30 +157,6 @@ def train_counted(rank: int, cases: list[Case]) -> list[Counted]:
             outcome = fit(PackedModule(case), case)
         found.append(Counted(outcome, sum(totals), add.call_count))
     return found
-
-
-def use_collectives_on_products(rank: int) -> tuple[Tensor, str]:
-    """Return a gradient through gathered products, and why products aren't summed in place."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    peers = collectives.TPGroup(group=None, degree=2, tp_rank=rank, positions=(0, 1))
-    hidden, weight = torch.full((2, 4), 1.0 + rank, requires_grad=True), torch.eye(4)
-
-    def gathering(hidden: Tensor) -> Tensor:
-        return collectives.gather_shards(hidden @ weight, -1, (4, 4), peers).square()
-
-    def summing(hidden: Tensor) -> Tensor:
-        product = hidden @ weight
-        with torch.no_grad():
-            dist.all_reduce(product)
-        return product.exp()
-
-    computed_again_but_products(gathering, hidden).sum().backward()
-    assert hidden.grad is not None
-    try:
-        computed_again_but_products(summing, hidden)
-    except ModelError as error:
-        return hidden.grad, str(error)
-    return hidden.grad, "not refused"
 
 
 def refused_budget(rank: int, case: Case) -> tuple[str, int]:

@@ -10,12 +10,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from tests.processes import ProcessPool
-from tests.runtime.recomputation_runs import (
-    refused_budget,
-    train_counted,
-    train_watched,
-    use_collectives_on_products,
-)
+from tests.runtime.recomputation_runs import refused_budget, train_counted, train_watched
 from tests.runtime.runs import (
     Case,
     Outcome,
@@ -81,7 +76,9 @@ def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
     of_input, products = memory.recomputed_bytes_per_token, memory.products_bytes_per_token
     assert of_input is not None
     assert products is not None
-    expected = [memory.layer_bytes_per_token, of_input + products, of_input]
+    assert of_input + products < 0.7 * memory.layer_bytes_per_token
+    # What keeps products keeps them out of autograd's sight.
+    expected = [memory.layer_bytes_per_token, of_input, of_input]
     tokens = 2 * sum(map(len, PackedSamples(cases[0].num_rows).rows))
     for rank in (0, 2):
         kept, selective, whole, *_ = found[rank]
@@ -90,14 +87,6 @@ def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
         # Of two sums of each layer and micro-batch, the one behind attention is done again.
         num_passes = 2 * 2 * kept.outcome.batches_seen
         assert selective.num_sums - kept.num_sums == num_passes
-
-
-def test_products_may_be_sent_to_others_but_not_be_changed_by_what_they_send(
-    pool: ProcessPool,
-) -> None:
-    for rank, (gradient, refusal) in enumerate(pool.run(use_collectives_on_products, 2)):
-        assert (gradient == 2 * (1 + rank)).all()
-        assert "changes in place what aten.mm" in refusal
 
 
 def packed(**first: Any) -> Case:

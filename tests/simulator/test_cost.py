@@ -105,6 +105,17 @@ def test_embedding_and_head_cost_time_and_memory_where_they_stand():
     assert used[1] - used[0] == pytest.approx(logits + LLAMA.head_params * (6 + 16 / 2) - messages)
 
 
+def test_ranks_hold_the_key_heads_that_they_share_and_own_them_once():
+    few = dataclasses.replace(LLAMA, num_kv_heads=2)
+    cost = RooflineCost(CLUSTER, few)
+    shapes = {degree: StageShape("A100-80GB", degree, 4) for degree in (2, 4)}
+    held = {degree: degree * cost.num_stage_params(shape) for degree, shape in shapes.items()}
+    assert held[2] == 4 * few.params_per_layer
+    assert held[4] - held[2] == 4 * 2 * few.hidden_size * few.key_size
+    owned = {degree: degree * cost.num_owned_params(shape, 1) for degree, shape in shapes.items()}
+    assert owned[4] == owned[2] == held[2]
+
+
 def test_a_tied_head_on_the_same_stage_is_held_once():
     tied = ModelSpec.load("bert-large")
     cost = RooflineCost(CLUSTER, tied)
@@ -246,7 +257,7 @@ def test_the_terms_of_memory_add_up_and_buffers_take_the_room_of_activations():
     assert (idle.weights, idle.gradients, idle.owned) == (held * 2, held * 4, held * 16 / 4)
     busy = cost.stage_memory(shape, 4, [(4096,)] * 3, 3)
     assert busy.activations == cost.activation_bytes(shape, 3 * 4096)
-    assert busy.messages == LLAMA.hidden_bytes(4 * 4096)
+    assert busy.messages == LLAMA.hidden_bytes(2 * 3 * 4096)
     passing = busy.activations + busy.messages
     assert busy.exchange == max(0, idle.exchange - passing)
     assert busy.total == pytest.approx(busy.states + max(passing, idle.exchange))

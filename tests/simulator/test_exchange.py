@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator import RooflineCost, StateLayout
-from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.exchange import ExchangeTable, exchange_of
 from lightning_hetero.simulator.unit_times import cut_segments
 from tests.simulator.closed_form import table_of
 
@@ -101,6 +102,30 @@ def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
             expected += max((latency for _, latency in peers), default=0.0)
             assert push[index] == pytest.approx(expected)
             assert pull[index] == pytest.approx(expected)
+
+
+@given(plans(), costs())
+@settings(max_examples=40, deadline=None)
+def test_holders_that_own_equal_parts_are_a_special_case_of_owner_shares(plan, cost):
+    cost.layout = StateLayout(exchange=ExchangeKind.MESSAGES)
+    # One rank of each stage, so that a stage's ranks are on one node.
+    plan = ParallelPlan(
+        pipelines=tuple(
+            PipelinePlan(stages=tuple(replace(s, ranks=s.ranks[:1]) for s in p.stages))
+            for p in plan.pipelines
+        )
+    )
+    shares = [0.0] * cost.cluster.num_ranks
+    for _, _, stage in plan.iter_stages():
+        shape = cost.shape_of(stage)
+        shares[stage.ranks[0]] = cost.num_owned_params(shape, plan.num_pipelines)
+    kinds = [[index] for index in range(plan.num_pipelines)]
+    table, shared = (
+        exchange_of(item, kinds, cost) for item in (plan, replace(plan, owner_shares=tuple(shares)))
+    )
+    for name in ("pull_s", "push_s"):
+        for one, other in zip(getattr(table, name), getattr(shared, name), strict=True):
+            assert one == pytest.approx(other)
 
 
 def walk_pushes(

@@ -1,6 +1,5 @@
 """Laws of the simulator: exact times where they can be derived, monotonicity, memory, errors."""
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -273,7 +272,7 @@ def test_memory_holds_at_most_num_stages_minus_stage_microbatches(p, lengths):
     for s, used in enumerate(simulation.stage_memory_bytes[0]):
         shape = cost.shape_of(plan_of([1] * p).pipelines[0].stages[s])
         tokens = in_flight_tokens(batches, min(p - s, len(batches)))
-        messages = model.hidden_bytes((s + 1 < p) * (tokens + max(lengths)))
+        messages = model.hidden_bytes((s + 1 < p) * 2 * tokens)
         messages += 2 * model.hidden_bytes((s > 0) * max(lengths))
         states = cost.stage_memory(shape, 1, [], 1).states
         assert used == pytest.approx(states + 1000 * tokens + messages)
@@ -378,7 +377,7 @@ def test_plans_that_belong_to_another_model_cluster_or_batch_are_refused():
         simulate(plan_of([2, 1, 1]), cost, [[(5,)]])
 
 
-def test_pipelines_that_run_alike_are_simulated_as_one(monkeypatch):
+def test_pipelines_that_run_alike_take_as_long_as_each_by_itself():
     cluster = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="T4", count=4)))
     model = ModelSpec.load("bert-large")
     pipelines = [(0, 4), (1, 5), (2, 6), (3,), (7,)]
@@ -397,13 +396,14 @@ def test_pipelines_that_run_alike_are_simulated_as_one(monkeypatch):
         )
     )
     batches = [[(512,)] * count for count in (8, 8, 7, 12, 3)]
-    module = importlib.import_module("lightning_hetero.simulator.simulate")
-    apart = [[index] for index in range(5)], list(range(5))
+    # The same schedule as a list of actions, so that the first pipeline isn't like the second.
+    lists = [schedule_1f1b(stage_index=s, num_stages=2, num_microbatches=8) for s in range(2)]
     for layout in (StateLayout(), StateLayout.replicated()):
         cost = RooflineCost(cluster, model, layout=layout)
         together = simulate(plan, cost, batches)
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "_alike", lambda *_: apart)
-            assert simulate(plan, cost, batches) == together
-        kinds, kind_of = module._alike(plan, cost, batches, [None] * 5)
-        assert (len(kinds), kind_of) == (4, [0, 0, 1, 2, 3])
+        apart = simulate(plan, cost, batches, orders=[lists, None, None, None, None])
+        assert together.iteration_time_s == pytest.approx(apart.iteration_time_s)
+        for one, other in zip(together.stage_busy, apart.stage_busy, strict=True):
+            assert one == pytest.approx(other)
+        assert together.stage_busy[0] == together.stage_busy[1] != together.stage_busy[2]
+        assert together.stage_memory == apart.stage_memory

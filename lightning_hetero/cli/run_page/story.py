@@ -9,10 +9,9 @@ from typing import Any
 from lightning_hetero.core.errors import ConfigurationError, HeteroError
 from lightning_hetero.core.event_log import read_entries
 from lightning_hetero.straggler import find_changes, read_times, to_entry
-from lightning_hetero.straggler.any_job.job_times import is_event_log
-from lightning_hetero.straggler.operations.answer import answer
-from lightning_hetero.straggler.operations.trace import read_operations
-from lightning_hetero.straggler.operations.what_if import explain
+from lightning_hetero.straggler.any_job import is_event_log
+from lightning_hetero.straggler.operations.trace import read_operations, trace_files
+from lightning_hetero.straggler.operations.what_if import answer, explain
 
 __all__ = ["Happening", "Story", "read_story"]
 
@@ -107,8 +106,10 @@ def read_story(folder: Path) -> Story:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder. Give the folder that the run wrote to.")
     story = Story(str(folder))
-    traces = sorted({path for pattern in _TRACES for path in folder.rglob(pattern)})
-    logs = [path for path in sorted(folder.rglob("*.jsonl")) if path not in traces]
+    found = {path for pattern in _TRACES for path in folder.rglob(pattern)}
+    # Files of the ranks of one run are one trace.
+    traces = sorted({p.parent if p in trace_files(p.parent) else p for p in found})
+    logs = [path for path in sorted(folder.rglob("*.jsonl")) if path not in found]
     entries = [entry for path in logs for entry in _entries(path, story)]
     # Several logs of one run are told in one order; recordings have no times.
     for entry in sorted(entries, key=lambda entry: _number(entry.get("at_s")) or 0.0):

@@ -143,8 +143,8 @@ class EvenPieces:
 
     def own_rows_of(self, wholes: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
         """Return this rank's own rows of whole parameters, as views."""
-        items = zip(wholes, specs, self._own, strict=True)
-        return [narrow_rows(whole, spec, *rows) for whole, spec, rows in items]
+        rows = zip(wholes, specs, self._own, strict=True)
+        return [narrow_rows(whole, spec, *own) for whole, spec, own in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,10 +298,6 @@ class ScatteredUnit(_EvenUnit):
         """The parameters whose gradients leave this rank."""
         return {spec.name for spec in self.unit.specs}
 
-    @property
-    def _is_summed_on_its_way(self) -> bool:
-        return self.options.kind is ExchangeKind.REDUCE_SCATTER
-
     def gradients(self) -> list[Tensor]:
         """Return this rank's own gradients of the unit."""
         shards = (self.weights.shards[spec.name] for spec in self.unit.specs)
@@ -314,7 +310,7 @@ class ScatteredUnit(_EvenUnit):
     def post(self) -> None:
         """Post the gradients, which must be final."""
         given = self._given = self.way.pieces.pack_wholes(self._gradients(), self.options.dtype)
-        if self._is_summed_on_its_way:
+        if self.options.kind is ExchangeKind.REDUCE_SCATTER:
             received = self._received = self._empty(self.way.pieces.numel)
             self._work = reduce_scatter_single(received, given.view(-1), self.group, async_op=True)
         else:
@@ -337,7 +333,9 @@ class ScatteredUnit(_EvenUnit):
         """Return the sum of this rank's row of the rectangle."""
         assert self._received is not None
         dtype = self._sum_dtype
-        return self._received.to(dtype) if self._is_summed_on_its_way else self._sum_in_order(dtype)
+        if self.options.kind is ExchangeKind.REDUCE_SCATTER:  # It was summed on its way.
+            return self._received.to(dtype)
+        return self._sum_in_order(dtype)
 
     def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
         received, own_index = self._received, self.way.pieces.own_index

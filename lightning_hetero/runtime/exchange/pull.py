@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.messages import TwoLegged, has_streams
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
-from lightning_hetero.runtime.leaves import tree_leaves
 from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore

@@ -16,7 +16,8 @@ Design: optimization separate from propagation (Hydraulis §5), asymmetric pipel
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch
+from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
@@ -38,20 +39,11 @@ from lightning_hetero.runtime.iteration.recomputation_choice import Recomputatio
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch, RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import ScheduleChoice
 from lightning_hetero.runtime.iteration.split_run import SplitRun
-from lightning_hetero.runtime.iteration.step_results import LossScale, StepResults
+from lightning_hetero.runtime.iteration.step_results import LossScale, StepGradients, StepResults
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.meeting import check_alike
-from lightning_hetero.runtime.results.iteration_loss import (
-    NUM_TOTALS,
-    IterationLoss,
-    LateNumbers,
-    NonfiniteGradients,
-    answer_nonfinite,
-    describe_ranks,
-    nonfinite_ranks,
-    without_sums,
-)
+from lightning_hetero.runtime.results.iteration_loss import NUM_TOTALS, without_sums
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -127,15 +119,15 @@ class Engine:
         )
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
-        self.schedules = ScheduleChoice(config.schedule, communicators, clock)
-        self._late = LateNumbers(device)
+        self.schedules = ScheduleChoice(
+            config.schedule,
+            communicators,
+            clock,
+            is_split=not config.layer_options.compile_layers,
+        )
         self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
-        self.gradients: dict[str, Tensor] = {}
-        self.gradients_are_finite = True
-        """Whether the last training iteration's were; the same on every rank."""
-        self.loss_scale = 1.0
-        """Factor of the losses in backward passes; the same on every rank."""
-        self.unused: set[str] = set()  # Parameters that got no gradient in it, on any rank.
+        self.gradients = StepGradients(self.store, device, config)
+        """What the last training iteration has left for the optimizer."""
         self.fingerprint = 0
         """Fingerprint of the next batch, taken before it went to the device."""
         self._is_leaving = self._sees_joiners = False
@@ -184,8 +176,9 @@ class Engine:
         microbatches, first_index = self._cut(batch)
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
         seed = self.config.seed, key.phase, key.epoch, key.batch_idx
-        is_all = is_training and not is_cut
-        scale = LossScale(is_sum=True) if is_all else self._scale(step, microbatches, running, seed)
+        if is_training and is_cut and self._split.is_due():
+            self._check_split(step, microbatches, seed)
+        scale = self._split.scale if is_cut or not is_training else LossScale(is_sum=True)
         self.buffers.begin(key.phase)
         results = StepResults(
             self.module,
@@ -193,30 +186,25 @@ class Engine:
             self.device,
             scale=scale,
             is_training=is_training,
-            factor=self.loss_scale,
+            factor=self.gradients.loss_scale,
         )
-        schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
+        schedule = self.schedules.of(
+            running, [sizes_of(item)[1] for item in microbatches], is_training=is_training
+        )
         passes = StagePasses(
             running,
             self.boundary,
             results,
             microbatches,
-            self._recomputation.of(running.stage, microbatches, schedule),
+            self._recomputation.of(running.stage, microbatches, schedule.actions),
             first_index=first_index,
             seed=seed,
-            splitter=running.splitter if is_training and self.schedules.is_split else None,
+            splitter=running.splitter if schedule.is_split else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
         with self.clock.iteration():
-            with (
-                PreservedRandomState(),
-                self.logs.recording(is_last=running.link.following is None),
-                running.weights,
-                self._calls,
-            ):
-                # Pull.
-                running.start_pull(self._calls)
+            with self._stage_ready(running):  # Pull.
                 # Forward and backward; a unit's push begins in its last backward pass.
                 if is_training:
                     running.push.start()
@@ -236,7 +224,7 @@ class Engine:
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
-        loss = None if sums is None else self._settle_training(sums, agreed, scale, key)
+        loss = None if sums is None else self._keep_gradients(sums, agreed, scale, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
@@ -258,26 +246,31 @@ class Engine:
         index, counts = self.place.pipeline_index, self.num_microbatches
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
-    def _scale(
-        self,
-        step: Callable[[Any], Any],
-        microbatches: Sequence[Any],
-        running: RunningPlan,
-        seed: tuple[int, ...],
-    ) -> LossScale:
-        """Return how losses count; in few iterations of training check it first, collectively."""
-        if seed[1] != Phase.TRAIN or not self._split.is_due():
-            return self._split.scale
+    @contextmanager
+    def _stage_ready(self, running: RunningPlan) -> Iterator[None]:
+        """Let steps run inside this context: weights arrive, and logs are recorded."""
+        is_last = running.link.following is None
+        with (
+            PreservedRandomState(),
+            self.logs.recording(is_last=is_last),
+            running.weights,
+            self._calls,
+        ):
+            running.start_pull(self._calls)
+            yield
+
+    def _check_split(
+        self, step: Callable[[Any], Any], batches: Sequence[Any], seed: tuple[int, ...]
+    ) -> None:
+        """Check how losses count, in few iterations of training; collective."""
+        running = self.plans.running
 
         def recompute(parts: Sequence[Any]) -> list[Recomputation]:
             return self._recomputation.alone(running.stage, len(parts))
 
-        is_last = running.link.following is None
-        with self.logs.recording(is_last=is_last), running.weights, self._calls:
-            running.start_pull(self._calls)
-            self._split.run(step, microbatches, running, seed=seed, recompute=recompute)
+        with self._stage_ready(running):
+            self._split.run(step, batches, running, seed=seed, recompute=recompute)
             running.finish_exchange(is_training=False)
-        return self._split.scale
 
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
@@ -314,45 +307,12 @@ class Engine:
         """Whether this rank reports for its tensor-parallel group, whose ranks have the same."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _settle_training(
-        self, sums: Sums, agreed: Agreed, losses: LossScale, key: IterationKey
+    def _keep_gradients(
+        self, sums: Sums, agreed: Agreed, scale: LossScale, key: IterationKey
     ) -> Tensor:
-        """Scale the summed gradients and keep them for the optimizer; return the iteration's loss.
-
-        Raises:
-            StepError: Gradients aren't finite.
-        """
-        loss = IterationLoss.of(agreed.sums, is_sum=losses.is_sum, unit=losses.unit)
-        self.unused = self.plans.running.unused(agreed.reports.num_missing)
-        kept = {name: item for name, item in sums.by_name.items() if name not in self.unused}
-        scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
-        if sums.memory:
-            torch._foreach_mul_(sums.memory, scale / self.loss_scale)
-        self.gradients, self.gradients_are_finite = self.store.as_masters(kept), True
-        # To skip a step, the host must know before it.
-        skips = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
-        is_now = skips or self.config.scales_loss
-        is_late = self._late.is_late and not is_now
-        if is_late:
-            for gradient in self.gradients.values():
-                gradient.masked_fill_(is_broken, 0)
-        judgement = partial(self._judge, self.plan, str(key), is_late)
-        self._late.judge(agreed.sums[:, :NUM_TOTALS], judgement, now=is_now)
-        return loss.value
-
-    def _judge(self, plan: ParallelPlan, batch: str, is_late: bool, totals: Tensor) -> None:  # noqa: FBT001 - inside only
-        """Raise or warn if any rank's gradients of a training iteration aren't finite.
-
-        Raises:
-            StepError: See `_settle_training`.
-        """
-        broken = nonfinite_ranks(totals)
-        if broken:
-            self.gradients, self.gradients_are_finite = {}, False
-            if self.config.scales_loss:
-                return
-            found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
-            answer_nonfinite(found, self.config.nonfinite_gradients, is_late=is_late)
+        """Keep the summed gradients for the optimizer; return the iteration's loss."""
+        self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))
+        return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, self.plan, str(key))
 
     def settle(self) -> None:
         """Judge the last iteration's late numbers; called by every rank alike.
@@ -360,7 +320,7 @@ class Engine:
         Raises:
             StepError: Its numbers break the contract; see `LateNumbers`.
         """
-        self._late.settle()
+        self.gradients.settle()
 
     # -- plan and slices ------------------------------------------------------------------------
 

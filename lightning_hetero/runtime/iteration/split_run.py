@@ -22,17 +22,16 @@ from lightning_hetero.models.packing import PackedBatch, remember_packed
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
-from lightning_hetero.runtime.leaves import tensors_in
 from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
 from lightning_hetero.runtime.results.spared import Spared
-from lightning_hetero.runtime.results.split_check import Evidence, Limits, is_due, judge
+from lightning_hetero.runtime.results.split_check import Evidence, Limits, Triple, is_due, judge
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
-from lightning_hetero.runtime.unknown import check_known
+from lightning_hetero.runtime.unknown import check_known, tensors_in
 
 __all__ = ["SplitRun"]
 
@@ -75,7 +74,7 @@ class _WatchedPass(MicrobatchPass):
 class _Found:
     """What one rank reports."""
 
-    evidence: Evidence | None
+    evidence: tuple[Evidence, ...]
     limits: Limits
     is_random: bool
 
@@ -165,9 +164,9 @@ class SplitRun:
         for item in everyone:
             limits = _looser(limits, item.limits)
         seen = [
-            replace(item.evidence, limits=limits, is_random=is_random)
+            replace(evidence, limits=limits, is_random=is_random)
             for item in everyone
-            if item.evidence is not None
+            for evidence in item.evidence
         ]
         declared = self._config.loss_reduction
         counting = next((first for item in seen for first in item.counts), Counting("samples"))
@@ -214,7 +213,7 @@ class SplitRun:
                 limits = forward.limits
                 if found is not None:
                     seen.append(found)
-        return self._report(parts, seen, running, _Found(None, limits, has_drawn))
+        return self._report(parts, seen, running, _Found((), limits, has_drawn))
 
     def _run_part(
         self, step: Step, part: Any, forward: _WatchedPass, running: RunningPlan
@@ -256,7 +255,7 @@ class SplitRun:
         num_samples, is_doubled = sizes_of(parts[0])[0], len(parts) == 2
         failed = next((item for item in seen if item.failure), None)
         if failed is not None:
-            whole = seen[-1] if is_doubled else seen[0]
+            whole = seen[1] if is_doubled else seen[0]
             if whole.error is not None:
                 raise whole.error  # As it would in the iteration itself.
             failure = "" if is_doubled else failed.failure
@@ -264,21 +263,23 @@ class SplitRun:
             evidence = Evidence(
                 (nothing, nothing, nothing), {}, num_samples, found.limits, failure=failure
             )
-            return replace(found, evidence=evidence)
-        whole, *halves = seen
-        first, second = halves * 2 if is_doubled else halves
-        counts = {
-            item: (count, first.counts.get(item, 0.0), second.counts.get(item, 0.0))
-            for item, count in whole.counts.items()
-        }
-        evidence = Evidence.of(
-            [whole.gradient, first.gradient, second.gradient],
-            counts,
-            num_samples=num_samples,
-            limits=found.limits,
-            is_random=found.is_random,
+            return replace(found, evidence=(evidence,))
+        whole, first, *others = seen
+        second, *twice = others or [first]
+        triples = [(whole, first, second), *[(item, first, first) for item in twice]]
+        return replace(
+            found,
+            evidence=tuple(
+                Evidence.of(
+                    [item.gradient for item in triple],
+                    _counts_of(triple),
+                    num_samples=num_samples,
+                    limits=found.limits,
+                    is_random=found.is_random,
+                )
+                for triple in triples
+            ),
         )
-        return replace(found, evidence=evidence)
 
     def _limits(self) -> Limits:
         limits = Limits.of(self._config.compute_dtype)
@@ -330,6 +331,13 @@ class SplitRun:
         return found
 
 
+def _counts_of(seen: Sequence[_Seen]) -> dict[Counting, Triple]:
+    whole, first, second = (item.counts for item in seen)
+    return {
+        item: (count, first.get(item, 0.0), second.get(item, 0.0)) for item, count in whole.items()
+    }
+
+
 def _copy_of(part: Any) -> Any:
     """Return a deep copy of a batch; its tensors are cloned by torch, on whatever device."""
     return copy.deepcopy(part, {id(item): item.clone() for item in tensors_in(part)})
@@ -339,7 +347,8 @@ def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
     """Return a batch and its halves; none if there is nothing to cut or to put together.
 
     It is the micro-batch with the most samples; two of one sample each, if no other has more; or
-    one sample twice, which is both halves, of which one is returned.
+    one sample twice, which is both halves, of which one is returned. Of two samples the first one
+    twice follows: it tells a sum from a sum of means over groups, of which each sample has one.
     """
     if not microbatches:
         return []
@@ -348,6 +357,8 @@ def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
     try:
         if count_samples(chosen) > 1:
             parts = [chosen, *cut_batch(chosen, 2)]
+            if max(counts) == 2 and (twice := concatenated([parts[1], parts[1]])) is not None:
+                parts.append(twice)
         else:
             parts = _of_single(chosen, [item for item in microbatches if item is not chosen])
     except BatchError:

@@ -1,4 +1,4 @@
-"""Collect the results of a rank's steps in an iteration: losses, logs, outputs, appended items.
+"""Collect the results of a rank's steps in an iteration: losses, gradients, logs, outputs, lists.
 
 Only a last stage's step runs to its end. Its results are taken here and nowhere else.
 """
@@ -11,14 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import epoch_weight
+from lightning_hetero.runtime.exchange.messages import Sums
+from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.counts import Counting, LossRule, as_weight
-from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
+from lightning_hetero.runtime.results.iteration_loss import (
+    IterationLoss,
+    LateNumbers,
+    LossSums,
+    NonfiniteGradients,
+    answer_nonfinite,
+    describe_ranks,
+    has_nonfinite,
+    nonfinite_ranks,
+)
 from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
+from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["LossScale", "StepResults", "loss_of"]
+__all__ = ["LossScale", "StepGradients", "StepResults", "loss_of"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,76 @@ class StepResults:
     def row(self, entries: Sequence[LogEntry]) -> Tensor:
         """Return this rank's sums: the totals of losses, then of values logged under entries."""
         return torch.cat([self.losses.totals(), self._logs.as_row(entries)])
+
+
+class StepGradients:
+    """The gradients of this rank's slices that training iterations leave for the optimizer.
+
+    Args:
+        store: The slices.
+        device: Where the rank computes.
+        config: Says what is done about gradients that aren't finite.
+    """
+
+    def __init__(self, store: SliceStore, device: torch.device, config: EngineConfig) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.are_finite = True
+        """Whether the last iteration's were; the same on every rank."""
+        self.loss_scale = 1.0
+        """Factor of the losses in backward passes; the same on every rank."""
+        self.unused: set[str] = set()
+        """Parameters that got no gradient in it, on any rank."""
+        self._store = store
+        self._config = config
+        self._late = LateNumbers(device)
+        self._memory: list[Tensor] = []
+
+    def take(self, sums: Sums, unused: set[str]) -> None:
+        """Take the summed gradients of an iteration; `unused` parameters have none."""
+        self.unused, self._memory = unused, sums.memory
+        self.by_name = {name: item for name, item in sums.by_name.items() if name not in unused}
+
+    def judge(self, totals: Tensor, losses: LossScale, plan: ParallelPlan, batch: str) -> Tensor:
+        """Scale the gradients, see whether they are finite, and return the iteration's loss.
+
+        Args:
+            totals: The totals of all ranks; see `IterationLoss`.
+            losses: How losses count.
+            plan: The plan that ran.
+            batch: Names the batch in messages.
+
+        Raises:
+            StepError: Gradients aren't finite.
+        """
+        loss = IterationLoss.of(totals, is_sum=losses.is_sum, unit=losses.unit)
+        owned = self._store.owned_device
+        scale, is_broken = (n.to(owned) for n in (loss.scale, loss.has_nonfinite))
+        if self._memory:
+            torch._foreach_mul_(self._memory, scale / self.loss_scale)
+        self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
+        self._memory = []
+        # To skip a step, the host must know before it.
+        skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
+        is_now = skips or self._config.scales_loss
+        is_late = self._late.is_late and not is_now
+        if is_late:
+            for gradient in self.by_name.values():
+                gradient.masked_fill_(is_broken, 0)
+
+        def answer(numbers: Tensor) -> None:
+            broken = nonfinite_ranks(numbers)
+            if broken:
+                self.by_name, self.are_finite = {}, False
+                found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
+                if not self._config.scales_loss:
+                    answer_nonfinite(found, self._config.nonfinite_gradients, is_late=is_late)
+
+        self._late.judge(totals, answer, now=is_now)
+        return loss.value
+
+    def settle(self) -> None:
+        """Answer the last iteration's late numbers; see `LateNumbers`."""
+        self._late.settle()
 
 
 def _without_loss(output: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ The threads of a process, each with its owner, which starts it and waits for its
   generation waits for it,
 - *keeper-store* (`generation.keeper.Keeper`): only in a keeper's process, which ends with
   `os._exit`,
-- *assignments* (`data.ahead`), *recording* (`straggler.any_job.recording`) and contingency plans
+- *assignments* (`data.ahead`), *recording* (`straggler.recording`) and contingency plans
   (`autoplan.jobs`): beside training, ended by their owners' `close` or `stop`,
 - those whose names begin with *checkpoint-* (`checkpoint.peers.deadlines.BackgroundThread`, and the
   lease in `checkpoint.places.claims`) and *preemption-notice* (`checkpoint.notices`).

@@ -6,9 +6,9 @@ Counts read only the batch, never the step.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.models.batches import count_samples, tensors_of
 from lightning_hetero.models.loss import IGNORED_LABEL
 
-__all__ = ["Classification", "Count", "Counting", "LossReduction", "LossRule", "as_weight"]
+__all__ = ["Count", "Counting", "LossReduction", "LossRule", "as_weight"]
 
 Count = Tensor | int | float
 _NAMES = ("shift_labels", "labels", "label", "targets", "target", "y")
@@ -32,30 +32,6 @@ class LossReduction(Choice):
 
     MEAN = "mean"
     SUM = "sum"
-
-
-class Classification(NamedTuple):
-    """The arguments of a call of `F.cross_entropy`, except the input."""
-
-    target: Tensor
-    weight: Tensor | None = None
-    size_average: bool | None = None
-    ignore_index: int = IGNORED_LABEL
-    reduce: bool | None = None
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Classification":
-        """Bind the arguments of a call."""
-        if args:
-            return cls(*args[1:], **kwargs)
-        return cls(**{name: item for name, item in kwargs.items() if name != "input"})
-
-    @property
-    def counted(self) -> Tensor:
-        """Mask of the targets that the mean runs over, if they are class indices."""
-        return self.target != self.ignore_index
 
 
 @dataclass(frozen=True)

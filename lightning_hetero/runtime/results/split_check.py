@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
 
-__all__ = ["Evidence", "Limits", "Verdict", "is_due", "judge"]
+__all__ = ["Evidence", "Limits", "Triple", "Verdict", "is_due", "judge"]
 
 _DUE = frozenset({0, 1, 10, 100, 1000})
 _FACTOR = 3.0

@@ -32,7 +32,6 @@ _NUM_COLUMNS = 3
 _LIGHT = 1e-30
 """Weight of a logged mean of no targets: it counts only where no other rank has any."""
 _NAMES = {"amin": "min", "amax": "max", "min": "min", "max": "max", "sum": "sum"}
-_FUNCTIONS = {"min": torch.amin, "max": torch.amax, "sum": torch.sum}
 _NEUTRAL = {"max": -math.inf, "min": math.inf}
 
 

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.runtime.setup.model_shard import ModelShard
-from lightning_hetero.runtime.setup.recomputed_call import (
-    computed_again,
-    computed_again_but_products,
-)
+from lightning_hetero.runtime.setup.products import bytes_of_products
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 
 __all__ = ["ProfileOptions", "current_versions", "measure_profile"]
@@ -158,21 +156,21 @@ def _measure_memory(shard: ModelShard, microbatches: Sequence[tuple[int, ...]]) 
     The maximum over the micro-batches counts: attention may keep more if samples differ in length.
     """
     found = [_count_memory(shard, lengths) for lengths in microbatches]
-    layer, head, embedding, recomputed, selective = map(max, zip(*found, strict=True))
+    layer, head, embedding, recomputed, products = map(max, zip(*found, strict=True))
     return LayerMemory(
         tp_degree=shard.tp_degree,
         layer_bytes_per_token=layer,
         head_bytes_per_token=head,
         embedding_bytes_per_token=embedding,
         recomputed_bytes_per_token=recomputed,
-        products_bytes_per_token=selective - recomputed,
+        products_bytes_per_token=products,
     )
 
 
 def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, ...]:
     """Return the bytes per token that autograd keeps of a layer, the head and the embedding.
 
-    Then of a layer that is recomputed as a whole, and of one that keeps its products' outputs.
+    Then of a layer that is recomputed as a whole, and of what its products return.
     """
     token_ids, extra = shard.batch(lengths)
     hidden = shard.hidden(len(token_ids))
@@ -180,9 +178,6 @@ def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, .
 
     def layer() -> Tensor:
         return shard.run_block(hidden, 1, extra)
-
-    def again(how: Callable[..., Tensor]) -> Callable[[], Tensor]:
-        return lambda: how(shard.run_block, hidden, 1, extra)
 
     def kept_bytes(run: Callable[[], Tensor]) -> float:
         with SavedBytes(without=shared) as saved:
@@ -194,8 +189,8 @@ def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, .
         kept_bytes(layer),
         kept_bytes(lambda: shard.run_head(hidden, token_ids)),
         kept_bytes(lambda: shard.model.embed_tokens(token_ids)),
-        kept_bytes(again(computed_again)),
-        kept_bytes(again(computed_again_but_products)),
+        kept_bytes(lambda: checkpoint(shard.run_block, hidden, 1, extra, use_reentrant=False)),
+        bytes_of_products(layer) / len(token_ids),
     )
 
 

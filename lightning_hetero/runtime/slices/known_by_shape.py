@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.leaves import tree_leaves
 
 if TYPE_CHECKING:
     from lightning_hetero.runtime.slices.frozen import Reader

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.slices import Interval
-from lightning_hetero.runtime.leaves import tensors_in, tree_map
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.reductions import Reduction, sum_of_powers
+from lightning_hetero.runtime.unknown import tensors_in
 
 __all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
 

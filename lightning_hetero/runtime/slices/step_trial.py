@@ -12,7 +12,6 @@ bit. Random numbers, and kernels whose vectorised and remaining elements round d
 with `fused=True` on CPUs), let copies drift apart.
 """
 
-import pickle
 import warnings
 import zlib
 from collections import OrderedDict, defaultdict
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import sha256
 from itertools import chain, islice
 from typing import Any
 
@@ -82,25 +80,19 @@ class Trial:
     """Why it can't be tried."""
 
 
-def check_steps(
-    optimizers: Sequence[Optimizer],
-    store: SliceStore,
-    comms: Communicators,
-    known: dict[bytes, Trial],
-) -> None:
+def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Communicators) -> None:
     """Refuse optimizers that would step slices, or their standbys, otherwise; collective.
 
     Args:
         optimizers: Those of the run.
         store: Has the slices.
         comms: The communicators.
-        known: Trials of earlier generations, by `_digest_of` their optimizers; new ones are added.
 
     Raises:
         ConfigurationError: An optimizer is refused, or devices round differently; on every rank.
     """
     cut = [name for name, items in store.slices.items() if len(items) > 1]
-    own = [_judge(optimizer, known, is_cut=bool(cut)) for optimizer in optimizers]
+    own = [_try(optimizer, is_cut=bool(cut)) for optimizer in optimizers]
     everyone = comms.gather_objects(own)
     owners = {item.owner for items in store.slices.values() for item in items}
     for index, optimizer in enumerate(optimizers):
@@ -167,30 +159,6 @@ def _refusal_of(
             "redundancy=0. Where it has fused=True, fused=False may do."
         )
     return None
-
-
-def _judge(optimizer: Optimizer, known: dict[bytes, Trial], *, is_cut: bool) -> Trial:
-    key = _digest_of(optimizer, is_cut=is_cut)
-    if key is None:
-        return _try(optimizer, is_cut=is_cut)
-    if key not in known:
-        known[key] = _try(optimizer, is_cut=is_cut)
-    return known[key]
-
-
-def _digest_of(optimizer: Optimizer, *, is_cut: bool) -> bytes | None:
-    """Return a digest of all that a trial depends on, None if it has state or can't be pickled."""
-    if optimizer.state:
-        return None
-    groups = [
-        (_options_of(group), _dims_of(group), group["params"][0].dtype, group["params"][0].device)
-        for group in _groups_of(optimizer)
-    ]
-    try:
-        told = pickle.dumps((type(optimizer), _kept_of(optimizer), groups, is_cut))
-        return sha256(told).digest()  # Hashed: it may hold tensors, and is kept for the run.
-    except Exception:  # A user's optimizer may hold objects that can't be pickled.
-        return None
 
 
 def _try(optimizer: Optimizer, *, is_cut: bool) -> Trial:

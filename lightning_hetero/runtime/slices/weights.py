@@ -155,7 +155,7 @@ class SliceStore:
         """Keep a copy of this rank's slice of a parameter and register it in the module."""
         own = self._copy(name, rows)
         self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
-        self.register(name)
+        self.layout.put(name, self.masters[name])
 
     def _copy(self, name: str, rows: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
@@ -185,10 +185,6 @@ class SliceStore:
             self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
         return self._stubs[name]
 
-    def register(self, name: str) -> None:
-        """Put this rank's slice into the parameter's slots."""
-        self.layout.put(name, self.masters[name])
-
     def as_masters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors in the dtypes of their masters."""
         masters = self.masters
@@ -197,17 +193,17 @@ class SliceStore:
 
     def follow_freezing(self) -> bool:
         """Update the specs of parameters that were frozen or thawed; return whether any were."""
-        specs = self.specs
         changed = [
             name
             for name, master in self.masters.items()
-            if master.requires_grad is not specs[name].requires_grad
+            if master.requires_grad is not self.specs[name].requires_grad
         ]
         for name in changed:
             flag = self.masters[name].requires_grad
             self._stubs.pop(name, None)
             self.specs[name] = replace(self.specs[name], requires_grad=flag)
-        self.thaw([name for name in changed if name in self.frozen])
+        if thawed := [name for name in changed if name in self.frozen]:
+            self.thaw(thawed)
         return bool(changed)
 
 

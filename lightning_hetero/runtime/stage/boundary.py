@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything
+from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.rehearsal import describe_call
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
-from lightning_hetero.runtime.stage.skipped_layer import SkippedLayer
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import Unknown, check_known
 
@@ -49,10 +50,8 @@ class StageBoundary:
         group: StageGroup | None = None,
     ) -> None:
         self._layers = tuple(layers)
+        self._products = [KeptProducts() for _ in self._layers]
         self._leavings = LayerLeavings(self._layers)
-        self._skipped = [
-            SkippedLayer(layer, index, self._leavings) for index, layer in enumerate(self._layers)
-        ]
         self._current: MicrobatchPass | None = None
         self._backward: MicrobatchPass | None = None
         """The micro-batch whose backward pass runs."""
@@ -155,7 +154,9 @@ class StageBoundary:
         if current is None:
             return call.run() if self._backward is None else self._call_again(self._backward, call)
         if current.with_gradients and not torch.is_grad_enabled():
-            current.note_checkpoint(index)
+            trains = any(item.requires_grad for item in self._layers[index].parameters())
+            trains |= any(isinstance(i, Tensor) and i.requires_grad for i in call.values)
+            current.note_without_autograd(index, trains=trains)
         if current.is_free:
             return self._call_freely(current, call)
         current.check_order(index)
@@ -178,14 +179,9 @@ class StageBoundary:
         return output
 
     def _call_again(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Do again in backward what the forward did: run the layer, or skip it.
-
-        Layers after the stage's last one weren't called in the forward, since the step ended there.
-        """
+        """Do again in backward what the forward did: run the layer, or skip it."""
         if call.index < current.layers.start:
             return self._skip(current, call)
-        if call.index >= current.layers.stop:
-            return self._skipped[call.index](call, self._hidden_of(current, call))
         return self._call_in_stage(current, call, again=True)
 
     def _call_in_stage(
@@ -211,6 +207,8 @@ class StageBoundary:
         if self._group is not None:
             output = self._leave(self._group, call.index, output)
         if again:
+            if not current.is_last_stage:
+                raise _StopRecomputationError  # There the step ended the first time.
             current.begin_layer(current.num_layers, again=True)
         else:
             self._end_stage(current, hidden_output(output, call.index))
@@ -235,8 +233,6 @@ class StageBoundary:
         is_looked_at = cuts or not current.is_last_stage
         before = self._leavings.look(call.index) if is_looked_at else None
         versions = call.versions() if current.has_stages else ()
-        if current.handed_on.kept:
-            self._leavings.hand_on(call.values, current.handed_on)
         output = self._compute(current, call)
         for tensor, version in versions:
             if tensor._version != version:
@@ -248,13 +244,12 @@ class StageBoundary:
         current.keep_hidden(hidden)
         if before is None:
             return output
-        rest = _rest_of(output, call) if type(output) is not Tensor else ()
         if cuts:
-            self._leavings.refuse_pieces(call.index, before, rest)
+            self._leavings.refuse_pieces(call, before, output)
         if not current.is_last_stage and len(current.handed_on.left) == call.index:
             # Other stages may cut tokens elsewhere, or nowhere.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
-            self._leavings.note(before, form, rest, current.handed_on)
+            self._leavings.note(before, call, output, form, current.handed_on)
         return output
 
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
@@ -262,7 +257,7 @@ class StageBoundary:
         if self.first_call is None and current.with_gradients:
             self.first_call = describe_call(call)
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
-        return current.recomputation.run(call, layer, hidden)
+        return current.recomputation.run(call, layer, hidden, self._products[call.index])
 
     def _note_change(self, current: MicrobatchPass, call: LayerCall, changed: Tensor) -> None:
         """Note that a layer has changed its hidden state in place; refuse to change others."""
@@ -286,7 +281,6 @@ class StageBoundary:
         """End the step with the handover to the next stage; on the last stage the step goes on."""
         current.finished = True
         if not current.is_last_stage:
-            current.handed_on.kept = ()
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
         current.begin_layer(current.num_layers)
@@ -294,15 +288,11 @@ class StageBoundary:
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
         handover = current.arrived()
-        before = self._leavings.look(call.index) if handover.left[call.index] else None
-        hidden: Tensor = call.argument(current.hidden_arguments[call.index])
+        key = current.hidden_arguments[call.index]
+        hidden = call.argument(key)
         if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
             current.outdate(hidden)
-        output = self._skipped[call.index](call, hidden, handover.forms[call.index])
-        if before is None:
-            return output
-        rest = self._leavings.restore(call.index, before, _rest_of(output), handover)
-        return (output[0], *rest) if rest else output
+        return self._leavings.skip(call, key, handover)
 
     def _check_arguments(self, current: MicrobatchPass, call: LayerCall) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""
@@ -331,10 +321,6 @@ class StageBoundary:
         key = current.hidden_arguments.get(call.index)
         return call.hidden_argument() if key is None else key
 
-    def _hidden_of(self, current: MicrobatchPass, call: LayerCall) -> Tensor:
-        hidden: Tensor = call.argument(self._hidden_argument(current, call))
-        return hidden
-
 
 class _Forward:
     """The context of `StageBoundary.forward_of`."""
@@ -359,11 +345,3 @@ class _LayerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._boundary.call(LayerCall(self._index, self._forward, args, kwargs))
-
-
-def _rest_of(output: Any, call: LayerCall | None = None) -> tuple[Any, ...]:
-    """Return a layer's output besides the hidden state, with None for each of its arguments."""
-    if not isinstance(output, tuple | list):
-        return ()
-    given = () if call is None else call.values
-    return tuple(None if any(item is i for i in given) else item for item in output[1:])

@@ -4,7 +4,6 @@ It refuses, by name, calls of layers that stages can't run: these need a *chain*
 once, in order, where autograd sees it.
 """
 
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.random_state import seed_of, seed_torch, seeds_of
@@ -195,20 +193,27 @@ class MicrobatchPass:
         if self._outdated is not None and bool(loss.isnan()):
             raise ModelError(_OUTDATED)
 
-    def note_checkpoint(self, index: int) -> None:
+    def note_without_autograd(self, index: int, *, trains: bool) -> None:
         """Note that a layer of a training step is called with autograd disabled.
 
+        That is so in a frozen part under `torch.no_grad`, and in a reentrant checkpoint.
+
+        Args:
+            index: The layer's index.
+            trains: Whether its parameters or arguments require gradients.
+
         Raises:
-            ModelError: The pipeline has several stages.
+            ModelError: They do, and the pipeline has several stages.
         """
-        if _is_checkpointed_reentrantly():
-            self.is_reentrant = True
-            if self.has_stages:
-                raise ModelError(
-                    f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
-                    "hides from a stage what it computes. Use use_reentrant=False, or leave the "
-                    "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
-                )
+        self.is_reentrant |= trains
+        if trains and self.has_stages:
+            raise ModelError(
+                f"Layer {index} runs with autograd disabled, as in torch.utils.checkpoint with "
+                "use_reentrant=True, which hides from a stage what it computes. Use "
+                "use_reentrant=False, or leave the checkpoints out: "
+                "HeteroStrategy(activation_checkpointing='full'). A part that isn't to train needs "
+                "requires_grad_(False)."
+            )
 
     def check_order(self, index: int) -> None:
         """Note that a layer of a chain is called.
@@ -281,9 +286,3 @@ def _no_chain(what: str) -> ModelError:
         "pipelines have one stage, or name the list that is a chain: "
         'HeteroStrategy(layers="model.blocks").'
     )
-
-
-def _is_checkpointed_reentrantly() -> bool:
-    """Whether this is called inside of `torch.utils.checkpoint` with use_reentrant=True."""
-    forward = CheckpointFunction.forward.__code__
-    return any(frame.f_code is forward for frame, _ in traceback.walk_stack(None))

@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import (
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
-from lightning_hetero.runtime.leaves import tensors_in
-from lightning_hetero.runtime.unknown import Unknown, written_by
+from lightning_hetero.runtime.unknown import Unknown, tensors_in, written_by
 
 __all__ = ["OuterRoles", "ReadWatch"]
 

@@ -23,10 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.recomputation import LayerBytes
-from lightning_hetero.runtime.setup.recomputed_call import (
-    computed_again,
-    computed_again_but_products,
-)
+from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, is_cache
 
@@ -188,7 +185,9 @@ class Recomputation:
     measured: MeasuredLayer | None = None
     """A layer that isn't recomputed, and whose saved bytes are counted; None if they are known."""
 
-    def run(self, call: LayerCall, layer: nn.Module, hidden: int | str | None) -> Any:
+    def run(
+        self, call: LayerCall, layer: nn.Module, hidden: int | str | None, products: KeptProducts
+    ) -> Any:
         """Run a layer in the forward pass, and return its output.
 
         A layer that the model itself checkpoints isn't checkpointed once more.
@@ -197,6 +196,7 @@ class Recomputation:
             call: The layer's call.
             layer: The layer.
             hidden: Which of its arguments is the hidden state; None if unknown.
+            products: Recomputes the layer but for its products.
         """
         measured = self.measured
         if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():
@@ -207,9 +207,9 @@ class Recomputation:
         if not (is_whole or call.index in self.selective) or _is_checkpointed():
             return call.run()
         call = call.without_caches()
-        is_whole |= is_compiled(layer, call.forward)
-        again = computed_again if is_whole else computed_again_but_products
-        return again(call.forward, *call.args, **call.kwargs)
+        if is_whole or is_compiled(layer, call.forward):
+            return checkpoint(call.forward, *call.args, use_reentrant=False, **call.kwargs)
+        return products(call.forward, *call.args, **call.kwargs)
 
 
 def _measure(

@@ -52,7 +52,7 @@ class ShardedForward:
         self._in_region = in_region
         self._forward = item.module.forward
         is_beside = item.style in (TPStyle.DROPOUT, TPStyle.DORA)
-        self._anchor = Anchor.of(layout, layer_of(item.name) if is_beside else item.name)
+        self._anchor = _Anchor.of(layout, layer_of(item.name) if is_beside else item.name)
         forwards: dict[TPStyle, Callable[..., Any]] = {
             TPStyle.COLWISE: self._colwise,
             TPStyle.GATHERED: self._gathered,
@@ -215,7 +215,7 @@ class SharedHeadsForward:
         self._outer = outer
         self._module = module
         self._forward = module.forward
-        self._anchor = Anchor.of(layout, heads.attention)
+        self._anchor = _Anchor.of(layout, heads.attention)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with the rank's heads if its weights are shards, else unchanged."""
@@ -238,7 +238,7 @@ class RegionForward:
     ) -> None:
         self._stage = stage
         self._forward = module.forward
-        self._anchor = Anchor.of(layout, name)
+        self._anchor = _Anchor.of(layout, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the region on all tokens if its weights are shards, else unchanged."""
@@ -265,7 +265,7 @@ class RegionForward:
 
 
 @dataclass(frozen=True)
-class Anchor:
+class _Anchor:
     """A weight that shows whether a module computes with shards."""
 
     module: nn.Module
@@ -273,7 +273,7 @@ class Anchor:
     spec: ParameterSpec
 
     @classmethod
-    def of(cls, layout: ModelLayout, name: str) -> "Anchor":
+    def of(cls, layout: ModelLayout, name: str) -> "_Anchor":
         """Find the weight that belongs to a module, or else to the nearest module around it.
 
         A weight whose heads are shared may be whole on every rank, and shows nothing.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_hetero.runtime.results.counts import Classification
+from lightning_hetero.models.loss import IGNORED_LABEL
 from lightning_hetero.runtime.tensor_parallel.collectives import (
     TPGroup,
     gather_shards,
@@ -120,18 +120,25 @@ def _attribute(shard: Tensor, shape: torch.Size, func: Callable[..., Any]) -> An
     return NotImplemented
 
 
-def _cross_entropy(logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
+def _cross_entropy(
+    logits: ShardedLogits,
+    target: Tensor,
+    *unusual: Any,
+    ignore_index: int = IGNORED_LABEL,
+    reduction: str = "mean",
+    **options: Any,
+) -> Any:
     """Return the cross entropy of class indices; NotImplemented for other forms of it."""
-    call = Classification.of((logits, *args), kwargs)
-    unusual = (call.weight, call.size_average, call.reduce, call.label_smoothing or None)
-    indices = not call.target.is_floating_point()
-    if any(option is not None for option in unusual) or not indices or logits.ndim != 2:
+    plain = [*unusual, *options.values()]
+    is_usual = not any(isinstance(option, Tensor) or option for option in plain)
+    if not is_usual or target.is_floating_point() or logits.ndim != 2:
         return NotImplemented
-    losses = _token_losses(logits, call.target, call.counted)
-    if call.reduction == "none":
+    counted = target != ignore_index
+    losses = _token_losses(logits, target, counted)
+    if reduction == "none":
         return losses
     total = losses.sum()
-    return total if call.reduction == "sum" else total / call.counted.sum()
+    return total if reduction == "sum" else total / counted.sum()
 
 
 def _token_losses(logits: ShardedLogits, target: Tensor, counted: Tensor) -> Tensor:

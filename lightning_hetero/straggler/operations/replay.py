@@ -24,6 +24,7 @@ BACKWARD = ("backward-compute", "backward-input", "backward-weight")
 """Kinds of operations that compute backwards, whole or in parts."""
 TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 """Kinds of operations that move activations and their gradients between stages."""
+RECEIVES = TRANSFERS[1::2]
 _LOCAL = ("gc", "optimizer", *FORWARD, *BACKWARD, *TRANSFERS)
 _ROUNDING_S, _MOST_OVERLAP_S, _OVERLAP = 2e-5, 1e-3, 0.1
 """Clocks of streams differ a little: an operation counts as ended before another begins if it
@@ -59,8 +60,8 @@ class Replay:
         Raises:
             ConfigurationError: Operations wait for each other in a circle.
         """
-        waits_for = np.full((len(trace), _WINDOW + 2), -1, np.int64)
-        waits_for[:, :_WINDOW] = _earlier_on_rank(trace)
+        waits_for = np.full((len(trace), _WINDOW + 3), -1, np.int64)
+        waits_for[:, : _WINDOW + 1] = _earlier_on_rank(trace)
         group = _pair_transfers(trace, waits_for)
         _join_collectives(trace, group)
         step_start = np.full(int(trace.step.max()) + 1, np.inf)
@@ -69,6 +70,10 @@ class Replay:
         # A receive that only waits begins, in effect, when the send has ended.
         start = np.minimum(np.maximum(start, np.r_[end, 0.0][waits_for[:, -1]]), end)
         ready = np.r_[end, 0.0][waits_for].max(axis=1)
+        # One that has nothing to do before its send begins waits for that, whenever it is recorded.
+        receives = np.flatnonzero(trace.are(*RECEIVES))
+        is_idle = ready[receives] <= start[group[receives]]
+        start[receives] = np.where(is_idle, ready[receives], start[receives])
         barriers = _Barriers(trace, start, ready)
         added = np.arange(len(trace), len(trace) + len(barriers.before))
         waits_for = np.r_[waits_for, np.full((len(added), waits_for.shape[1]), -1)]
@@ -110,22 +115,58 @@ class Replay:
         return seconds
 
 
-def _earlier_on_rank(trace: OperationTrace) -> IntArray:
-    """Return the few operations before each on its rank that had ended when it began."""
-    index = np.arange(len(trace))
-    found = np.full((len(trace), _WINDOW), -1, np.int64)
-    same = np.r_[False, (np.diff(trace.step) == 0) & (np.diff(trace.rank) == 0)]
-    first = np.maximum.accumulate(np.where(same, 0, index))
+def _in_background(trace: OperationTrace) -> IntArray:
+    """Return 1 for sends, and 2 for receives, if such go on while their rank computes; else 0."""
+    stream = np.zeros(len(trace), np.int64)
+    computes = np.flatnonzero(trace.are(*FORWARD, *BACKWARD))
     ended_s = trace.end_s - _overlap_s(trace)
+    for number, names in enumerate((TRANSFERS[::2], RECEIVES), start=1):
+        ops = np.flatnonzero(trace.are(*names))
+        following = np.searchsorted(computes, ops)
+        overlapped = np.zeros(len(ops), bool)
+        for near in (following - 1, following):
+            known = (near >= 0) & (near < len(computes))
+            other, op = computes[near[known]], ops[known]
+            same = (trace.rank[other] == trace.rank[op]) & (trace.step[other] == trace.step[op])
+            both = np.maximum(trace.start_s[other], trace.start_s[op])
+            overlapped[known] |= same & (both < np.minimum(ended_s[other], ended_s[op]))
+        if len(ops) and overlapped.mean() > 1.0 - _RENDEZVOUS:
+            stream[ops] = number
+    return stream
+
+
+def _earlier_on_rank(trace: OperationTrace) -> IntArray:
+    """Return the few operations before each on its rank that had ended when it began.
+
+    Transfers in background wait for each other; their sends, for the compute before them, too.
+    """
+    stream, index = _in_background(trace), np.arange(len(trace))
+    order = np.lexsort((index, stream, trace.rank, trace.step))
+    found = np.full((len(trace), _WINDOW + 1), -1, np.int64)
+    keys = np.stack([trace.step, trace.rank, stream])[:, order]
+    begins = np.r_[True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)]
+    first = np.maximum.accumulate(np.where(begins, index, 0))
+    ended_s, start_s = (trace.end_s - _overlap_s(trace))[order], trace.start_s[order]
     for back in range(1, 4 * _WINDOW + 1):
         other = index - back
-        ended = (other >= first) & (ended_s[other] <= trace.start_s)
+        ended = (other >= first) & (ended_s[other] <= start_s)
         if back <= _WINDOW:
-            found[:, back - 1] = np.where(ended, other, -1)
+            found[:, back - 1] = np.where(ended, order[other], -1)
         else:  # Those that overlap everything just before them look further back.
             ended &= (found < 0).all(axis=1)
-            found[ended, 0] = other[ended]
-    return found
+            found[ended, 0] = order[other[ended]]
+    earlier = np.empty_like(found)
+    earlier[order] = found
+    sends = np.flatnonzero(stream == 1)
+    if len(sends):
+        computes = np.flatnonzero(trace.are(*FORWARD, *BACKWARD))
+        place = np.searchsorted(computes, sends)
+        for back in (3, 2, 1):  # The nearest that had ended comes last.
+            made = computes[np.maximum(place - back, 0)]
+            own = (trace.rank[made] == trace.rank[sends]) & (trace.step[made] == trace.step[sends])
+            own &= (trace.end_s - _overlap_s(trace))[made] <= trace.start_s[sends]
+            earlier[sends[own], -1] = made[own]
+    return earlier
 
 
 def _overlap_s(trace: OperationTrace) -> FloatArray:
@@ -142,7 +183,6 @@ def _pair_transfers(trace: OperationTrace, waits_for: IntArray) -> IntArray:
         group[receive] = send
     else:  # Sends end without their receives, so only receives wait.
         waits_for[receive, -1] = send
-        _leave_out_background(trace, np.sort(send), waits_for)
     _wait_for_data(trace, waits_for)
     return group
 
@@ -164,23 +204,12 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
     return sends[i], receives[j]
 
 
-def _leave_out_background(trace: OperationTrace, sends: IntArray, waits_for: IntArray) -> None:
-    """Let nothing on the rank wait for sends that others overlap; these wait for compute alone."""
-    following = np.minimum(sends + 1, len(trace) - 1)
-    ended_s = (trace.end_s - _overlap_s(trace))[sends]
-    overlapped = (trace.start_s[following] < ended_s) & (trace.rank[following] == trace.rank[sends])
-    if len(sends) and overlapped.mean() > 1.0 - _RENDEZVOUS:
-        waited = waits_for[:, :_WINDOW]
-        waited[np.isin(waited, sends)] = -1
-        computes = np.r_[trace.are(*FORWARD, *BACKWARD), False]
-        waited[sends] = np.where(computes[waited[sends]], waited[sends], -1)
-
-
 def _wait_for_data(trace: OperationTrace, waits_for: IntArray) -> None:
     """Let a forward or backward wait for what it receives, also where that came in background."""
-    num_stages, num_chunks = int(trace.stage.max()) + 1, int(trace.chunk.max()) + 1
+    last_stage = np.zeros(int(trace.pipeline.max()) + 1, np.int64)
+    np.maximum.at(last_stage, trace.pipeline, trace.stage)
     begins = (trace.stage == 0) & (trace.chunk == 0)
-    ends = (trace.stage == num_stages - 1) & (trace.chunk == num_chunks - 1)
+    ends = (trace.stage == last_stage[trace.pipeline]) & (trace.chunk == int(trace.chunk.max()))
     for name, compute, starts_here in (
         ("forward", FORWARD, begins),
         ("backward", BACKWARD[:2], ends),

@@ -2,9 +2,11 @@
 
 Columns: `step`, `rank`, `dp_rank` (the pipeline), `stage`, `optype`, `start_ts` and `duration` in
 seconds, `mb_id` (the micro-batch), and optionally `mc` (the chunk of an interleaved schedule). As
-Parquet (with pyarrow installed) or as JSON lines, plain or compressed by gzip.
+Parquet (with pyarrow installed) or as JSON lines, plain or compressed by gzip; or a folder of such
+files, one of each rank, as `TraceOperations` writes them.
 """
 
+import contextlib
 import gzip
 import json
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import numpy as np
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["OperationTrace", "grouped", "read_operations"]
+__all__ = ["OperationTrace", "grouped", "read_operations", "trace_files"]
 
 _NEEDED = ("step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration", "mb_id")
 
@@ -92,14 +94,23 @@ def grouped(*keys: IntArray) -> IntArray:
     return numbers
 
 
+def trace_files(folder: Path) -> list[Path]:
+    """Return the files of one trace that `TraceOperations` wrote to a folder."""
+    return sorted(folder.glob("operations-rank*.jsonl.gz"))
+
+
 def read_operations(path: Path) -> OperationTrace:
-    """Read a trace from a file.
+    """Read a trace from a file, or from the files of all ranks in a folder.
 
     Raises:
         ConfigurationError: The file can't be read, or isn't an operation trace.
     """
+    files = trace_files(path) if path.is_dir() else [path]
+    if not files:
+        raise ConfigurationError(f"The folder {path} holds no file that TraceOperations wrote.")
     try:
-        columns = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+        parts = [_parquet(p) if p.suffix == ".parquet" else _json_lines(p) for p in files]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return OperationTrace.from_columns(columns)
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ConfigurationError(f"Can't read the operation trace {path}: {error}") from error
@@ -120,8 +131,14 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
-    rows = [json.loads(line) for line in lines if line.strip()]
+    rows = []
+    # A compressed file is torn if the job was killed while it wrote.
+    with (
+        gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file,
+        contextlib.suppress(EOFError),
+    ):
+        for line in file:
+            if line.strip():
+                rows.append(json.loads(line))
     names = [name for name in (*_NEEDED, "mc") if rows and name in rows[0]]
     return {name: [row[name] for row in rows] for name in names}

@@ -276,3 +276,28 @@ def test_small_residuals_warn_between_the_limits() -> None:
 
 def test_checks_are_due_in_few_iterations() -> None:
     assert [index for index in range(2000) if is_due(index)] == [0, 1, 10, 100, 1000]
+
+
+@pytest.mark.parametrize("are_alone", [True, False])
+def test_two_samples_tell_a_sum_from_a_sum_of_means_over_their_groups(are_alone: bool) -> None:  # noqa: FBT001
+    weight = torch.randn(WIDTH, requires_grad=True)
+    rows, groups = torch.randn(2, WIDTH), torch.arange(2) if are_alone else torch.arange(2) * 0
+
+    def evidence_of_rows(*parts: list[int]) -> Evidence:
+        gradients = []
+        for part in parts:
+            values = (rows[part] @ weight).square()
+            loss = sum(values[groups[part] == group].mean() for group in groups[part].unique())
+            gradients.extend(torch.autograd.grad(loss, [weight]))
+        counts = {Counting("samples"): tuple(float(len(part)) for part in parts)}
+        limits = Limits.of(torch.float32)
+        return Evidence.of(gradients, counts, num_samples=2, limits=limits, is_random=False)
+
+    usual = LossRule(LossReduction.MEAN, Counting("samples"))
+    pair, twice = evidence_of_rows([0, 1], [0], [1]), evidence_of_rows([0, 0], [0], [0])
+    if are_alone:
+        assert judge([pair], usual, None, allow_mixing=False).rule.is_sum
+        with pytest.raises(StepError, match="treats samples together"):
+            judge([pair, twice], usual, None, allow_mixing=False)
+    else:
+        assert judge([pair, twice], usual, None, allow_mixing=False).rule == usual

@@ -14,8 +14,6 @@ from lightning_hetero.runtime.slices import digests
 from lightning_hetero.runtime.slices.digests import digest_of, digests_of
 from lightning_hetero.runtime.slices.step_trial import (
     Likeness,
-    Trial,
-    _judge,
     check_steps,
     try_steps,
 )
@@ -138,7 +136,7 @@ def test_an_optimizer_is_refused_where_it_would_step_slices_otherwise(
     comms: Any = SimpleNamespace(gather_objects=lambda own: [own], global_rank=0)
     store: Any = Store(slices=slices)
     with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
-        check_steps([kind(parameters((4, 4)), lr=0.1)], store, comms, {})
+        check_steps([kind(parameters((4, 4)), lr=0.1)], store, comms)
 
 
 def test_a_trial_changes_nothing_of_the_optimizer() -> None:
@@ -158,52 +156,6 @@ def test_an_optimizer_that_moves_nothing_tells_nothing() -> None:
 
     with pytest.raises(ValueError, match="changes nothing"):
         try_steps(Idle(parameters((4, 3))), is_cut=True)
-
-
-class Watched(Foreign):
-    num_tried = 0
-
-    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
-        Watched.num_tried += 1
-        return super().direction(gradient)
-
-
-def test_an_optimizer_is_tried_again_where_anything_counts_that_is_new() -> None:
-    known: dict[bytes, Trial] = {}
-
-    def is_tried(optimizer: torch.optim.Optimizer, *, is_cut: bool = True) -> bool:
-        before = Watched.num_tried
-        assert _judge(optimizer, known, is_cut=is_cut).pieces is EXACT
-        return Watched.num_tried > before
-
-    class Other(Watched): ...
-
-    assert is_tried(Watched(parameters((4, 3))))
-    assert not is_tried(Watched(parameters((4, 3)))), "as in the generation before"
-    assert not is_tried(Watched(parameters((9, 3), (2, 2)))), "other slices of the same kind"
-    assert is_tried(Watched(parameters((4, 3))), is_cut=False)
-    assert is_tried(Watched(parameters((4,)))), "other kernels"
-    assert is_tried(Watched([nn.Parameter(torch.ones(4, 3).double())]))
-    assert is_tried(Watched(parameters((4, 3)), lr=0.2))
-    assert is_tried(Other(parameters((4, 3)))), "a class that can't be named"
-    assert is_tried(Other(parameters((4, 3))))
-    two = [{"params": parameters((4, 3))}, {"params": parameters((4, 3)), "lr": 0.3}]
-    assert is_tried(Watched(two))
-    own = Watched(parameters((4, 3)))
-    own.tried.append(7)
-    assert is_tried(own), "what it keeps itself"
-    begun = Watched(parameters((4, 3)))
-    begun.state[begun.param_groups[0]["params"][0]]["sum"] = torch.ones(4, 3)
-    assert is_tried(begun)
-    assert is_tried(begun), "what it begins with isn't compared"
-    assert not is_tried(Watched(parameters((4, 3)))), "and all of it is still known"
-
-
-def test_an_optimizer_that_was_refused_is_refused_again() -> None:
-    known: dict[bytes, Trial] = {}
-    trials = [_judge(ByTensor(parameters((4, 3))), known, is_cut=True) for _ in range(2)]
-    assert trials[0].pieces is DIFFERENT
-    assert trials[0] == trials[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

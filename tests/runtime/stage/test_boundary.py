@@ -1,6 +1,5 @@
 """One process plays the stages one after the other: together they are the whole model."""
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -57,7 +56,7 @@ class Model(nn.Module):
 def run_of(layers: range, received: Tensor | Handover | None) -> MicrobatchPass:
     if isinstance(received, Tensor):
         forms = [(tuple(received.shape), received.dtype)] * layers.start
-        received = Handover([received], [pickle.dumps([])] * layers.start, forms)
+        received = Handover([received], [b""] * layers.start, forms)
     return MicrobatchPass(
         layers=layers,
         num_layers=3,
@@ -93,15 +92,6 @@ def test_stages_in_turn_are_the_whole_model(extra: Any, cuts: list[int], *, by_n
     whole = through_stages(model, boundary, lambda: model(x), [0, 3])
     cut = through_stages(model, boundary, lambda: model(x), cuts)
     assert torch.equal(cut, whole)
-
-
-def test_layers_passed_through_return_what_their_kind_returns() -> None:
-    model = Model(lambda out: (None, 7))
-    boundary = StageBoundary(model.layers)
-    model.seen.clear()
-    with boundary.forward_of(run_of(range(2, 3), torch.randn(5, 4))):
-        model(torch.randn(5, 3))
-    assert model.seen == [(None, 7)] * 3
 
 
 def test_no_except_of_the_users_stops_a_stage_end() -> None:
@@ -145,9 +135,7 @@ def test_extra_outputs_that_nothing_uses_are_their_layers_business() -> None:
     boundary = StageBoundary(model.layers)
     whole = through_stages(model, boundary, lambda: model(x), [0, 3])
     assert torch.equal(through_stages(model, boundary, lambda: model(x), [0, 2, 3]), whole)
-    assert isinstance(model.seen[-3][0], Unknown)
-    with pytest.raises(ModelError, match=r"item needs output 3 of layer 0"):
-        model.seen[-3][2].sum().item()
+    assert not any(isinstance(item, Unknown) for item in model.seen[-3])
 
 
 class TakesRest(nn.Module):
@@ -185,14 +173,12 @@ def test_what_layers_hand_on_is_that_of_the_microbatch() -> None:
 
 
 @torch.inference_mode()
-def test_what_layers_compute_for_layers_behind_travels_unless_it_is_large() -> None:
-    model, x = TakesRest(learned=1), torch.randn(5, 3)
+@pytest.mark.parametrize("learned", [1, 4])
+def test_what_layers_return_for_layers_behind_travels(learned: int) -> None:
+    model, x = TakesRest(learned=learned), torch.randn(5, 3)
     boundary = StageBoundary(model.layers)
     whole = through_stages(model, boundary, lambda: model(x), [0, 3])
     assert torch.equal(through_stages(model, boundary, lambda: model(x), [0, 1, 2, 3]), whole)
-    large = TakesRest(learned=4)
-    with pytest.raises(ModelError, match="Layer 1 takes output 1 of layer 0"):
-        through_stages(large, StageBoundary(large.layers), lambda: large(x), [0, 1, 3])
 
 
 def test_extra_outputs_of_a_whole_model_are_its_own_business() -> None:

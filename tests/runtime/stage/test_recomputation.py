@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
@@ -138,11 +139,11 @@ def test_compiled_layers_are_recomputed_as_a_whole_where_others_are_selectively(
     ways: list[str] = []
 
     def instead(way: str) -> Any:
-        return lambda forward, hidden, **_: ways.append(way) or hidden
+        return lambda *args, **_: ways.append(way) or args[-1]
 
     with (
-        mock.patch.object(recomputation, "computed_again", instead("whole")),
-        mock.patch.object(recomputation, "computed_again_but_products", instead("selective")),
+        mock.patch.object(recomputation, "checkpoint", instead("whole")),
+        mock.patch.object(KeptProducts, "__call__", instead("selective")),
         boundary.forward_of(whole),
     ):
         model(torch.zeros(1, CONTEXT, dtype=torch.int64))

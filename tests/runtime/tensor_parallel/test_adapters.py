@@ -7,16 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_hetero.core.errors import ModelError
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import (
     PeftCase,
+    fit,
     refusal,
     save_adapters,
     train,
+    train_and_change,
+    train_with_checkpoints,
 )
 from tests.runtime.runs import pipeline, plan_of, stage
 
 pytest.importorskip("peft")
+
+from safetensors.numpy import load_file
+
 pytestmark = pytest.mark.dist
 
 PAIR = plan_of(pipeline(stage([1, 0], 0, 4)))
@@ -24,12 +31,16 @@ UNEQUAL = plan_of(pipeline(stage([2, 0], 0, 3), stage(3, 3, 4)), pipeline(stage(
 FOUR = plan_of(pipeline(stage([3, 0, 2, 1], 0, 4)))
 PLANS = {"pair": (PAIR, 2), "unequal": (UNEQUAL, 4), "four": (FOUR, 4)}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SHARED = (("num_attention_heads", 12), ("num_key_value_heads", 3), ("hidden_size", 24))
 ALORA = {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "mixtral": ALL[:4],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "bert": ["query", "key", "value", "dense"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
 }
+MORE = ["gemma3_text", "bert", "gpt_neox"]
 
 
 def case_of(plan: str, model: str = "llama", **adapters: Any) -> PeftCase:
@@ -52,7 +63,7 @@ def check(pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None) -> N
             assert np.abs(found.trained[name] - weight).max() <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gpt2", "mixtral", "phi3"])
+@pytest.mark.parametrize("model", [*("llama", "qwen3", "gpt2", "mixtral", "phi3"), *MORE])
 @pytest.mark.parametrize("plan", ["pair", "unequal"])
 def test_lora(pool: ProcessPool, model: str, plan: str) -> None:
     check(pool, case_of(plan, model))
@@ -104,8 +115,7 @@ def test_dropout_drops_the_same_features_under_any_degree(
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_key_heads_that_ranks_share(pool: ProcessPool, *, use_dora: bool) -> None:
-    heads = (("num_attention_heads", 12), ("num_key_value_heads", 3), ("hidden_size", 24))
-    check(pool, replace(case_of("four", use_dora=use_dora), config=heads))
+    check(pool, replace(case_of("four", use_dora=use_dora), config=SHARED))
 
 
 @pytest.mark.parametrize("adapters", [{}, {"use_dora": True}])
@@ -114,16 +124,35 @@ def test_sequence_parallelism(pool: ProcessPool, adapters: dict[str, Any]) -> No
 
 
 def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
     case = case_of("unequal")
-    alone = replace(case, plan=plan_of(pipeline(stage(0, 0, 4))), world_size=1, batch_size=4)
+    alone = replace(case, plan=None, world_size=1, batch_size=4)
     pool.run(save_adapters, 4, case, tmp_path / "many")
     pool.run(save_adapters, 1, alone, tmp_path / "one")
     many, one = (load_file(tmp_path / i / "adapter_model.safetensors") for i in ("many", "one"))
     assert many.keys() == one.keys()
     for name, weight in one.items():
         np.testing.assert_allclose(many[name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_of_one_degree_goes_on_under_others(pool: ProcessPool, tmp_path: Path) -> None:
+    first = replace(case_of("four", "llama"), config=SHARED, max_steps=4)
+    whole = pool.run(train, 4, first)[0]
+    pool.run(train_with_checkpoints, 4, replace(first, max_steps=2), tmp_path)
+    stored = [load_file(file) for file in tmp_path.rglob("*.safetensors")]
+    # Every row once, however many ranks hold it.
+    numel = sum(rows.size for content in stored for rows in content.values())
+    assert numel == sum(item.size for item in whole.trained.values())
+    later = replace(case_of("unequal"), config=SHARED, max_steps=4)
+    for found in pool.run(train_with_checkpoints, 4, later, tmp_path):
+        np.testing.assert_allclose(found.losses, whole.losses[2:], rtol=1e-5)
+
+
+def test_degrees_change_between_steps(pool: ProcessPool) -> None:
+    case = replace(case_of("pair"), config=SHARED, max_steps=3)
+    expected = pool.run(train, 2, case)[0]
+    other = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 4)))
+    for found in pool.run(train_and_change, 2, case, {1: other, 2: PAIR}):
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +162,14 @@ def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Pa
         ("LoHaConfig", {"target_modules": ALL}, "loha"),
         ("VeraConfig", {"target_modules": ["q_proj"]}, "vera"),
         ("LoraConfig", {**ALORA, "target_modules": ALL}, "ALora"),
+        ("LoraConfig", {"target_parameters": ["mlp.experts.gate_up_proj"]}, "ParamWrapper"),
     ],
 )
 def test_other_adapters_are_refused_by_name(
     pool: ProcessPool, method: str, adapters: dict[str, Any], named: str
 ) -> None:
-    case = replace(case_of("pair"), method=method, adapters=adapters)
+    model = "mixtral" if "target_parameters" in adapters else "llama"
+    case = replace(case_of("pair", model), method=method, adapters=adapters)
     for message in pool.run(refusal, 2, case):
         assert "ModelError" in message
         assert named in message
@@ -151,3 +182,18 @@ def test_quantized_layers_are_refused(pool: ProcessPool, quantized: str) -> None
     for message in pool.run(refusal, 2, replace(case_of("pair"), quantized=quantized)):
         assert "is quantized" in message
         assert "degree 1" in message
+
+
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+def test_quantized_layers_are_refused_before_processes_are_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    started = []
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **_: started.append(args))
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(ModelError, match=r"is quantized.*degree 1"):
+        fit(replace(case_of("pair"), quantized="nf4"))
+    assert not started

@@ -1,13 +1,11 @@
 """Decide where one iteration ends and the next begins, from communication operations alone.
 
-Greyhound infers the iteration time without the framework's help: training repeats the same
-operations, so the first lag at which their autocorrelation reaches 0.95 is the number of operations
-in an iteration. Operations are categories (name, size, group), so the autocorrelation is that of
-their one-hot codes: the share of operations that equal the one `lag` later, corrected for chance.
-Lags are computed all at once by FFT: O(k·n log n) for n operations of k kinds.
-
-Where all operations look alike (one gradient bucket size), the gaps between them are the
-categories: short inside an iteration, long between two.
+Training repeats the same operations, so the first lag at which their autocorrelation reaches 0.95
+is the number of operations in an iteration (Greyhound). Operations are categories (name, size,
+group), so the autocorrelation is that of their one-hot codes: the share of operations that equal
+the one `lag` later, corrected for chance. Lags are computed all at once by FFT: O(k·n log n) for n
+operations of k kinds. Where all operations look alike (one gradient bucket size), the gaps between
+them are the categories: short inside an iteration, long between two.
 """
 
 from collections import Counter
@@ -16,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["CommunicationOp", "Period", "infer_period"]
@@ -83,7 +81,7 @@ def infer_period(ops: Sequence[CommunicationOp]) -> Period | None:
     )
 
 
-def _codes(ops: Sequence[CommunicationOp]) -> NDArray[np.int64]:
+def _codes(ops: Sequence[CommunicationOp]) -> IntArray:
     """Return a small number for every kind of operation; rare kinds share the last one."""
     kinds = Counter((op.name, op.num_bytes, op.group) for op in ops)
     number = {kind: i for i, (kind, _) in enumerate(kinds.most_common(_MOST_KINDS - 1))}
@@ -91,7 +89,7 @@ def _codes(ops: Sequence[CommunicationOp]) -> NDArray[np.int64]:
     return np.array([number.get((op.name, op.num_bytes, op.group), rare) for op in ops])
 
 
-def _gap_codes(ops: Sequence[CommunicationOp]) -> NDArray[np.int64]:
+def _gap_codes(ops: Sequence[CommunicationOp]) -> IntArray:
     """Return 1 for operations after a long gap, 0 for others; all 0 if gaps are alike."""
     gaps = np.diff([op.start_s for op in ops])
     positive = np.sort(gaps[gaps > 0.0])
@@ -112,7 +110,7 @@ def _gap_codes(ops: Sequence[CommunicationOp]) -> NDArray[np.int64]:
     return codes
 
 
-def _autocorrelation(codes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _autocorrelation(codes: IntArray) -> FloatArray:
     """Return the correlation of one-hot codes for lags 0 to n/2."""
     num_ops, longest = len(codes), len(codes) // 2
     size = 1 << (2 * num_ops - 1).bit_length()
@@ -132,7 +130,7 @@ def _autocorrelation(codes: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.where(spread > 1e-9, (share - chance) / np.maximum(spread, 1e-9), 1.0)
 
 
-def _starts(codes: NDArray[np.int64], lag: int) -> list[int]:
+def _starts(codes: IntArray, lag: int) -> list[int]:
     """Return where iterations start: at a kind that occurs once in each iteration, if there is one.
 
     Following one kind keeps step after operations that don't belong (a validation, a log); without

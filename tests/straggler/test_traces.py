@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import infer_period, read_flight_recorder, read_profiler_trace
-from lightning_hetero.straggler.any_job.recording import CommunicationRecorder
+from lightning_hetero.straggler.recording import CommunicationRecorder
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import CommunicationOp, find_changes, read_times
-from lightning_hetero.straggler.any_job.job_times import OPTIMIZER_STEP, as_line
+from lightning_hetero.straggler.any_job import OPTIMIZER_STEP, as_line
 
 NUM_STEPS, SLOW_FROM, SLOW_TO = 150, 60, 100
 SIZES = (4096, 1024, 1024, 512)

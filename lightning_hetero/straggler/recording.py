@@ -3,7 +3,7 @@
 Greyhound hooks NCCL from outside; this module wraps the public functions of `torch.distributed`, so
 it needs no preloaded library and works with any backend. FSDP, tensor and pipeline parallelism call
 these. DistributedDataParallel reduces its gradients in C++, invisible from Python; but optimizer
-steps are recorded, too, and a profiler trace (`traces`) has its buckets. A thread appends the
+steps are recorded, too, and a profiler trace (`any_job`) has its buckets. A thread appends the
 operations to a file once a second.
 """
 
@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.any_job.job_times import OPTIMIZER_STEP, as_line
-from lightning_hetero.straggler.any_job.period import CommunicationOp
+from lightning_hetero.straggler.any_job import OPTIMIZER_STEP, as_line
+from lightning_hetero.straggler.period import CommunicationOp
 
 __all__ = ["CommunicationRecorder", "Recording", "record"]
 

@@ -1,1 +1,0 @@
-"""Find stragglers of any job, without Lightning or a plan, from recordings and traces."""

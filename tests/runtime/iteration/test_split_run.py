@@ -1,0 +1,56 @@
+"""The check of a loss costs less than three training steps, and no more memory than one."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
+from tests.toy import quiet
+
+STEPS: list[tuple[int, int]] = []
+"""Samples of each call of the step, and the bytes that autograd saved in it."""
+GRADIENTS: list[int] = []
+"""Samples of each backward that has reached the first layer's output."""
+
+
+class Counted(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        with SavedBytes(without=self.parameters()) as saved:
+            hidden = torch.tanh(self.layers[0](x))
+            hidden.register_hook(lambda gradient: GRADIENTS.append(len(gradient)))
+            for layer in self.layers[1:]:
+                hidden = torch.tanh(layer(hidden))
+            loss = F.mse_loss(hidden, x)
+        STEPS.append((len(x), saved.total))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 4])
+def test_a_check_costs_less_than_three_steps_and_no_more_memory_than_one(num_samples: int) -> None:
+    STEPS.clear()
+    GRADIENTS.clear()
+    loader = DataLoader(TensorDataset(torch.randn(2 * num_samples, 8)), batch_size=2 * num_samples)
+    trainer = L.Trainer(
+        **quiet(max_steps=1), devices=1, strategy=HeteroStrategy(num_microbatches=2)
+    )
+    trainer.fit(Counted(), loader)
+    *checked, first, second = STEPS
+    assert first == second
+    assert first[0] == num_samples
+    assert sum(samples for samples, _ in checked) <= 3 * num_samples, "a step has two micro-batches"
+    assert max(num_bytes for _, num_bytes in checked) <= first[1]
+    assert [num_samples] * 2 == GRADIENTS, "a check goes back through the last layer only"
