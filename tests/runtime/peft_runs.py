@@ -187,7 +187,7 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
         plan = ParallelPlan.from_dict(case.plan)
         given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
         options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
-    if case.plans:
+    if case.plan is not None and case.plans:
         callbacks = (*callbacks, ChangePlans(case.plans))
     trainer = L.Trainer(
         **quiet(

@@ -7,7 +7,7 @@ attribute `whole_reader`.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -205,7 +205,13 @@ def add_adapters(model: PreTrainedModel, config: Any) -> Any:
             "starts. Leave these options out, or load the model whole with from_pretrained."
         )
     with _on_cpu_without_values(model):
-        return peft.get_peft_model(model, config)
+        adapted = peft.get_peft_model(model, config)
+    source = vars(model)["weight_source"]
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    before = {name: name.replace(".base_layer", "") for name in names}
+    tensors = {n: source.tensors[own] for n, own in before.items() if own in source.tensors}
+    vars(model)["weight_source"] = replace(source, tensors=tensors)
+    return adapted
 
 
 @contextmanager
