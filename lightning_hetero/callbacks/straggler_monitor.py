@@ -27,6 +27,7 @@ from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.callbacks.watching.session import StragglerSession
 from lightning_hetero.callbacks.watching.step_times import StepTimes
 from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import (
     BocdConfig,
     Event,
@@ -60,6 +61,10 @@ class StragglerMonitor(Callback):
             too.
         detector: When a level counts as changed.
         recheck_share: Share of the time that may be spent on probing a known slow link again.
+        admission: Ratio from which a device that is slower than others of its type, by a product of
+            matrices or a copy in its memory, is named before training, and left out if an
+            `ElasticRestart` can do that; 1.3 is sensible. The probes run whenever training begins,
+            with new ranks, too, and take well below two seconds. None admits all devices.
     """
 
     def __init__(
@@ -70,7 +75,12 @@ class StragglerMonitor(Callback):
         policy: PolicyConfig | None = None,
         detector: BocdConfig | None = None,
         recheck_share: float = 0.002,
+        admission: float | None = None,
     ) -> None:
+        if admission is not None and not admission > 1.0:
+            raise ConfigurationError(
+                f"admission is {admission}; give a ratio above 1, such as 1.3."
+            )
         policy = policy or PolicyConfig()
         self.config = WatchConfig(
             detector=detector or BocdConfig(),
@@ -78,6 +88,7 @@ class StragglerMonitor(Callback):
             recheck_share=recheck_share,
         )
         self.events = events
+        self.admission = admission
         self._session: StragglerSession | None = None
         self._log: EventLog | None = None
         self._shares_log = False
@@ -110,6 +121,7 @@ class StragglerMonitor(Callback):
             self._config_of(known.restart_s),
             report=partial(self._report, trainer),
             say=rank_zero_info,
+            admission=self.admission,
         )
         self._step = StepTimes(trainer.global_step)
 

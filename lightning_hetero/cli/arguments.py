@@ -149,27 +149,32 @@ def add_format_arguments(parser: argparse.ArgumentParser, *, json_file: bool = F
     )
 
 
-def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
+def add_plot_argument(
+    parser: argparse.ArgumentParser, what: str, *, may_be_page: bool = False
+) -> None:
     """Add `--plot`, which `check_picture` checks."""
+    page = ", or an .html page whose bars say their numbers" if may_be_page else ""
     parser.add_argument(
-        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file"
+        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file{page}"
     )
 
 
-def check_picture(path: str | None) -> None:
-    """Refuse a picture that can't be drawn, before any work is done."""
+def check_picture(path: str | None, *, may_be_page: bool = False) -> None:
+    """Refuse a picture, or page, that can't be drawn, before any work is done."""
     if path is None:
         return
-    if Path(path).suffix.lower() not in _PICTURES:
+    suffix = Path(path).suffix.lower()
+    known = (*_PICTURES, ".html") if may_be_page else _PICTURES
+    if suffix not in known:
         raise ConfigurationError(
-            f"--plot is {path!r}; its name must end in {', '.join(_PICTURES[:-1])} or "
-            f"{_PICTURES[-1]}."
+            f"--plot is {path!r}; its name must end in {', '.join(known[:-1])} or {known[-1]}."
         )
     check_folder_of(path, "--plot")
-    if importlib.util.find_spec("matplotlib") is None:
+    needed, extra = ("jinja2", "report") if suffix == ".html" else ("matplotlib", "plot")
+    if importlib.util.find_spec(needed) is None:
         raise ConfigurationError(
-            "--plot needs matplotlib, which isn't installed. Run: "
-            "pip install 'lightning-hetero[plot]'."
+            f"--plot needs {needed}, which isn't installed. Run: "
+            f"pip install 'lightning-hetero[{extra}]'."
         )
 
 

@@ -7,9 +7,8 @@ import yaml
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.table import format_table
-from lightning_hetero.straggler.operations.answer import Layout, answer
 from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
-from lightning_hetero.straggler.operations.what_if import explain
+from lightning_hetero.straggler.operations.what_if import Layout, answer, explain
 
 __all__ = ["explain_trace"]
 

@@ -35,6 +35,7 @@ from lightning_hetero.cli.output import (
     stage_rows,
     write_json,
 )
+from lightning_hetero.cli.run_page.plan_page import draw_plan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
@@ -56,7 +57,6 @@ from lightning_hetero.simulator import (
     fitting_lines,
     memory_tables,
     plan_table,
-    plot_timeline,
     prediction_lines,
     simulate,
     simulated_facts,
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="print what fills each stage's devices, too"
     )
-    add_plot_argument(parser, "its timeline and memory")
+    add_plot_argument(parser, "its timeline and memory", may_be_page=True)
     add_format_arguments(parser, json_file=True)
 
 
@@ -170,7 +170,7 @@ def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
         raise ConfigurationError(
             f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
         )
-    check_picture(arguments.plot)
+    check_picture(arguments.plot, may_be_page=True)
     check_folder_of(arguments.output, "--output")
     check_folder_of(arguments.json if isinstance(arguments.json, str) else None, "--json")
     if arguments.save_top is None:
@@ -365,7 +365,7 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
         microbatch = result.workload.microbatch
         batches = own_microbatches(found, microbatch)
         simulation = simulate(found, cost, batches, record_events=True)
-        plot_timeline(Path(arguments.plot), found, cost, simulation)
+        draw_plan(arguments.plot, found, cost, simulation)
 
 
 def _save(found: ParallelPlan, path: Path) -> None:

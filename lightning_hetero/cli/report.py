@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_hetero.cli.run_page.figures import charts, lanes, plan_rows
 from lightning_hetero.cli.run_page.story import Story, read_story
+from lightning_hetero.cli.run_page.template import render_page
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["add_arguments", "render", "run_report"]
@@ -50,14 +51,6 @@ def render(story: Story) -> str:
     Raises:
         ConfigurationError: Jinja2 isn't installed.
     """
-    try:
-        from jinja2 import Environment, PackageLoader
-    except ImportError as error:
-        raise ConfigurationError(
-            "The page needs Jinja2: pip install 'lightning-hetero[report]'."
-        ) from error
-    loader = PackageLoader("lightning_hetero.cli.run_page", ".")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
     plans = []
     for step, plan in story.plans[-_MOST_PLANS:]:
         try:
@@ -65,7 +58,8 @@ def render(story: Story) -> str:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             story.verdicts.append(f"The plan of step {step} can't be drawn: {error!r}")
     span_s = (story.last_s or 0.0) - (story.first_s or 0.0)
-    return environment.get_template("page.html.j2").render(
+    return render_page(
+        "page.html.j2",
         story=story,
         state=_STATES[story.state],
         numbers=_numbers(story),

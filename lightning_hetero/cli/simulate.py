@@ -22,13 +22,13 @@ from lightning_hetero.cli.output import (
     print_json,
     print_plan,
 )
+from lightning_hetero.cli.run_page.plan_page import draw_plan
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
     Simulation,
     fitting_lines,
     plan_table,
-    plot_timeline,
     prediction_lines,
     save_trace,
     simulated_facts,
@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write a Perfetto/Chrome trace to this JSON file"
     )
-    add_plot_argument(parser, "the timeline")
+    add_plot_argument(parser, "the timeline", may_be_page=True)
     add_format_arguments(parser)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Simulate the plan, print the table, write trace and picture."""
-    check_picture(arguments.plot)
+    check_picture(arguments.plot, may_be_page=True)
     check_folder_of(arguments.trace, "--trace")
     plan = ParallelPlan.load(arguments.plan)
     cost = cost_of(arguments)
@@ -78,7 +78,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         save_trace(arguments.trace, plan, simulation)
     if arguments.plot:
-        plot_timeline(arguments.plot, plan, cost, simulation)
+        draw_plan(arguments.plot, plan, cost, simulation)
     return 0
 
 

@@ -10,6 +10,7 @@ Point-to-point probes go in rounds of disjoint pairs, so that no probe disturbs 
 many rounds for a thousand ranks as for eight: 2 for an even ring, 3 for an odd one.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "find_suspects",
     "probe_rounds",
     "ring_rounds",
+    "slow_of_their_kind",
     "suspect",
 ]
 
@@ -316,6 +318,25 @@ def _links_and_ports(slow: Mapping[Pair, float], probed: Mapping[Pair, float]) -
         if pair not in explained
     ]
     return findings
+
+
+def slow_of_their_kind(
+    probes: Sequence[Mapping[int, float]], kinds: Sequence[str], *, least_ratio: float
+) -> tuple[Finding, ...]:
+    """Return devices that are slower than others of their type, the slowest first.
+
+    Args:
+        probes: Seconds by rank, of each kind of probe; a device's worst one counts.
+        kinds: The type of each rank's device.
+        least_ratio: Least ratio to the median of the others.
+    """
+    ratios: dict[int, float] = {}
+    for kind, times_s in itertools.product(set(kinds), probes):
+        like = {rank: seconds for rank, seconds in times_s.items() if kinds[rank] == kind}
+        for rank, ratio in find_suspects(like, least_ratio=least_ratio).items():
+            ratios[rank] = max(ratio, ratios.get(rank, 0.0))
+    ranks = sorted(ratios, key=lambda rank: -ratios[rank])
+    return tuple(Finding(kind=FindingKind.DEVICE, ranks=(r,), ratio=ratios[r]) for r in ranks)
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_hetero.straggler.events import Pair, normalise_pair
 
-__all__ = ["probe_device", "probe_devices", "probe_links"]
+__all__ = ["probe_device", "probe_devices", "probe_links", "probe_memory"]
 
 _Key = TypeVar("_Key")
 
@@ -57,6 +57,25 @@ def probe_devices(
     """Return every rank's matmul probe, seconds, by global rank. All ranks call it."""
     own_s = probe_device(device, size=size, repeats=repeats, within=within)
     return _gather({dist.get_rank(): own_s})
+
+
+def probe_memory(
+    device: torch.device,
+    *,
+    num_bytes: int = 2**26,
+    repeats: int = 5,
+    within: AbstractContextManager[Any] | None = None,
+) -> float:
+    """Return the median seconds of a copy inside a device's memory; doesn't communicate."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    around = nullcontext() if within is None else within
+
+    def copy() -> None:
+        with around:
+            target.copy_(source)
+
+    return statistics.median(_repeat_s(copy, device=device, repeats=repeats))
 
 
 def probe_links(

@@ -276,13 +276,14 @@ class Processes:
         """Form the first generation with all started processes, or join a later one; collective."""
         assert self._environment is not None
         assert self._silence is not None
-        silence_s = self._silence.total_seconds()
+        patience_s = min(60.0, self._timeout.total_seconds())
+        waits = {"silence_s": self._silence.total_seconds(), "patience_s": patience_s}
         if self.joins:
             start = self.start_timeout
-            found = join_membership(facts, start_timeout=start, silence_s=silence_s)
+            found = join_membership(facts, start_timeout=start, **waits)
         else:
             store, environment = self._connect_store(), self._environment
-            found = open_membership(store, environment, facts, silence_s=silence_s)
+            found = open_membership(store, environment, facts, **waits)
         membership, self._heartbeat = found
         self._membership = membership
         assert membership.generation is not None

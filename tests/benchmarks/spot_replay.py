@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.callbacks.run_log import read_log
-from lightning_hetero.checkpoint import Holder, Source, TierKind
+from lightning_hetero.checkpoint import Location, Source, TierKind
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, FileEntry, PartManifest
 from lightning_hetero.checkpoint.recovery.fetching import (
     Fetcher,
     FileRange,
-    Holders,
+    Locations,
     cut_into_chunks,
 )
 from lightning_hetero.checkpoint.saver.replicas import place_replicas
@@ -133,9 +133,9 @@ def recovery_time_s(
     size = int(STATE_BYTES) // len(holders)
     manifests = {part: _manifest(part, size, len(holders)) for part in holders}
     places = {
-        (part, "f"): tuple(sorted(Holder(n, TierKind.DISK) for n in nodes))
+        (part, "f"): tuple(sorted(Location(n, TierKind.DISK) for n in nodes))
         if local
-        else (Holder("", TierKind.REMOTE),)
+        else (Location("", TierKind.REMOTE),)
         for part, nodes in holders.items()
     }
     needs = {rank: _even_share(rank, len(alive), len(holders), size) for rank in range(len(alive))}
@@ -145,10 +145,10 @@ def recovery_time_s(
 def _duration_s(
     needs: Mapping[int, Sequence[FileRange]],
     manifests: Mapping[int, PartManifest],
-    holders: Holders,
+    holders: Locations,
     nodes: Sequence[str],
 ) -> float:
-    disk: dict[Holder, int] = defaultdict(int)
+    disk: dict[Location, int] = defaultdict(int)
     link: dict[str, int] = defaultdict(int)
     for rank, ranges in needs.items():
         fetcher = Fetcher(manifests, holders, node=nodes[rank], reach=lambda *_: None, turn=rank)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.callbacks import TraceOperations
+from lightning_hetero.callbacks import StragglerMonitor, TraceOperations
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler import FindingEvent, read_events
 from lightning_hetero.straggler.operations.trace import read_operations
 from lightning_hetero.testing import EmulatedDevices
 from tests.processes import ProcessPool
@@ -38,7 +39,11 @@ def train(rank: int, folder: str) -> None:
             devices=4,
             strategy=HeteroStrategy(plan, num_microbatches=NUM_MICROBATCHES),
             max_steps=NUM_STEPS,
-            callbacks=[EmulatedDevices((60.0, 60.0, 60.0, 180.0)), CountedTrace(every_n_steps=2)],
+            callbacks=[
+                EmulatedDevices((60.0, 60.0, 60.0, 180.0)),
+                CountedTrace(every_n_steps=2),
+                StragglerMonitor(admission=1.3, dry_run=True),
+            ],
         ),
         default_root_dir=folder,
     )
@@ -73,6 +78,10 @@ def test_a_run_is_traced_every_so_many_steps_and_when_asked_and_explained(
     first = json.loads(shares.read_text())["causes"][0]
     assert (first["kind"], first["which"]) == ("rank", 3)
     assert "replace" in capsys.readouterr().out
+
+    events = read_events(tmp_path / "events.jsonl")
+    named = {e.ranks for e in events if isinstance(e, FindingEvent) and e.step == 0}
+    assert named == {(3,)}, "the slow device is named before it works"
 
 
 def test_no_step_a_trace_is_refused() -> None:

@@ -22,11 +22,11 @@ from lightning_hetero.checkpoint.format.manifest import (
     PartManifest,
     manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Progress
 from lightning_hetero.checkpoint.places.parts import prune, pull_part
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process.deadlines import Progress
 from lightning_hetero.testing import FaultyStore, MemoryStore
 from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_hetero.checkpoint import Peers
-from lightning_hetero.checkpoint.peers.deadlines import Progress
 from lightning_hetero.checkpoint.peers.serving import FileServer, PeerFiles, own_host
 from lightning_hetero.core.errors import CheckpointError, PeerError
+from lightning_hetero.core.process.deadlines import Progress
 from lightning_hetero.testing import FaultyStore, MemoryStore
 from tests.checkpoint.states import run_ranks
 

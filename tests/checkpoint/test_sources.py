@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import Location, Source, TierKind
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.peers.deadlines import Progress
 from lightning_hetero.checkpoint.places.tiers import source_of
 from lightning_hetero.checkpoint.recovery.fetching import (
     Fetcher,
@@ -20,6 +19,7 @@ from lightning_hetero.checkpoint.recovery.fetching import (
     whole_blocks,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.deadlines import Progress
 
 BLOCK = 8
 KINDS = (TierKind.MEMORY, TierKind.DISK)

@@ -7,10 +7,10 @@ import pytest
 
 from lightning_hetero.checkpoint import CheckpointWriter, Peers, Tier, TierKind
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, parse_manifest_name
-from lightning_hetero.checkpoint.peers.deadlines import Progress
 from lightning_hetero.checkpoint.places.parts import TierPruner, prune
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process.deadlines import Progress
 from lightning_hetero.testing import MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 

@@ -243,7 +243,7 @@ def test_the_version_is_the_packages(capsys):
         (CLUSTER, "--global-batch-size 0", "must be 1 or more"),
         (CLUSTER, "--top 0", "--top is 0; it must be 1 or more"),
         (CLUSTER, "--output no/such/folder/plan.json", "Can't write"),
-        (CLUSTER, "--plot plan.jpg", "must end in .svg, .png or .pdf"),
+        (CLUSTER, "--plot plan.jpg", "must end in .svg, .png, .pdf or .html"),
         (CLUSTER, "--save-top many plans", "--save-top is many; it must be a whole number"),
         (CLUSTER, "--save-top 2 c.yaml/plans", "Can't make the folder"),
         (CLUSTER, "--model nobody/knows", "hf download nobody/knows config.json"),

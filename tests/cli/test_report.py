@@ -6,13 +6,19 @@ import shutil
 import subprocess
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_hetero.cli import main
 from lightning_hetero.cli.report import render
+from lightning_hetero.cli.run_page.plan_page import draw_plan
 from lightning_hetero.cli.run_page.story import read_story
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator import RooflineCost, simulate
 from tests.straggler.operations.emulated import Planted
 
 pytest.importorskip("jinja2")
@@ -124,11 +130,35 @@ def test_100_000_steps_take_five_seconds_and_three_megabytes(tmp_path):
     assert len(page.encode()) < 3e6
 
 
+def run_page(folder: Path) -> str:
+    write_run(folder / "run")
+    return page_of(folder / "run")
+
+
+def plan_page(folder: Path) -> str:
+    plan = ParallelPlan.even(world_size=4, num_layers=32, num_stages=2)
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4),))
+    model = replace(ModelSpec.load("llama-7b"), name="<script>alert(1)</script>")
+    cost = RooflineCost(cluster, model)
+    found = simulate(plan, cost, [[(2048,)] * 4] * 2, record_events=True)
+    draw_plan(folder / "plan.html", plan, cost, found)
+    return (folder / "plan.html").read_text()
+
+
+def test_a_plan_page_says_the_numbers_of_its_bars(tmp_path):
+    page = plan_page(tmp_path)
+    assert "<script>" not in page
+    for kind in ("forward", "backward"):
+        assert page.count(f"<title>{kind} of micro-batch") == 2 * 2 * 4
+    assert page.count("<title>activations: ") == 4
+    assert "http" not in page
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_a_browser_shows_it_without_errors(tmp_path):
-    write_run(tmp_path / "run")
-    page, profile, picture = (tmp_path / name for name in ("run.html", "profile", "page.png"))
-    page.write_text(page_of(tmp_path / "run"))
+@pytest.mark.parametrize("make_page", [run_page, plan_page])
+def test_a_browser_shows_it_without_errors(tmp_path, make_page):
+    page, profile, picture = (tmp_path / name for name in ("page.html", "profile", "page.png"))
+    page.write_text(make_page(tmp_path))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]

@@ -71,7 +71,7 @@ def test_a_stage_that_does_not_fit_is_said(words, capsys):
         (["--sequence-length", "0"], "1 or more"),
         (["--micro-batch-size", "3"], "multiple"),
         (["--trace", "no/where.json"], "Can't write"),
-        (["--plot", "p.jpg"], "must end in .svg, .png or .pdf"),
+        (["--plot", "p.jpg"], "must end in .svg, .png, .pdf or .html"),
         (["--max-profile-age-days", "1e300", "--profile", "p.json"], "number of days"),
         (["--sequence-length", "9" * 30], "no more than"),
     ],

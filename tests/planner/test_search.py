@@ -279,6 +279,13 @@ def test_options_that_cannot_be_met_are_refused(options, message):
         plan(MIXED, LLAMA, WORK, PlanningOptions(**options))
 
 
+def test_degrees_above_the_key_heads_are_planned():
+    few = replace(LLAMA, num_kv_heads=1)
+    options = PlanningOptions(tp_degrees=(4,), num_candidates=1)
+    found = plan(MIXED, few, WORK, options).candidates[0].plan
+    assert {stage.tp_degree for _, _, stage in found.iter_stages()} == {4}
+
+
 def test_a_model_that_fits_nowhere_says_how_much_is_missing():
     with pytest.raises(PlanningError, match=r"fits nowhere.*GiB.*Add devices"):
         plan(MIXED, ModelSpec.load("llama-70b"), WORK)

@@ -105,6 +105,17 @@ def test_embedding_and_head_cost_time_and_memory_where_they_stand():
     assert used[1] - used[0] == pytest.approx(logits + LLAMA.head_params * (6 + 16 / 2) - messages)
 
 
+def test_ranks_hold_the_key_heads_that_they_share_and_own_them_once():
+    few = dataclasses.replace(LLAMA, num_kv_heads=2)
+    cost = RooflineCost(CLUSTER, few)
+    shapes = {degree: StageShape("A100-80GB", degree, 4) for degree in (2, 4)}
+    held = {degree: degree * cost.num_stage_params(shape) for degree, shape in shapes.items()}
+    assert held[2] == 4 * few.params_per_layer
+    assert held[4] - held[2] == 4 * 2 * few.hidden_size * few.key_size
+    owned = {degree: degree * cost.num_owned_params(shape, 1) for degree, shape in shapes.items()}
+    assert owned[4] == owned[2] == held[2]
+
+
 def test_a_tied_head_on_the_same_stage_is_held_once():
     tied = ModelSpec.load("bert-large")
     cost = RooflineCost(CLUSTER, tied)

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import FindingKind
-from lightning_hetero.straggler.locate import diagnose_links, find_suspects, ring_rounds
+from lightning_hetero.straggler.locate import (
+    diagnose_links,
+    find_suspects,
+    ring_rounds,
+    slow_of_their_kind,
+)
 
 RANKS = st.lists(st.integers(0, 500), unique=True, max_size=60)
 
@@ -78,3 +83,14 @@ def test_nothing_slow_gives_no_finding():
     assert find_suspects({0: 1.0}) == {}
     assert find_suspects({0: math.nan, 1: 1.0}) == {}
     assert ring_rounds([5]) == ring_rounds([]) == ()
+
+
+def test_a_device_is_compared_with_its_like_alone_and_its_worst_probe_counts():
+    kinds = ["a", "a", "a", "b", "b", "c"]
+    products = dict(enumerate((1.0, 1.0, 1.4, 5.0, 5.1, 9.0)))
+    copies = dict(enumerate((1.0, 2.0, 1.0, 3.0, 3.0, 9.0)))
+    found = slow_of_their_kind([products, copies], kinds, least_ratio=1.3)
+    assert [(f.kind, f.ranks, f.ratio) for f in found] == [
+        (FindingKind.DEVICE, (1,), 2.0),
+        (FindingKind.DEVICE, (2,), 1.4),
+    ]

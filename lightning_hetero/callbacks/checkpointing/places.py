@@ -27,7 +27,7 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Operations, Progress
+from lightning_hetero.checkpoint.peers.deadlines import Operations
 from lightning_hetero.checkpoint.places.claims import Lease
 from lightning_hetero.checkpoint.places.retry import local_folder, probe_store
 from lightning_hetero.checkpoint.places.shared_memory import (
@@ -39,6 +39,7 @@ from lightning_hetero.checkpoint.places.shared_memory import (
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process.cache import write_whole
+from lightning_hetero.core.process.deadlines import Progress
 from lightning_hetero.core.process.identity import machine_id
 
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]

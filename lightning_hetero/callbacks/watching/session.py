@@ -13,10 +13,13 @@ import torch.distributed as dist
 from lightning_hetero.callbacks.run import Ranks
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.straggler import (
     Decision,
     DecisionKind,
     Event,
+    Finding,
+    FindingEvent,
     Mitigation,
     Observation,
     Order,
@@ -32,7 +35,8 @@ from lightning_hetero.straggler import (
     true_causes,
 )
 from lightning_hetero.straggler.events import Pair
-from lightning_hetero.straggler.probe import probe_devices, probe_links
+from lightning_hetero.straggler.locate import slow_of_their_kind
+from lightning_hetero.straggler.probe import probe_devices, probe_links, probe_memory
 
 __all__ = ["StragglerSession"]
 
@@ -46,6 +50,7 @@ class StragglerSession:
         config: How eagerly to watch.
         report: Gets events; called on rank 0.
         say: Gets lines for people; called on rank 0.
+        admission: Ratio to its like above which a device isn't admitted; None admits all.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class StragglerSession:
         *,
         report: Callable[[Event], None],
         say: Callable[[str], None],
+        admission: float | None = None,
     ) -> None:
         self._run = run
         self._ranks = ranks
@@ -70,11 +76,34 @@ class StragglerSession:
         everyone = Suspicion(is_informed=False)
         hosts = tuple(ranks.gather(socket.gethostname()))
         self._healthy = self._probe(everyone, probe_rounds(everyone, ranks.world_size), hosts)
+        if admission is not None and ranks.world_size > 1:
+            for finding in self._admit(admission):
+                if ranks.leads:
+                    report(FindingEvent.from_finding(finding, step=0))
+                    say(f"Before training: {finding}")
 
     @property
     def mitigation(self) -> Mitigation:
         """The mitigation in force, on rank 0; IGNORE on other ranks."""
         return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
+
+    def _admit(self, least_ratio: float) -> tuple[Finding, ...]:
+        """Name devices that are slower than their like; leave them out if the run can; collective.
+
+        The slower paces of devices that stay count as theirs when plans are changed.
+        """
+        clock, device = self._run.clock, self._run.device
+        within = None if clock is None else clock.probing()
+        copies_s = dict(enumerate(self._ranks.gather(probe_memory(device, within=within))))
+        kinds = self._ranks.gather(describe_device(device).name)
+        probes = self._healthy.device_s, copies_s
+        findings = self._ranks.share(slow_of_their_kind(probes, kinds, least_ratio=least_ratio))
+        possible = self._run.find_mitigations(findings, (), healthy_s=1.0) if findings else ()
+        choice = self._ranks.share(next(iter(possible), None))
+        if choice is not None:
+            why = "slower than its like before training"
+            self._run.act(Decision(kind=DecisionKind.APPLY, choice=choice, reason=why))
+        return findings
 
     def after_step(
         self,

@@ -17,9 +17,10 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread, Deadline, Progress
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.peers.serving import Address, FileServer, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
+from lightning_hetero.core.process.deadlines import Deadline, Progress
 
 __all__ = ["Keys", "Peers"]
 

@@ -21,7 +21,7 @@ from lightning_hetero.checkpoint.format.manifest import (
     manifest_name,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Followed, Progress
+from lightning_hetero.checkpoint.peers.deadlines import Followed
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.checkpoint.places.tiers import (
@@ -35,6 +35,7 @@ from lightning_hetero.checkpoint.places.tiers import (
     read_manifest,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = ["TierPruner", "copy_part", "prune", "pull_part", "remove_files", "write_manifest"]
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_hetero.checkpoint.format.blocks import Buffer
-from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations, Progress
+from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations
 from lightning_hetero.checkpoint.places.store import FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = [
     "RetryPolicy",

@@ -17,10 +17,11 @@ from lightning_hetero.checkpoint.format.manifest import (
     manifest_name,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Progress, map_on_threads
+from lightning_hetero.checkpoint.peers.deadlines import map_on_threads
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = [
     "CONFIRMED",

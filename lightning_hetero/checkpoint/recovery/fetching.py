@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from lightning_hetero.checkpoint.format.blocks import Buffer, align_to_blocks, fault_in
 from lightning_hetero.checkpoint.format.manifest import PartManifest, name_of_unit
-from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Progress
+from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.tiers import Location, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks", "whole_blocks"]
 

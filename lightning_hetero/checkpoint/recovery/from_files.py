@@ -19,7 +19,7 @@ from typing import Self
 
 from lightning_hetero.checkpoint.format.content import SliceNeed
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN, Progress
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN
 from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.claims import mark_places, new_run
@@ -40,6 +40,7 @@ from lightning_hetero.checkpoint.recovery.inventory import (
 )
 from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = ["begin_run", "recover"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.peers.deadlines import Operations, Progress, map_on_threads
+from lightning_hetero.checkpoint.peers.deadlines import Operations, map_on_threads
 from lightning_hetero.checkpoint.places.claims import RUN_FILE, read_run
 from lightning_hetero.checkpoint.places.tiers import (
     CONFIRMED,
@@ -32,6 +32,7 @@ from lightning_hetero.checkpoint.places.tiers import (
     look_at_parts,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = [
     "Choice",

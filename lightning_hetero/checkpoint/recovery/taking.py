@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.peers.deadlines import Progress
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.tiers import Location, Source
@@ -18,6 +17,7 @@ from lightning_hetero.checkpoint.recovery.assembly import Assembly, RankNeeds
 from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process.deadlines import Progress
 
 __all__ = ["Parts", "Recovered", "RecoveryReport", "take"]
 

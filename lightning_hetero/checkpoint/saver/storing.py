@@ -27,7 +27,7 @@ from lightning_hetero.checkpoint.format.manifest import (
     PartManifest,
     manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Followed, Progress
+from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Followed
 from lightning_hetero.checkpoint.places.parts import (
     TierPruner,
     copy_part,
@@ -38,6 +38,7 @@ from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.saver.snapshot import Snapshot
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.deadlines import Progress
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero.checkpoint.format.content import CheckpointContent
 from lightning_hetero.checkpoint.format.encoding import metadata_files
 from lightning_hetero.checkpoint.format.manifest import CheckpointId
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread, Deadline
+from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.saver.commit import Committer, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saver.snapshot import HostBuffer, Snapshot
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process.deadlines import Deadline
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process.deadlines import Deadline
 from lightning_hetero.core.process.identity import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.joiners import (
     Admission,
@@ -57,7 +58,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def open_membership(
-    met: Store, environment: ClusterEnvironment, facts: Mapping[str, str], *, silence_s: float
+    met: Store,
+    environment: ClusterEnvironment,
+    facts: Mapping[str, str],
+    *,
+    silence_s: float,
+    patience_s: float = 60.0,
 ) -> tuple[Membership, Heartbeat]:
     """Return a member's part in a new membership, once its first generation has formed.
 
@@ -69,6 +75,7 @@ def open_membership(
         environment: Says which rank this is, and of how many.
         facts: What it runs; joiners must run the same.
         silence_s: How late a beat may be.
+        patience_s: See `Membership`.
 
     Raises:
         PeerError: See `Membership.form`.
@@ -87,7 +94,9 @@ def open_membership(
     _be_known(prefix, number)
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
     admission = Admission(own, heartbeat, facts)
-    membership = Membership(own, number=number, node=node, admission=admission)
+    membership = Membership(
+        own, number=number, node=node, admission=admission, patience_s=patience_s
+    )
     membership.form(range(world_size))
     where = f"{JOIN}={address}:{environment.main_port}"
     rank_zero_info("The same script joins this run with %s.", where)
@@ -95,7 +104,11 @@ def open_membership(
 
 
 def join_membership(
-    facts: Mapping[str, str], *, start_timeout: timedelta, silence_s: float
+    facts: Mapping[str, str],
+    *,
+    start_timeout: timedelta,
+    silence_s: float,
+    patience_s: float = 60.0,
 ) -> tuple[Membership, Heartbeat]:
     """Return a member's part in the membership of the run that `JOIN` names, once it is let in.
 
@@ -103,6 +116,7 @@ def join_membership(
         facts: What it runs.
         start_timeout: How long it may take until it is let in.
         silence_s: How late a beat may be.
+        patience_s: See `Membership`.
 
     Raises:
         ConfigurationError: `JOIN` is no address; or this process is refused.
@@ -117,7 +131,9 @@ def join_membership(
     _be_known(prefix, number)
     node = find_node(of_run, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     admission = Admission(own, heartbeat, facts)
-    membership = Membership(own, number=number, node=node, admission=admission)
+    membership = Membership(
+        own, number=number, node=node, admission=admission, patience_s=patience_s
+    )
     membership.enter_called(joiner.wait_for_call(start_timeout.total_seconds()))
     # From now on it is a process like all others, whatever its script does after this fit.
     del os.environ[JOIN]
@@ -156,13 +172,13 @@ def _refuse_unserved(host: str, port: int, *, patience_s: float = 3.0) -> None:
     Raises:
         PeerError: Nobody does for `patience_s`, since its host may have just begun.
     """
-    deadline_s = time.monotonic() + patience_s
+    deadline = Deadline(patience_s)
     while True:
         try:
             socket.create_connection((host, port), timeout=patience_s).close()
             return
         except ConnectionRefusedError as error:
-            if time.monotonic() > deadline_s:
+            if deadline.is_over:
                 raise PeerError(
                     f"Nobody serves a store at {host}:{port}: the run has ended, or hasn't begun. "
                     f"A process joins a run that trains; unset {JOIN} to start one."

@@ -26,6 +26,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process.deadlines import Deadline
 from lightning_hetero.runtime.generation.records import (
     ENDED,
     LOOK_S,
@@ -101,9 +102,9 @@ class Joiner:
             PeerError: The run has ended, nobody has called in time, or the members have given this
                 process up.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         try:
-            while time.monotonic() < deadline_s:
+            while not deadline.is_over:
                 newest = newest_generation(self._store)
                 self._raise_if_turned_away(newest)
                 coming = 0 if newest is None else newest + 1

@@ -36,6 +36,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.process.deadlines import Deadline
 from lightning_hetero.runtime.generation import joiners
 from lightning_hetero.runtime.generation.records import (
     ENDED,
@@ -238,9 +239,9 @@ class Membership:
         """
         joiners.note_entered(self._store, self.number)
         self._say_here(number)
-        deadline_s = time.monotonic() + self._patience_s
+        deadline = Deadline(self._patience_s)
         while not has_formed(self._store, number):
-            if time.monotonic() > deadline_s:
+            if deadline.is_over:
                 raise PeerError(
                     f"Generation {number}, which had called this process, didn't form within "
                     f"{self._patience_s:.0f} s. Look at the other processes."
@@ -255,9 +256,9 @@ class Membership:
         is lost meanwhile, others may not know that this member leaves, and wait for it.
         """
         assert self.generation is not None
-        deadline_s = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         number = self.generation.number + 1
-        while not has_formed(self._store, number) and time.monotonic() < deadline_s:
+        while not has_formed(self._store, number) and not deadline.is_over:
             if self.find_gone() is not None:
                 self.tell_gone(self.number, "It was told to leave.")
                 return

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_hetero.core.process.deadlines import Deadline
+
 __all__ = [
     "ENDED",
     "LOOK_S",
@@ -254,7 +256,7 @@ class Judge:
         self, store: Store, is_silent: Callable[[int], bool], *, patience_s: float
     ) -> None:
         self._store, self._is_silent, self._patience_s = store, is_silent, patience_s
-        self._deadline_s = time.monotonic() + patience_s
+        self._deadline = Deadline(patience_s)
         self._asks = Turns(5 * LOOK_S)
         self._asks.is_next(0)  # Most waits are over before anybody needs to ask.
 
@@ -269,6 +271,6 @@ class Judge:
         for member in (*here, *missing):
             if self._is_silent(member):
                 tell_gone(self._store, member, "It showed no sign of life.")
-            elif member in missing and time.monotonic() > self._deadline_s:
+            elif member in missing and self._deadline.is_over:
                 why = f"It didn't come within {self._patience_s:.0f} s."
                 tell_gone(self._store, member, why)

@@ -20,6 +20,7 @@ from functools import partial
 from types import TracebackType
 
 from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.process.deadlines import Deadline
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from lightning_hetero.runtime.ranks.meeting import end_process
@@ -231,8 +232,8 @@ class FailureDetector:
             self._wait(lambda: watch.num_readers >= num_others, 8 * self._interval_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < deadline_s:
+        deadline = Deadline(timeout_s)
+        while not condition() and not deadline.is_over:
             time.sleep(self._interval_s / 10)
 
     # -- the judging thread ---------------------------------------------------------------------
@@ -271,10 +272,9 @@ class FailureDetector:
         aborting = threading.Thread(target=self._abort_quietly, name="abort", daemon=True)
         aborting.start()
         self._aborting = aborting  # Begun, so that the main thread may wait for it.
-        start_s = time.monotonic()
+        raised, unnoticed = Deadline(self._timeout_s), Deadline(self._grace_s)
         while not stopped.wait(self._interval_s / 5):
-            limit_s = self._timeout_s if self._raised.is_set() else self._grace_s
-            if time.monotonic() - start_s > limit_s:
+            if (raised if self._raised.is_set() else unnoticed).is_over:
                 end_process(self._rank, reason)
 
     def _abort_quietly(self) -> None:

@@ -24,6 +24,8 @@ from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
+from lightning_hetero.core.process.deadlines import Deadline
+
 __all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
@@ -320,8 +322,8 @@ class Heartbeat:
         store.set(self._key(watch, _SERVER_LEFT), "")
         store.add(self._key(watch, _NEWS), 1)
         patience_s, num_others = 8 * self.interval_s, len(watch.ring.numbers) - 1
-        deadline_s = time.monotonic() + (patience_s if watch.failure is None else 0.0)
-        while store.add(self._key(watch, "saw"), 0) < num_others and time.monotonic() < deadline_s:
+        deadline = Deadline(patience_s if watch.failure is None else 0.0)
+        while store.add(self._key(watch, "saw"), 0) < num_others and not deadline.is_over:
             time.sleep(self.interval_s / 20)
 
     def _see_server_leave(self, watch: Watch) -> None:

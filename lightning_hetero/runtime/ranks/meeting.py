@@ -31,6 +31,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process.deadlines import Deadline
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import LAZY
@@ -139,13 +140,13 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
     word that it has heard, until all ranks have got their own word back and confirmed the name.
     The agents' restart counts can't serve: they differ between nodes once one has joined later.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     word = uuid.uuid4().hex
     store.set(f"word/{global_rank}", word)
     others = range(1, world_size)
     words, answers = [f"word/{rank}" for rank in others], [f"answer/{rank}" for rank in others]
     answered: list[str] = []
-    while time.monotonic() < deadline:
+    while not deadline.is_over:
         if global_rank == 0:
             if store.check(words):
                 heard = [json.dumps([word, item.decode()]) for item in store.multi_get(words)]

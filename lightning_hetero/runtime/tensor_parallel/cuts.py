@@ -20,7 +20,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
 from lightning_hetero.runtime.slices.frozen import Opaque, is_opaque
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, KnownByShape, StandIn
 from lightning_hetero.runtime.tensor_parallel.adapters import is_adapter, layer_of, with_adapters
-from lightning_hetero.runtime.tensor_parallel.heads import Heads, HeadsOfLayers
+from lightning_hetero.runtime.tensor_parallel.heads import Heads, find_heads, with_heads
 from lightning_hetero.runtime.tensor_parallel.styles import (
     COLUMNS,
     ROWS,
@@ -62,7 +62,7 @@ class ModelCuts:
     layout: ModelLayout
     modules: tuple[ShardedModule, ...]
     heads: Mapping[str, Heads]
-    """Of the layers whose heads are read by several query heads, by name."""
+    """The heads of layers in attention modules, by name."""
 
     @classmethod
     def of(
@@ -96,10 +96,10 @@ class ModelCuts:
             if spec.tp_dim is not None and is_quantized(layout.slots[spec.name][0].current):
                 raise ModelError(_QUANTIZED.format(spec.name))
         columns = [name for name, item in modules.items() if item.style is TPStyle.COLWISE]
-        heads = HeadsOfLayers(root, {layer_of(name) for name in columns}, cuts.values())
-        specs = tuple(heads.annotate(cuts[spec.name]) for spec in layout.specs)
+        heads = find_heads(root, {layer_of(name) for name in columns}, cuts.values())
+        specs = tuple(with_heads(cuts[spec.name], heads) for spec in layout.specs)
         cut = replace(layout, specs=specs)
-        return cls(layout=cut, modules=tuple(modules.values()), heads=heads.shared)
+        return cls(layout=cut, modules=tuple(modules.values()), heads=heads)
 
 
 _QUANTIZED = (

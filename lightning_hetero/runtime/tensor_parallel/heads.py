@@ -10,7 +10,7 @@ so that each is read by equally many, and the module's number of groups is that 
 runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.tensor_parallel.adapters import layer_of
 
-__all__ = ["Heads", "HeadsOfLayers"]
+__all__ = ["Heads", "find_heads", "with_heads"]
 
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 _GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")
@@ -29,16 +29,16 @@ _GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The heads of a layer whose heads are each read by several query heads."""
+    """The heads of a layer in an attention module."""
 
     count: int
     """In each block of the layer's output features."""
-    readers: int
-    """Query heads that read each head."""
     blocks: int
     attention: str
     """Name of the module around the layer."""
-    attribute: str | None
+    readers: int = 1
+    """Query heads that read each head; 1 also where the module can't share heads."""
+    attribute: str | None = None
     """Where that module keeps `readers`; None if it takes any numbers of heads."""
 
     def read(self, tp_rank: int, tp_degree: int) -> tuple[list[int], int]:
@@ -61,60 +61,46 @@ class Heads:
         return heads[..., index, :].flatten(-3)
 
 
-class HeadsOfLayers:
-    """The numbers of heads of column-parallel layers inside attention modules.
+def find_heads(
+    root: nn.Module, layers: set[str], specs: Iterable[ParameterSpec]
+) -> dict[str, Heads]:
+    """Return the heads of the column-parallel layers inside attention modules, by layer.
 
     Args:
         root: The user's module.
         layers: Names of the column-parallel layers.
         specs: The cut parameters.
     """
+    found: dict[str, Heads] = {}
+    most: dict[str, int] = {}
+    for spec in specs:
+        layer = _layer_of(spec)
+        if layer not in layers or spec.tp_dim is None or spec.tp_uneven:
+            continue
+        name = layer.rpartition(".")[0]
+        count = _num_heads(root.get_submodule(name), spec.cut_length // spec.tp_blocks)
+        most[name] = max(count, most.get(name, 0))
+        if count:
+            found[layer] = Heads(count=count, blocks=spec.tp_blocks, attention=name)
+    for layer, heads in found.items():
+        attention: Any = root.get_submodule(heads.attention)
+        readers, rest = divmod(most[heads.attention], heads.count)
+        attribute = next((i for i in _GROUPS if getattr(attention, i, 0) == readers), None)
+        takes_any = attribute is not None or getattr(attention, "takes_any_heads", False)
+        if takes_any and not rest:
+            found[layer] = replace(heads, readers=readers, attribute=attribute)
+    return found
 
-    def __init__(self, root: nn.Module, layers: set[str], specs: Iterable[ParameterSpec]) -> None:
-        counts: dict[str, int] = {}
-        blocks: dict[str, int] = {}
-        for spec in specs:
-            layer = self._layer_of(spec)
-            if layer in layers and spec.tp_dim is not None and not spec.tp_uneven:
-                attention = root.get_submodule(layer.rpartition(".")[0])
-                blocks[layer] = spec.tp_blocks
-                counts[layer] = _num_heads(attention, spec.cut_length // spec.tp_blocks)
-        most: dict[str, int] = {}
-        for layer, count in counts.items():
-            name = layer.rpartition(".")[0]
-            most[name] = max(count, most.get(name, 0))
-        self._counts = {layer: count for layer, count in counts.items() if count}
-        self.shared: dict[str, Heads] = {}
-        """The layers whose heads several ranks may hold, by name."""
-        for layer, count in self._counts.items():
-            name = layer.rpartition(".")[0]
-            attention = root.get_submodule(name)
-            readers, rest = divmod(most[name], count)
-            attribute = next((i for i in _GROUPS if getattr(attention, i, 0) == readers), None)
-            by_shape = getattr(attention, "takes_any_heads", False)
-            if readers > 1 and not rest and (by_shape or attribute is not None):
-                self.shared[layer] = Heads(
-                    count=count,
-                    readers=readers,
-                    blocks=blocks[layer],
-                    attention=name,
-                    attribute=attribute,
-                )
 
-    @staticmethod
-    def _layer_of(spec: ParameterSpec) -> str:
-        name = layer_of(spec.name)
-        # The parameters of some adapters have no name after their layer's.
-        return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+def with_heads(spec: ParameterSpec, heads: Mapping[str, Heads]) -> ParameterSpec:
+    """Return a parameter with the heads of its layer, if it is cut along them."""
+    found = None if spec.tp_dim is None else heads.get(_layer_of(spec))
+    return spec if found is None else replace(spec, tp_heads=found.count, tp_readers=found.readers)
 
-    def annotate(self, spec: ParameterSpec) -> ParameterSpec:
-        """Return a parameter with the heads of its layer, if it is cut along them."""
-        layer = self._layer_of(spec)
-        if spec.tp_dim is None or layer not in self._counts:
-            return spec
-        shared = self.shared.get(layer)
-        readers = 1 if shared is None else shared.readers
-        return replace(spec, tp_heads=self._counts[layer], tp_readers=readers)
+
+def _layer_of(spec: ParameterSpec) -> str:
+    # The parameters of some adapters have no name after their layer's.
+    return layer_of(spec.name).removesuffix(".weight").removesuffix(".bias")
 
 
 def _num_heads(attention: nn.Module, features: int) -> int:

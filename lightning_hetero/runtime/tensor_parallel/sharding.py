@@ -92,14 +92,15 @@ class TensorParallel:
         module.forward = forward
 
     def _share_heads(self, root: nn.Module, cuts: ModelCuts) -> None:
-        common = self.stage, self.layout
-        for layer, heads in cuts.heads.items():
-            module = root.get_submodule(layer)
-            self._wrap(module, SharedHeadsForward(*common, heads, module, outer=False))
-        for heads in {item.attention: item for item in cuts.heads.values()}.values():
-            if heads.attribute is not None:
-                module = root.get_submodule(heads.attention)
-                self._wrap(module, SharedHeadsForward(*common, heads, module, outer=True))
+        shared = {layer: heads for layer, heads in cuts.heads.items() if heads.readers > 1}
+        around = {
+            heads.attention: heads for heads in shared.values() if heads.attribute is not None
+        }
+        for names, outer in ((shared, False), (around, True)):
+            for name, heads in names.items():
+                module = root.get_submodule(name)
+                forward = SharedHeadsForward(self.stage, self.layout, heads, module, outer=outer)
+                self._wrap(module, forward)
 
     def remove(self) -> None:
         """Restore the modules' own forwards."""

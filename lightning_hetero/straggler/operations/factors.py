@@ -19,6 +19,8 @@ _SLOW = 1.1
 """A rank is slow if it takes longer than its like by more than this, and by more than chance."""
 _SLOW_LINK = 1.3
 _STANDARD_ERRORS = 4.0
+_VARIED = 0.1
+"""Micro-batches differ in length if their costs do by more than this, at the median."""
 _PAUSE, _MOST_PAUSED = 1.5, 0.05
 """A rest above this factor is a pause, if few operations of a kind have one."""
 _PAUSE_SHARE = 0.25
@@ -101,7 +103,10 @@ def _compute(
     if several_stages:
         first_of = np.unique(microbatch, return_index=True)[1]
         pipelines = grouped(pipeline)
-        whole = _significant(length[first_of], pipelines[first_of], np.zeros_like(first_of))
+        each, of = length[first_of], pipelines[first_of]
+        whole = _significant(each, of, np.zeros_like(first_of))
+        if np.median(np.abs(each / low_median(each, of)[of] - 1.0)) > _VARIED:
+            whole[:] = 1.0  # Longer micro-batches explain it better than many slow devices.
         whole_of = np.ones(int(pipelines.max()) + 1)
         whole_of[pipelines[first_of]] = whole
         length, slow = length / whole_of[pipelines], slow * whole_of[pipelines]
@@ -144,7 +149,8 @@ def _link_names(trace: OperationTrace) -> tuple[IntArray, tuple[str, ...]]:
         (("forward-recv", "backward-send"), -1),
     ):
         used = trace.are(*names)
-        lower[used] = (trace.stage[used] + hop) % num_stages
+        # Of two stages, the way from the last to the first is the same link.
+        lower[used] = (trace.stage[used] + hop) % num_stages if num_stages > 2 else 0
     number = np.where(lower >= 0, trace.pipeline * num_stages + lower, -1)
     first = int(trace.pipeline.max() + 1) * num_stages
     collective = ~trace.are(*FORWARD, *BACKWARD, *TRANSFERS, "gc", "optimizer")

@@ -2,23 +2,31 @@
 
 A trace is replayed with operations of typical duration. A cause's share of the excess is the mean
 of two answers: how much is saved by removing only it, and how much is left by keeping only it.
+
+Of the same kind on all stages, forwards and backwards all take their mean in the ideal: a perfect
+balance of the work that there was, which a median would make less or more. Transfers take their
+median: what a congested link adds is no work. `answer` says all this in one sentence.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.operations.factors import Factors, low_median
 from lightning_hetero.straggler.operations.replay import BACKWARD, FORWARD, TRANSFERS, Replay
 from lightning_hetero.straggler.operations.trace import OperationTrace, grouped
 
-__all__ = ["Cause", "Explanation", "explain"]
+__all__ = ["Cause", "Explanation", "Layout", "answer", "explain"]
 
 _MOST_SUSPECTS = 8
 """Ranks, and links, that are tried one by one; the others' excess counts as "other"."""
 _LEAST_SHARE = 0.01
+_WORTH_SAYING = 1.02
+_SECOND_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +233,93 @@ def _mostly(by_rank: IntArray, ranks: Sequence[int], seconds: FloatArray) -> int
     if cost_s.sum() > 0 and cost_s.max() > 0.8 * cost_s.sum():
         return int(ranks[int(cost_s.argmax())])
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the job was laid out, as far as is known."""
+
+    tp_size: int = 1
+    """Devices behind each rank of the trace."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """The node of each rank."""
+
+    @classmethod
+    def from_dict(cls, entry: object, trace: OperationTrace) -> "Layout":
+        """Read `tp_size`, `layers` and `nodes`, and compare `dp_size` and `pp_size` with a trace.
+
+        Raises:
+            ConfigurationError: It isn't a layout, or is that of another job.
+        """
+        if not isinstance(entry, Mapping):
+            raise ConfigurationError("A layout is a mapping such as {dp_size: 4, pp_size: 4}.")
+        for name, found in (("dp_size", trace.pipeline), ("pp_size", trace.stage)):
+            if name in entry and entry[name] != int(found.max()) + 1:
+                raise ConfigurationError(
+                    f"The layout says {name} {entry[name]}, but the trace has "
+                    f"{int(found.max()) + 1}. Give the layout of the same job."
+                )
+        try:
+            nodes = {int(rank): str(node) for rank, node in dict(entry.get("nodes", {})).items()}
+            return cls(
+                tp_size=int(entry.get("tp_size", 1)),
+                layers=tuple(int(count) for count in entry.get("layers", ())),
+                nodes=nodes,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"The layout has a wrong value: {error}.") from error
+
+
+def answer(explanation: Explanation, layout: Layout | None = None) -> str:
+    """Return the slowdown, its main cause and what to do, in one sentence."""
+    took = f"{explanation.actual_s:.4g} s a step where {explanation.ideal_s:.4g} s are possible"
+    if explanation.slowdown < _WORTH_SAYING or not explanation.causes:
+        return f"Not slow: {took}."
+    first, *rest = explanation.causes
+    text = (
+        f"{explanation.slowdown:.2f} × slower than possible ({took}); {first.share:.2f} of the "
+        f"excess is {_name(first, layout or Layout())}: {_remedy(first, layout or Layout())}"
+    )
+    second = next((cause for cause in rest if cause.share >= _SECOND_SHARE), None)
+    if second is not None:
+        name, remedy = (say(second, layout or Layout()) for say in (_name, _remedy))
+        text += f"; another {second.share:.2f} is {name}: {remedy}"
+    return f"{text}."
+
+
+def _name(cause: Cause, layout: Layout) -> str:
+    which: Any = cause.which
+    if cause.kind == "rank":
+        last = which + layout.tp_size - 1
+        ranks = f"rank {which}" if last == which else f"one of ranks {which} to {last}"
+        return f"{ranks}, {cause.factor:.2f} × slower than its like"
+    if cause.kind == "stage":
+        return (
+            f"the split into stages: stage {which} has {cause.factor:.2f} × the mean stage's work"
+        )
+    if cause.kind == "link":
+        return f"a slow link ({which}), {cause.factor:.2f} × slower than its like"
+    if cause.kind == "pauses":
+        return "pauses" if which is None else f"pauses of rank {which}"
+    if cause.kind == "lengths":
+        return "micro-batches of unequal cost"
+    return "spread over all operations, or between them"
+
+
+def _remedy(cause: Cause, layout: Layout) -> str:
+    which: Any = cause.which
+    if cause.kind == "rank":
+        return f"replace {layout.nodes.get(which, 'its device')} or give it less work"
+    if cause.kind == "stage":
+        if which < len(layout.layers):
+            surplus = layout.layers[which] * (1.0 - 1.0 / cause.factor)
+            count = max(1, round(surplus))
+            return f"move {count} layer{'s' if count > 1 else ''} from stage {which} to the others"
+        return f"move {1.0 - 1.0 / cause.factor:.0%} of its layers' work to the other stages"
+    return {
+        "link": "check it, or place stages so that less crosses it",
+        "pauses": "collect garbage on all ranks at the same step, and look at data loading",
+        "lengths": "pack samples by their predicted cost (Σl² counts) instead of their tokens",
+    }.get(cause.kind, "look at the time between operations (launches, data loading, logging)")

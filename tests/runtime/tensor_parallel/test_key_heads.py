@@ -70,13 +70,28 @@ def test_a_group_of_any_degree_trains_as_one_device_does(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ownership", ["holders", "even", "parameter"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(("ownership", "holders"), ("ownership", "even"), ("ownership", "parameter")),
+        *(("redundancy", 1), ("exchange", "reduce-scatter"), ("exchange", "by-node")),
+    ],
+)
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_pipelines_of_unequal_degrees_sum_the_copies_of_heads(
-    pool: ProcessPool, num_heads: int, ownership: str
+    pool: ProcessPool, num_heads: int, option: tuple[str, Any]
 ) -> None:
     plan = plan_of(pipeline(stage([2, 0, 4, 3], 0, 2)), pipeline(stage(1, 0, 1), stage(5, 1, 2)))
-    check(pool, "llama", num_heads, plan, options=(("ownership", ownership),))
+    check(pool, "llama", num_heads, plan, options=(option,))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("exchange", ["collectives", "reduce-scatter", "by-node"])
+def test_equal_pipelines_sum_the_copies_of_heads_by_collectives(
+    pool: ProcessPool, exchange: str
+) -> None:
+    plan = plan_of(pipeline(stage([2, 0], 0, 2)), pipeline(stage([1, 3], 0, 2)))
+    check(pool, "qwen3", 1, plan, options=(("exchange", exchange),))
 
 
 @pytest.mark.dist
@@ -96,7 +111,7 @@ def test_ranks_hold_the_heads_that_their_queries_read(
     spec = ParameterSpec(
         name="key", shape=(count * rows, 2), tp_dim=0, tp_heads=count, tp_readers=readers
     )
-    heads = Heads(count=count, readers=readers, blocks=1, attention="", attribute=None)
+    heads = Heads(count=count, readers=readers, blocks=1, attention="")
     share = count * readers // degree
     for tp_rank in range(degree):
         ((start, stop),) = spec.rows_of(tp_rank, degree)

@@ -13,7 +13,7 @@ FORWARD_S, TRANSFER_S, GATHER_S, REDUCE_S = 0.2, 0.002, 0.05, 0.1
 
 @dataclass
 class Planted:
-    """A run of 1F1B pipelines with blocking transfers, and what slows it."""
+    """A run of 1F1B pipelines, and what slows it."""
 
     num_pipelines: int = 4
     num_stages: int = 4
@@ -29,6 +29,14 @@ class Planted:
     """Pipeline, lower stage, factor."""
     pause_s: float = 0.0
     pause_rate: float = 0.01
+    are_pauses_rows: bool = False
+    """Whether pauses are operations of their own."""
+    num_chunks: int = 1
+    """Chunks of an interleaved schedule."""
+    in_background: bool = False
+    """Whether receives are posted long before they are needed."""
+    speed_sd: float = 0.0
+    """How much devices differ by nature."""
     rows: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def columns(self) -> dict[str, Any]:
@@ -38,6 +46,7 @@ class Planted:
         shape = self.num_steps, self.num_pipelines, self.num_microbatches
         costs = np.exp(self.lengths * self.rng.standard_normal(shape))
         self.costs = costs / costs.mean()
+        self.speeds = np.exp(self.speed_sd * self.rng.standard_normal(self._shape))
         for step in range(self.num_steps):
             self._run(step)
         return {name: np.array(values) for name, values in self.rows.items()}
@@ -54,70 +63,93 @@ class Planted:
     def _shape(self) -> tuple[int, int]:
         return self.num_pipelines, self.num_stages
 
-    def _pipeline(self, step: int, pipeline: int, free: list[float]) -> list[float]:
-        costs = self.costs[step, pipeline]
-        lists = [
-            list(
-                schedule_1f1b(
-                    stage_index=s,
-                    num_stages=self.num_stages,
-                    num_microbatches=self.num_microbatches,
-                )
-            )
-            for s in range(self.num_stages)
+    def _order(self, stage: int) -> list[tuple[bool, int, int]]:
+        """Return a stage's passes in order, as (is forward, micro-batch, chunk)."""
+        stages, count = self.num_stages, self.num_microbatches
+        if self.num_chunks == 1:
+            actions = schedule_1f1b(stage_index=stage, num_stages=stages, num_microbatches=count)
+            return [(a.kind is ActionKind.FORWARD, a.microbatch_index, 0) for a in actions]
+        # Megatron's interleaved 1F1B: chunks of `stages` micro-batches take turns.
+        total, turn = count * self.num_chunks, stages * self.num_chunks
+
+        def at(index: int, *, forward: bool) -> tuple[bool, int, int]:
+            turns, rest = divmod(index, turn)
+            chunk = rest // stages if forward else self.num_chunks - 1 - rest // stages
+            return forward, turns * stages + rest % stages, chunk
+
+        warmup = min((stages - stage - 1) * 2 + (self.num_chunks - 1) * stages, total)
+        steady = [
+            at(index + shift, forward=forward)
+            for index in range(total - warmup)
+            for shift, forward in ((warmup, True), (0, False))
         ]
-        arrived: dict[tuple[int, ActionKind, int], float] = {}
+        first = [at(index, forward=True) for index in range(warmup)]
+        return [*first, *steady, *(at(i, forward=False) for i in range(total - warmup, total))]
+
+    def _pipeline(self, step: int, pipeline: int, free: list[float]) -> list[float]:
+        lists = [self._order(stage) for stage in range(self.num_stages)]
+        arrived: dict[tuple[int, tuple[bool, int, int]], float] = {}
+        posted: dict[tuple[int, bool], float] = {}
+        last = self.num_stages - 1
         while any(lists):
             for stage in range(self.num_stages):
                 while lists[stage]:
-                    action = lists[stage][0]
-                    kind, number = action.kind, action.microbatch_index
-                    forward = kind is ActionKind.FORWARD
-                    source = stage - 1 if forward else stage + 1
-                    from_peer = 0 <= source < self.num_stages
-                    key = (stage, kind, number)
-                    if from_peer and key not in arrived:
+                    forward, number, chunk = action = lists[stage][0]
+                    ends = (0, 0) if forward else (last, self.num_chunks - 1)
+                    from_peer, name = (stage, chunk) != ends, "forward" if forward else "backward"
+                    if from_peer and (stage, action) not in arrived:
                         break
                     lists[stage].pop(0)
-                    name = "forward" if forward else "backward"
                     if from_peer:
-                        # The receive is posted as soon as the stage is idle.
-                        end = max(free[stage], arrived[key])
-                        self._add(
-                            step,
-                            pipeline,
-                            stage,
-                            f"{name}-recv",
-                            -1,
-                            free[stage],
-                            end - free[stage],
-                        )
-                        free[stage] = end
-                    seconds = self._seconds(pipeline, stage, costs[number] * (1 if forward else 2))
-                    self._add(
-                        step, pipeline, stage, f"{name}-compute", number, free[stage], seconds
-                    )
-                    free[stage] += seconds
-                    target = stage + 1 if forward else stage - 1
-                    if 0 <= target < self.num_stages:
-                        hop = TRANSFER_S * self._noise()
+                        # Posted as soon as the stage is idle; in background, as the last ended.
+                        end = max(free[stage], arrived[stage, action])
+                        start = free[stage]
+                        if self.in_background:
+                            end = arrived[stage, action]
+                            start = min(posted.get((stage, forward), free[stage]), end)
+                        row = step, pipeline, stage, f"{name}-recv", -1
+                        self._add(*row, start, end - start)
+                        free[stage] = max(free[stage], end)
+                        posted[stage, forward] = end
+                    self._compute(step, pipeline, stage, action, free)
+                    hop = 1 if forward else -1
+                    target = (stage + hop) % self.num_stages
+                    after = chunk + hop * (stage == (last if forward else 0))
+                    if 0 <= after < self.num_chunks:
+                        seconds = TRANSFER_S * self._noise()
                         if self.slow_link and self.slow_link[:2] == (pipeline, min(stage, target)):
-                            hop *= self.slow_link[2]
-                        self._add(step, pipeline, stage, f"{name}-send", -1, free[stage], hop)
-                        arrived[target, kind, number] = free[stage] + hop
+                            seconds *= self.slow_link[2]
+                        row = step, pipeline, stage, f"{name}-send", -1
+                        self._add(*row, free[stage], seconds)
+                        arrived[target, (forward, number, after)] = free[stage] + seconds
         return free
 
-    def _seconds(self, pipeline: int, stage: int, units: float) -> float:
-        seconds = FORWARD_S * units * self._noise()
-        last = stage == self.num_stages - 1
-        # The stages' work together stays the same.
-        seconds *= (self.heavy_last if last else 1.0) * self.num_stages
-        seconds /= self.num_stages - 1 + self.heavy_last
+    def _compute(
+        self,
+        step: int,
+        pipeline: int,
+        stage: int,
+        action: tuple[bool, int, int],
+        free: list[float],
+    ) -> None:
+        forward, number, chunk = action
+        seconds = FORWARD_S * self.costs[step, pipeline, number] * (1 if forward else 2)
+        seconds *= self._noise() * self.speeds[pipeline, stage] / self.num_chunks
+        last = (stage, chunk) == (self.num_stages - 1, self.num_chunks - 1)
+        # The work of all stages together stays the same.
+        parts = self.num_stages * self.num_chunks
+        seconds *= (self.heavy_last if last else 1.0) * parts / (parts - 1 + self.heavy_last)
         if self.slow_rank and self.slow_rank[0] == pipeline * self.num_stages + stage:
             seconds *= self.slow_rank[1]
-        if self.rng.random() < self.pause_rate:
-            seconds += self.pause_s
-        return seconds
+        pause_s = self.pause_s if self.rng.random() < self.pause_rate else 0.0
+        if not self.are_pauses_rows:
+            seconds += pause_s
+        name = "forward-compute" if forward else "backward-compute"
+        self._add(step, pipeline, stage, name, number, free[stage], seconds, chunk)
+        free[stage] += seconds
+        if self.are_pauses_rows and pause_s:
+            self._add(step, pipeline, stage, "gc", -1, free[stage], pause_s)
+            free[stage] += pause_s
 
     def _noise(self) -> float:
         return float(np.exp(self.noise * self.rng.standard_normal()))
@@ -131,7 +163,15 @@ class Planted:
         return end
 
     def _add(
-        self, step: int, pipeline: int, stage: int, kind: str, number: int, start: float, s: float
+        self,
+        step: int,
+        pipeline: int,
+        stage: int,
+        kind: str,
+        number: int,
+        start: float,
+        s: float,
+        chunk: int = 0,
     ) -> None:
         row = {
             "step": step,
@@ -142,7 +182,7 @@ class Planted:
             "start_ts": start,
             "duration": s,
             "mb_id": number,
-            "mc": 0,
+            "mc": chunk,
         }
         for column, value in row.items():
             self.rows[column].append(value)
