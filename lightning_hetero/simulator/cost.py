@@ -327,15 +327,15 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # The gradient that comes from the next stage, and those sent to the stage before that it
-        # may not have received.
-        num_passing = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
+        # Beside what was sent, room for its gradients; and gradients sent to the stage before that
+        # it may not have received.
+        num_sent = MAX_KEPT_SENDS * (not shape.has_embedding)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),
             activations=factor * self.activation_bytes(shape, held_tokens) - saved * held_tokens,
             recomputed=again * longest,
             head=factor * self.transient_bytes(shape, longest),
-            messages=factor * (sent + num_passing * self._hidden_bytes(longest)),
+            messages=factor * (2 * sent + num_sent * self._hidden_bytes(longest)),
         )
 
     def update_s(self, shape: StageShape, owned_params: float) -> float:
