@@ -16,6 +16,8 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.tuning.adapters import DEFAULT_RANK, load_model
 from lightning_hetero.core.tuning.fine_tuning import QUANTIZATIONS
+from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     CostModel,
     MicroBatchShape,
@@ -23,7 +25,6 @@ from lightning_hetero.simulator import (
     Simulation,
     StateLayout,
     choose_cost,
-    simulate,
     split_batch,
 )
 from lightning_hetero.simulator.stage import PRECISIONS
@@ -104,6 +105,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         default="bf16-mixed",
         help="the Trainer's precision, which decides rates, memory and traffic: "
         f"{', '.join(PRECISIONS)} (default: bf16-mixed)",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[str(schedule) for schedule in Schedule],
+        default=str(Schedule.ONE_F_ONE_B),
+        help="the order of passes, as HeteroStrategy(schedule=...) runs them (default: 1f1b)",
     )
     parser.add_argument(
         "--redundancy",
@@ -217,6 +224,8 @@ class Prediction(NamedTuple):
     """The micro-batches of each pipeline."""
     num_tokens: int
     """Tokens of all micro-batches."""
+    scheduled: Scheduled
+    """The schedule under which it was simulated."""
 
 
 def predict(
@@ -237,13 +246,17 @@ def predict(
         sequence_length=arguments.sequence_length,
         microbatch_size=_microbatch_size(plan, arguments),
     )
-    simulation = simulate(plan, cost, batches, record_events=record_events)
+    scheduled = simulate_scheduled(
+        plan, cost, batches, Schedule(arguments.schedule), record_events=record_events
+    )
+    simulation = scheduled.simulation
     if not math.isfinite(simulation.iteration_time_s):
         raise ConfigurationError(
             "An iteration would take for ever. Check the rates of devices and links in the cluster "
             "file and the times of the profile."
         )
-    return Prediction(simulation, batches, sum(sum(map(sum, items)) for items in batches))
+    num_tokens = sum(sum(map(sum, items)) for items in batches)
+    return Prediction(simulation, batches, num_tokens, scheduled)
 
 
 def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:

@@ -67,7 +67,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    simulation, batches, num_tokens = predict(plan, cost, arguments)
+    simulation, batches, num_tokens, _ = predict(plan, cost, arguments)
     hidden = sum(
         2 * (pipeline.num_stages - 1) * sum(map(sum, batches[index]))
         for index, pipeline in enumerate(plan.pipelines)

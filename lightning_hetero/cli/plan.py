@@ -49,8 +49,10 @@ from lightning_hetero.planner import (
 )
 from lightning_hetero.planner.estimating.memory_fit import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
+from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
 from lightning_hetero.planner.unequal_sizes import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     CostModel,
     bound_line,
@@ -58,7 +60,6 @@ from lightning_hetero.simulator import (
     memory_tables,
     plan_table,
     prediction_lines,
-    simulate,
     simulated_facts,
 )
 
@@ -126,7 +127,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
         num_candidates=_CANDIDATES_PER_LINE * most,
         thorough=not arguments.quick,
     )
-    result = _plan(arguments, cost, options)
+    result, scheduled = rank_scheduled(
+        _plan(arguments, cost, options), cost, Schedule(arguments.schedule)
+    )
     workload = result.workload
     kinds = _kinds(result, cost)
     baselines = find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
@@ -141,7 +144,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             ]
         )
     else:
-        _print_tables(result, cost, baselines, arguments)
+        _print_tables(result, scheduled, cost, baselines, arguments)
     if isinstance(arguments.json, str):
         write_json(_as_json(result, cost, baselines, arguments), arguments.json)
     _write(arguments, result, cost)
@@ -191,6 +194,7 @@ def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
 
 def _print_tables(
     result: PlanningResult,
+    scheduled: Scheduled,
     cost: CostModel,
     baselines: Sequence[Baseline],
     arguments: argparse.Namespace,
@@ -200,7 +204,7 @@ def _print_tables(
     counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
     known = simulated_facts(best.plan, cost, best.simulation)
     table = plan_table(best.plan, known, counts)
-    lines = _summary(result, cost, baselines)
+    lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
     lines.append(assumptions_line(cost, arguments.precision))
     print_plan(console, cost, table, lines)
     if arguments.memory:
@@ -364,8 +368,10 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
     if arguments.plot:
         microbatch = result.workload.microbatch
         batches = own_microbatches(found, microbatch)
-        simulation = simulate(found, cost, batches, record_events=True)
-        draw_plan(arguments.plot, found, cost, simulation)
+        scheduled = simulate_scheduled(
+            found, cost, batches, Schedule(arguments.schedule), record_events=True
+        )
+        draw_plan(arguments.plot, found, cost, scheduled.simulation)
 
 
 def _save(found: ParallelPlan, path: Path) -> None:

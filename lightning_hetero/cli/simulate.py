@@ -61,7 +61,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     check_folder_of(arguments.trace, "--trace")
     plan = ParallelPlan.load(arguments.plan)
     cost = cost_of(arguments)
-    simulation, batches, num_tokens = predict(
+    simulation, batches, num_tokens, scheduled = predict(
         plan, cost, arguments, record_events=bool(arguments.trace or arguments.plot)
     )
     facts = facts_of(plan, cost, simulation, num_tokens)
@@ -73,6 +73,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         known = simulated_facts(plan, cost, simulation)
         table = plan_table(plan, known, [len(items) for items in batches])
         lines = _summary(plan, cost, simulation, facts)
+        lines.append(f"schedule        {scheduled}")
         lines.append(assumptions_line(cost, arguments.precision))
         print_plan(output_console(), cost, table, lines)
     if arguments.trace:

@@ -8,14 +8,22 @@ al. 2023): the gradient of the stage's input, for which the stage before waits, 
 its weights, for which nobody waits.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-__all__ = ["MAX_KEPT_SENDS", "Action", "ActionKind", "schedule_1f1b", "schedule_forward"]
+__all__ = [
+    "MAX_KEPT_SENDS",
+    "Action",
+    "ActionKind",
+    "most_held",
+    "schedule_1f1b",
+    "schedule_forward",
+]
 
 MAX_KEPT_SENDS = 2
-"""Most unfinished sends to a neighbouring stage, in each direction."""
+"""Most unfinished sends to a neighbouring stage in forward-only passes."""
 
 
 class ActionKind(StrEnum):
@@ -66,3 +74,15 @@ def schedule_1f1b(
 def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the actions of a stage that only runs forward: validation, test, prediction."""
     return tuple(Action(ActionKind.FORWARD, stage_index, m) for m in range(num_microbatches))
+
+
+def most_held(actions: Iterable[Action]) -> int:
+    """Return the most micro-batches between their forward and the gradient of their input."""
+    held = most = 0
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif action.kind is not ActionKind.WEIGHT:
+            held -= 1
+    return most

@@ -10,8 +10,11 @@ receiver gets the other (b - 1)/b inside the group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-__all__ = ["Neighbour", "SentPiece", "deal_pieces", "find_neighbour"]
+from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = ["Neighbour", "SentPiece", "deal_pieces", "find_neighbour", "stage_edges"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,12 @@ def find_neighbour(global_rank: int, own: Sequence[int], other: Sequence[int]) -
     received = deal_pieces(other, own)[own.index(global_rank)]
     sent = (piece for piece in deal_pieces(own, other) if piece.sender == global_rank)
     return Neighbour(received=received, sent=tuple(sent))
+
+
+def stage_edges(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
+    """Return each (sender, receiver) of a plan's activations and of their gradients, once."""
+    pairs = [
+        pair for pipeline in plan.pipelines for pair in pairwise([s.ranks for s in pipeline.stages])
+    ]
+    pieces = (piece for a, b in pairs for ends in ((a, b), (b, a)) for piece in deal_pieces(*ends))
+    return tuple(dict.fromkeys((piece.sender, piece.receiver) for piece in pieces))

@@ -4,20 +4,24 @@
 `solve_actions` turns it into the lists of actions that the runtime executes.
 """
 
-from lightning_hetero.schedules.actions import StageTimes, solve_actions
+from lightning_hetero.schedules.actions import StageTimes, as_actions, solve_actions
 from lightning_hetero.schedules.bound import lower_bound_s
+from lightning_hetero.schedules.choice import Schedule
 from lightning_hetero.schedules.dispatch import end_s
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import Solution, order_1f1b, solve
+from lightning_hetero.schedules.solve import Solution, order_1f1b, solve, solve_in_rooms
 
 __all__ = [
     "Edge",
+    "Schedule",
     "ScheduleProblem",
     "Solution",
     "StageTimes",
+    "as_actions",
     "end_s",
     "lower_bound_s",
     "order_1f1b",
     "solve",
     "solve_actions",
+    "solve_in_rooms",
 ]

@@ -6,7 +6,6 @@ gradients of its weights (W). The stage before waits for I; nobody waits for W.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from lightning_hetero.core.errors import PlanError
 
@@ -26,6 +25,11 @@ class Edge:
 
     latency_s: float = 0.0
     transfer_s: float = 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds after which a message arrives, if the link is free."""
+        return self.latency_s + self.transfer_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,9 @@ class ScheduleProblem:
         most_held: Sequence[float] = (),
         edges: Sequence[Edge] = (),
         waiting: float = 1.0,
+        sizes: Sequence[float] = (),
     ) -> "ScheduleProblem":
-        """Return the problem of equal micro-batches whose activations take one unit a stage.
+        """Return the problem of micro-batches whose activations take one unit a stage.
 
         Args:
             forward_s: Seconds of F, by stage.
@@ -94,11 +99,21 @@ class ScheduleProblem:
             edges: The links between neighbouring stages, both ways; without delay by default.
             waiting: Share of an activation that W needs after I: about all of a transformer
                 layer's, whose linear layers keep their inputs and the gradients of their outputs.
+            sizes: Of each micro-batch, where they differ: seconds and units are these times as
+                many, and there is room for any `most_held` that follow each other.
         """
         num_stages = len(forward_s)
+        each = tuple(sizes) or (1.0,) * num_microbatches
+        held = tuple(most_held) or tuple(map(float, range(num_stages, 0, -1)))
 
         def rows(values: Sequence[float]) -> Matrix:
-            return tuple(tuple(repeat(value, num_microbatches)) for value in values)
+            return tuple(tuple(value * size for size in each) for value in values)
+
+        def room(most: float) -> float:
+            if not sizes:
+                return most
+            count = min(int(most), len(each))
+            return max(sum(each[i : i + count]) for i in range(len(each) - count + 1))
 
         links = tuple(edges) or (Edge(),) * (num_stages - 1)
         return cls(
@@ -109,7 +124,7 @@ class ScheduleProblem:
             backward_edges=links,
             held_bytes=rows([1.0] * num_stages),
             waiting_bytes=rows([waiting if seconds else 0.0 for seconds in weight_s]),
-            room_bytes=tuple(most_held) or tuple(map(float, range(num_stages, 0, -1))),
+            room_bytes=tuple(map(room, held)),
         )
 
     @property

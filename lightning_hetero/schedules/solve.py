@@ -9,7 +9,7 @@ A dispatch is a feasible run, so the orders that it returns can't wait for each 
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
@@ -29,7 +29,7 @@ from lightning_hetero.schedules.dispatch import (
 )
 from lightning_hetero.schedules.problem import ScheduleProblem
 
-__all__ = ["Solution", "order_1f1b", "solve"]
+__all__ = ["Solution", "order_1f1b", "solve", "solve_in_rooms"]
 
 _MOST_TRIES = 1000
 _LEAST_TRIES = 4
@@ -38,6 +38,8 @@ _TRIES_OF_ONE_PASS = 4e6
 micro-batches."""
 _GOOD = 1.0005
 """A schedule this close to the bound, as a multiple of it, isn't improved."""
+_WORTH = 1.01
+"""More room must make a schedule shorter than this part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,22 @@ def solve(problem: ScheduleProblem) -> Solution:
         if found[0] < best[0] * (1 - 1e-9):
             best, best_rule, num_vain = found, rule, 0
     return Solution(orders=best[1], end_s=best[0], bound_s=bound)
+
+
+def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:
+    """Return the schedule in the least room beyond which the next one gains hardly anything.
+
+    Args:
+        problems: One pipeline's, whose stages have more and more room; at least one.
+    """
+    best: Solution | None = None
+    for problem in problems:
+        found = solve(problem)
+        if best is not None and found.end_s * _WORTH > best.end_s:
+            break
+        best = found
+    assert best is not None
+    return best
 
 
 def order_1f1b(problem: ScheduleProblem) -> Orders:

@@ -203,7 +203,7 @@ class CostModel(ClusterLinks, ABC):
             params += self.model.embedding_params
         if shape.has_head:
             params += self.model.head_params
-        if shape.has_embedding and shape.has_head and self.model.tied_params:
+        if shape.has_embedding and shape.has_head:
             params -= self.model.tied_params
         return params / shape.tp_degree
 
@@ -273,10 +273,8 @@ class CostModel(ClusterLinks, ABC):
             num_in_flight: Micro-batches that it holds at once.
             owned_params: Parameters that it owns; None if a layer's holders share them alike.
         """
-        held, longest = 0, 0
-        if microbatches:
-            held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
-            longest = max(map(sum, set(microbatches)))
+        held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
+        longest = max(map(sum, set(microbatches)), default=0)
         return self.memory_of_tokens(shape, num_pipelines, held, longest, owned_params=owned_params)
 
     def memory_of_tokens(
@@ -327,15 +325,15 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # The gradient that comes from the next stage, and those sent to the stage before that it
-        # may not have received.
-        num_passing = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
+        # Beside what was sent, room for its gradients; and gradients sent to the stage before that
+        # it may not have received.
+        num_sent = MAX_KEPT_SENDS * (not shape.has_embedding)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),
             activations=factor * self.activation_bytes(shape, held_tokens) - saved * held_tokens,
             recomputed=again * longest,
             head=factor * self.transient_bytes(shape, longest),
-            messages=factor * (sent + num_passing * self._hidden_bytes(longest)),
+            messages=factor * (2 * sent + num_sent * self._hidden_bytes(longest)),
         )
 
     def update_s(self, shape: StageShape, owned_params: float) -> float:

@@ -1,7 +1,8 @@
 """Draw the timeline of a simulation, or write it as a Chrome trace.
 
-The picture has one lane per stage, forwards and backwards numbered. Beside it, a bar per stage
-shows what fills its devices, stacked by term. Pipelines that differ only in ranks are drawn once.
+The picture has one lane per stage, forwards and backwards numbered, and messages between lanes.
+Beside it, a bar per stage shows what fills its devices, stacked by term. Pipelines that differ only
+in ranks are drawn once.
 matplotlib is optional; without it a plot is refused with the command that installs it.
 
 A trace opens in https://ui.perfetto.dev or chrome://tracing. It has one process per pipeline and,
@@ -9,6 +10,7 @@ per stage, one row for computation and one for each kind of traffic, since these
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,11 +59,14 @@ _KINDS = {
     "push": _Kind("push gradients", "#E69F00", "push gradients, wait for peers", row=4),
     "step": _Kind("optimizer step", "#CC79A7", "optimizer step"),
 }
+_MESSAGES = {"SF": ("#666666", "activations sent"), "SB": ("#D55E00", "gradients sent")}
+"""Colour and label of messages under way."""
 _ROWS = ("", "hidden states", "gradients of hidden states", "pull", "push")
 _LANE_HEIGHT = 0.8
 _HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
 _MAX_LANES = 64
+_LEGEND_COLUMNS = 5
 
 
 def plot_timeline(
@@ -95,6 +100,7 @@ def plot_timeline(
     figure = Figure(figsize=(_WIDTH_INCHES * 4 / 3, 1.9 + 0.36 * height), layout="constrained")
     axes, memory_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     _draw_bars(axes, lanes, simulation)
+    _draw_messages(axes, lanes, simulation)
     axes.set_yticks([position + _LANE_HEIGHT / 2 for position in lanes.values()])
     axes.set_yticklabels([_stage_label(plan, cost, *place) for place in lanes])
     axes.set_ylim(height, 0)
@@ -189,6 +195,33 @@ def _draw_bars(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simul
                 _number(axes, lanes[place] + _LANE_HEIGHT / 2, own, end)
 
 
+def _draw_messages(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simulation) -> None:
+    """Draw messages between a stage's lane and the next one's: activations above their gradients.
+
+    A message is as long as it is under way, so lines above each other are messages in flight.
+    """
+    for kind, (colour, label) in _MESSAGES.items():
+        is_back = kind == "SB"
+        drawn = [
+            (lanes[e.pipeline_index, e.stage_index - is_back], e)
+            for e in simulation.events
+            if e.kind == kind and (e.pipeline_index, e.stage_index - is_back) in lanes
+        ]
+        if drawn:
+            height = (1 - _LANE_HEIGHT) / 2
+            axes.barh(
+                [top + _LANE_HEIGHT + is_back * height for top, _ in drawn],
+                [e.end_s - e.start_s for _, e in drawn],
+                left=[e.start_s for _, e in drawn],
+                height=0.8 * height,
+                align="edge",
+                color=colour,
+                edgecolor="white",
+                linewidth=_edge_width([e for _, e in drawn], simulation.iteration_time_s),
+                label=label,
+            )
+
+
 def _edge_width(events: Sequence[Event], end_s: float) -> float:
     """Return the width of the white edge between bars in points, less if bars are short."""
     share = sum(e.end_s - e.start_s for e in events) / len(events) / end_s
@@ -229,9 +262,10 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
         f"One iteration: {simulation.iteration_time_s:.4g} s; limited by {simulation.bottleneck}",
         fontsize=10,
         loc="left",
-        pad=22,
+        pad=8 + 14 * math.ceil(len(axes.containers) / _LEGEND_COLUMNS),
     )
-    _tidy(axes, "seconds", num_columns=len(axes.containers), fontsize=8, handlelength=1.2)
+    columns = min(_LEGEND_COLUMNS, len(axes.containers))
+    _tidy(axes, "seconds", num_columns=columns, fontsize=8, handlelength=1.2)
 
 
 def _tidy(axes: Any, unit: str, *, num_columns: int, **legend: float) -> None:

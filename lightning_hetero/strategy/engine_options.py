@@ -20,10 +20,10 @@ from lightning_hetero.core.reading import parse_range
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts, is_quantized
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
+from lightning_hetero.schedules import Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +73,11 @@ class EngineOptions:
                 f"redundancy is {self.redundancy}; it must be 0, or 1 for a standby of each slice. "
                 "To survive the loss of both, save with LayerwiseCheckpoint(replicas=2)."
             )
-        is_split = self.config.schedule is not Schedule.ONE_F_ONE_B
+        is_split = self.config.schedule is Schedule.SPLIT
         if is_split and self.config.layer_options.compile_layers:
             raise ConfigurationError(
                 f'schedule="{self.config.schedule}" splits the backward of linear layers, which '
-                'compiled layers hide. Use schedule="1f1b", or compile_layers=False.'
+                'compiled layers hide. Use schedule="auto" or "deep", or compile_layers=False.'
             )
         own_orders = ExchangeKind.REDUCE_SCATTER, ExchangeKind.BY_NODE
         if self.redundancy and self.config.exchange in own_orders:

@@ -43,11 +43,11 @@ from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
-from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.strategy.engine_options import EngineOptions
 from lightning_hetero.strategy.generations import size_that_stays
 from lightning_hetero.strategy.hooks import HookedStrategy
@@ -80,10 +80,11 @@ class HeteroStrategy(HookedStrategy):
         num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
             the plan names no number. None takes 1 for pipelines of one stage, else 4 per stage.
         schedule: The order of a pipeline's passes: "1f1b"; "split", in which gradients of linear
-            layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; or "deep": the
-            same with stages that run ahead, each holding up to 1.5 micro-batches a stage of the
-            pipeline. The last two are solved for the times measured in a plan's first iterations,
-            and run if they are 1 % faster.
+            layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; "deep": the
+            same with stages that run ahead where that saves time, as far as memory allows; or
+            "auto": "deep" where it saves 1 % of an iteration. They are solved for the times of
+            stages and links measured in a plan's first iterations. Backward passes of compiled
+            layers aren't split.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon, "memory" where stages leave unequal
@@ -152,7 +153,7 @@ class HeteroStrategy(HookedStrategy):
         num_candidate_plans: int = 1,
         num_stages: int | None = None,
         num_microbatches: int | None = None,
-        schedule: Schedule | Literal["1f1b", "split", "deep"] = Schedule.ONE_F_ONE_B,
+        schedule: Schedule | Literal["auto", "1f1b", "split", "deep"] = Schedule.ONE_F_ONE_B,
         layers: str | None = None,
         ownership: (
             Ownership | Literal["auto", "holders", "even", "parameter", "memory"]

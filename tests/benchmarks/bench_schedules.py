@@ -1,53 +1,118 @@
-"""Solved schedules against 1F1B: four stages of emulated devices, really run.
+"""Solved schedules against 1F1B and torch's: four stages whose passes and links take set times.
 
-Forwards and backwards are stretched by sleeping, as in `bench_emulated`, so four stages run on two
-cores. Runs of both schedules take turns; each ratio is a median over pairs. What the solver
-predicts of the same stages stands beside it.
+Each pass sleeps until it has taken its time, and messages between two nodes leave late, so four
+stages run on two cores and what they compute hardly counts. Torch's schedules run stages of the
+same seconds, two on each rank. What the solver predicts of the same stages stands beside it.
 """
 
+import math
+import queue
 import statistics
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.models import HeteroLM, LMConfig, packed_cross_entropy
-from lightning_hetero.schedules import ScheduleProblem, end_s, order_1f1b, solve
-from lightning_hetero.testing import EmulatedDevices
+from lightning_hetero.core.actions import ActionKind
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.stage import activations, link_times
+from lightning_hetero.schedules import (
+    Edge,
+    Schedule,
+    ScheduleProblem,
+    end_s,
+    order_1f1b,
+    solve_in_rooms,
+)
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.toy import quiet
 
-EQUAL = (12.0, 12.0, 12.0, 12.0)
-UNEQUAL = (8.0, 8.0, 16.0, 16.0)
-"""Stages of speed 2 : 2 : 1 : 1, which take 1 : 1 : 2 : 2."""
-LENGTH = 64
-ROWS = 1
-"""Rows of a micro-batch."""
-NUM_ITERATIONS = 8
-REPEATS = 3
-CONFIG = LMConfig(vocab_size=64, hidden_size=256, num_layers=4, num_heads=4, intermediate_size=1024)
+UNIT_S = 0.02
+"""Seconds of the fastest stage's forward; a backward takes two, I and W one each."""
+EQUAL = (1.0, 1.0, 1.0, 1.0)
+UNEQUAL = (1.0, 1.0, 2.0, 2.0)
+LATENCY = 1.5
+"""Half of what a stage of `EQUAL` takes for a micro-batch, in units."""
+WIDTH = 16
+NUM_ITERATIONS = 7
+NUM_WARM = 4
+"""Iterations that aren't timed: schedules are solved after the third."""
+UNITS = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: 2.0,
+    ActionKind.INPUT: 1.0,
+    ActionKind.WEIGHT: 1.0,
+}
+PEERS = ("ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+class PacedClock(ComputeClock):
+    """Lets each action take its seconds, waits apart."""
+
+    def __init__(self, unit_s: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self._unit_s = unit_s
+
+    def before_send(self) -> None:
+        if self._in_action and not self._depth:
+            marks = self._marks
+            waited_s = sum(end - start for start, end in marks.waits[marks.waits_before :])
+            due = marks.action_start + waited_s + self._unit_s * UNITS[marks.action[0]]
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class LateSends:
+    """Stands in for `dist.isend`: messages to other nodes leave a while later, in their order."""
+
+    def __init__(self, latency_s: float, far: frozenset[int]) -> None:
+        self._latency_s, self._far = latency_s, far
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._send_all, daemon=True).start()
+
+    def isend(self, message: Tensor, peer: int, **options: Any) -> Any:
+        if peer not in self._far:
+            return dist.isend(message, peer, **options)
+        sent = SimpleNamespace(event=threading.Event(), work=None)
+        due = time.perf_counter() + self._latency_s
+        self._queue.put((due, sent, message, peer, options))
+
+        def wait() -> None:
+            sent.event.wait()
+            sent.work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    def _send_all(self) -> None:
+        while True:
+            due, sent, message, peer, options = self._queue.get()
+            time.sleep(max(0.0, due - time.perf_counter()))
+            sent.work = dist.isend(message, peer, **options)
+            sent.event.set()
 
 
 class Rows(L.LightningModule):
-    """The reference model on rows of equal length."""
+    """Layers so small that only their emulated seconds count."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.model = HeteroLM(CONFIG)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
         self.seconds: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        rows, length = ids.shape
-        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        positions = torch.arange(length).repeat(rows)
-        logits = self.model(ids.reshape(-1), starts, positions, length)
-        return packed_cross_entropy(logits, ids.reshape(-1))
+        (rows,) = batch
+        return nn.functional.mse_loss(self.layers(rows), rows)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
@@ -59,70 +124,153 @@ class Rows(L.LightningModule):
         self.seconds.append(time.perf_counter() - self._start_s)
 
 
-def train(rank: int, slowdowns: tuple[float, ...], num_microbatches: int, schedule: str) -> float:
-    """Return the median seconds of an iteration, the first ones left out."""
+def train(
+    rank: int, units: tuple[float, ...], num_microbatches: int, schedule: str, latency: float
+) -> float:
+    """Return the median seconds of an iteration; the middle link is between two nodes."""
     torch.manual_seed(1)
-    module = Rows()
-    stages = [{"ranks": [i], "layers": [i, i + 1]} for i in range(len(slowdowns))]
+    module, num_stages = Rows(len(units)), len(units)
+    stages = [{"ranks": [i], "layers": [i, i + 1]} for i in range(num_stages)]
     plan = {"pipelines": [{"stages": stages, "num_microbatches": num_microbatches}]}
-    trainer = L.Trainer(
-        **quiet(
-            devices=len(slowdowns),
-            strategy=HeteroStrategy(plan, schedule=schedule),
-            max_steps=NUM_ITERATIONS,
-            callbacks=[EmulatedDevices(slowdowns)],
-        )
+    strategy = HeteroStrategy(plan, schedule=schedule)
+    strategy.emulation = replace(
+        strategy.emulation, make_clock=lambda _: PacedClock(UNIT_S * units[rank])
     )
-    size = ROWS * num_microbatches
-    ids = torch.randint(CONFIG.vocab_size, (size * NUM_ITERATIONS, LENGTH))
-    trainer.fit(module, DataLoader(TensorDataset(ids), batch_size=size))
-    return statistics.median(module.seconds[4:])
+    middle = num_stages // 2
+    far = frozenset({middle} if rank == middle - 1 else {middle - 1} if rank == middle else ())
+    sends = LateSends(latency * UNIT_S, far) if latency else dist
+    late = SimpleNamespace(isend=sends.isend, irecv=dist.irecv)
+    trainer = L.Trainer(**quiet(devices=num_stages, strategy=strategy, max_steps=NUM_ITERATIONS))
+    rows = torch.randn(num_microbatches * NUM_ITERATIONS, WIDTH)
+    with mock.patch.object(activations, "dist", late), mock.patch.object(link_times, "dist", late):
+        trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=num_microbatches))
+    return statistics.median(module.seconds[NUM_WARM:])
 
 
-def predicted_gain(slowdowns: tuple[float, ...], num_microbatches: int, schedule: str) -> float:
-    """Return 1F1B's seconds over the solved order's, for backwards of two forwards."""
+class PacedStage(pipelining.PipelineStage):
+    """A stage of torch's whose passes take their seconds."""
 
-    def problem_of(weight_share: float) -> ScheduleProblem:
+    unit_s = 0.0
+
+    def _paced(self, run: Any, units: float, *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        found = run(*args, **options)
+        time.sleep(max(0.0, start + units * self.unit_s - time.perf_counter()))
+        return found
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        return self._paced(super().forward_one_chunk, 1.0, *args, **options)
+
+    def backward_one_chunk(self, *args: Any, full_backward: Any = True, **options: Any) -> Any:
+        units, run = 2.0 if full_backward else 1.0, super().backward_one_chunk
+        return self._paced(run, units, *args, full_backward=full_backward, **options)
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        return self._paced(super().backward_weight_one_chunk, 1.0, *args, **options)
+
+
+def train_by_torch(rank: int, units: tuple[float, ...], num_microbatches: int, name: str) -> float:
+    """Return the median seconds of an iteration under a schedule of torch's."""
+    dist.init_process_group("gloo")
+    num_ranks = len(units)
+    is_v = name != "ScheduleInterleaved1F1B"
+    second = 2 * num_ranks - 1 - rank if is_v else rank + num_ranks
+    stages = []
+    for index in (rank, second):
+        stage = PacedStage(nn.Linear(WIDTH, WIDTH), index, 2 * num_ranks, torch.device("cpu"))
+        stage.unit_s = UNIT_S * units[rank] / 2
+        stages.append(stage)
+    schedule = getattr(pipelining.schedules, name)(
+        stages, num_microbatches, loss_fn=nn.functional.mse_loss
+    )
+    rows, seconds = torch.randn(num_microbatches, WIDTH), []
+    for _ in range(NUM_ITERATIONS - 2):
+        dist.barrier()
+        start = time.perf_counter()
+        given = {"target": rows} if any(stage.is_last for stage in stages) else {}
+        schedule.step(*([rows] if rank == 0 else []), **given)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    return statistics.median(seconds[2:])
+
+
+def predicted_gain(
+    units: tuple[float, ...], num_microbatches: int, schedule: str, latency: float
+) -> float:
+    """Return 1F1B's seconds over the solved order's."""
+    num_stages = len(units)
+    edges = [Edge() for _ in units[1:]]
+    edges[num_stages // 2 - 1] = Edge(latency_s=latency)
+
+    def problem_of(weight_share: float, most_held: Sequence[float] = ()) -> ScheduleProblem:
         return ScheduleProblem.equal(
-            forward_s=slowdowns,
-            input_s=[2 * slowdown * (1 - weight_share) for slowdown in slowdowns],
-            weight_s=[2 * slowdown * weight_share for slowdown in slowdowns],
+            forward_s=units,
+            input_s=[2 * unit * (1 - weight_share) for unit in units],
+            weight_s=[2 * unit * weight_share for unit in units],
             num_microbatches=num_microbatches,
-            most_held=[1.5 * len(slowdowns)] * len(slowdowns) if schedule == "deep" else (),
+            most_held=most_held,
+            edges=edges,
         )
 
-    whole = problem_of(0.0)
-    return end_s(whole, order_1f1b(whole)) / solve(problem_of(0.5)).end_s
+    whole, rooms = problem_of(0.0), Schedule(schedule).rooms([math.inf] * num_stages)
+    found = solve_in_rooms(problem_of(0.5, most_held) for most_held in rooms)
+    return end_s(whole, order_1f1b(whole)) / found.end_s
 
 
-def run(repeats: int = REPEATS) -> list[Row]:
-    """Time each schedule and 1F1B in turns."""
+def run() -> list[Row]:
+    """Time each schedule and its peers in turn."""
     rows = []
     pool = ProcessPool()
+
+    def ours(units: tuple[float, ...], count: int, schedule: str, latency: float) -> float:
+        return max(pool.run(train, len(units), units, count, schedule, latency))
+
     try:
-        for name, slowdowns, target in (("1:1:2:2", UNEQUAL, 1.1), ("equal", EQUAL, 1.0)):
-            for schedule in ("split", "deep"):
-                count = 2 * len(slowdowns)
-                pairs = [
-                    [
-                        max(pool.run(train, len(slowdowns), slowdowns, count, kind))
-                        for kind in (schedule, "1f1b")
-                    ]
-                    for _ in range(repeats)
-                ]
-                ours, usual = (statistics.median(column) for column in zip(*pairs, strict=True))
-                predicted = predicted_gain(slowdowns, count, schedule)
+        for name, units, per_stage, latency, target in (
+            ("two nodes", EQUAL, 4, LATENCY, 1.3),
+            ("1:1:2:2", UNEQUAL, 2, 0.0, 1.1),
+            ("equal", EQUAL, 2, 0.0, 1.0),
+        ):
+            count = per_stage * len(units)
+            usual, deep = (ours(units, count, item, latency) for item in ("1f1b", "deep"))
+            predicted = predicted_gain(units, count, "deep", latency)
+            figures = {"ours": deep, "unit": "s", "better": "higher", "kind": "measured"}
+            title, note = f"4 emulated stages, {name}", f"{count} micro-batches"
+            rows += [
+                Row(
+                    name=f"iteration, {title}",
+                    peer=usual,
+                    target=target,
+                    value=usual / deep,
+                    note=f"own 1F1B, {note}",
+                    **figures,
+                ),
+                Row(
+                    name=f"gain, predicted against measured, {title}",
+                    ours=predicted,
+                    peer=usual / deep,
+                    unit="x",
+                    target=0.05,
+                    better="lower",
+                    kind="measured",
+                    value=abs(predicted - usual / deep),
+                ),
+            ]
+            if not latency:
+                peers = {
+                    peer: max(pool.run(train_by_torch, len(units), units, count, peer))
+                    for peer in PEERS
+                }
+                best = min(peers, key=peers.__getitem__)
                 rows.append(
                     Row(
-                        name=f"iteration, 4 emulated stages, {name}, {schedule}",
-                        ours=ours,
-                        peer=usual,
-                        unit="s",
-                        target=target,
-                        better="higher",
-                        kind="measured",
-                        value=statistics.median(b / a for a, b in pairs),
-                        note=f"own 1F1B, {count} micro-batches; predicted {predicted:.2f}",
+                        name=f"iteration, {title}, against torch",
+                        peer=peers[best],
+                        target=1.05 if units is UNEQUAL else 1.0,
+                        value=peers[best] / deep,
+                        note=", ".join(f"{key} {value:.3f} s" for key, value in peers.items()),
+                        **figures,
                     )
                 )
     finally:

@@ -1,5 +1,6 @@
 """`lightning-hetero report`: one page of a run."""
 
+import gzip
 import json
 import re
 import shutil
@@ -115,6 +116,20 @@ def test_recordings_of_any_job_and_operation_traces_are_shown(tmp_path):
     page = page_of(tmp_path)
     assert "slowdown" in page
     assert "rank 2" in page
+
+
+def test_the_files_of_all_ranks_are_one_trace(tmp_path):
+    columns = Planted(slow_rank=(2, 2.0)).columns()
+    rows = list(zip(*(values.tolist() for values in columns.values()), strict=True))
+    (tmp_path / "operations").mkdir()
+    for rank in range(16):
+        own = [dict(zip(columns, row, strict=True)) for row in rows]
+        lines = "".join(json.dumps(row) + "\n" for row in own if row["rank"] == rank)
+        path = tmp_path / "operations" / f"operations-rank{rank}.jsonl.gz"
+        path.write_bytes(gzip.compress(lines.encode())[: None if rank else -9])  # One is torn.
+    story = read_story(tmp_path)
+    (verdict,) = story.verdicts
+    assert "rank 2, " in verdict
 
 
 def test_a_folder_without_logs_is_refused(tmp_path, capsys):

@@ -1,8 +1,9 @@
 """What ranks issue, as plain data, and a model of one training iteration at any scale.
 
-An iteration is pull, the 1F1B actions, push and one collective of all ranks (Hydraulis §5.2, the
-LNK operators). `test_recorded` shows that the runtime issues the same; the model says it of more
-ranks than can run here. `check_rendezvous` executes the lists under NCCL's rules:
+An iteration is pull, the actions of 1F1B or of a solved order, push and one collective of all ranks
+(Hydraulis §5.2, the LNK operators). `test_recorded` shows that the runtime issues the same; the
+model says it of more ranks than can run here. `check_rendezvous` executes the lists under NCCL's
+rules:
 
 * operations on one communicator run in the order in which a rank issues them;
 * a send ends only with its receive, and a group ends when all its members have, which progress
@@ -12,40 +13,88 @@ ranks than can run here. `check_rendezvous` executes the lists under NCCL's rule
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import zip_longest
+from functools import cache
+from random import Random
 
-from lightning_hetero.core.actions import MAX_KEPT_SENDS, Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.actions import Action, ActionKind, most_held, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import TransferTable, Unit
-from lightning_hetero.runtime.stage.activations import HEADER_BYTES
+from lightning_hetero.runtime.stage.mailboxes import HEADER_BYTES
+from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions
+from lightning_hetero.schedules.dispatch import Dispatch, Rule
 
 __all__ = [
-    "BACKWARD",
     "CONTROL",
     "EXCHANGE",
-    "FORWARD",
     "HEADERS",
+    "STAGES",
     "Iteration",
     "Operation",
     "OperationKind",
     "Transfer",
+    "edge_name",
     "iteration_operations",
+    "orders_1f1b",
+    "random_orders",
 ]
 
-FORWARD = "forward"
-"""Communicator of activations."""
-BACKWARD = "backward"
-"""Communicator of gradients between stages."""
+STAGES = "stages"
+"""Begins the names of communicators between stages, one for each sender and receiver."""
 EXCHANGE = "exchange"
 """Communicator of pull and push."""
 CONTROL = "control"
 """Communicator of what all ranks agree on at the end of an iteration."""
 HEADERS = "headers"
-"""Queue of the headers that announce activations on accelerators; it is on the CPU."""
+"""Begins the names of queues of headers that announce activations on accelerators.
+
+They are on the CPU, where each sender and receiver have a queue.
+"""
+
+
+Orders = Sequence[Sequence[Action]]
+"""The actions of each stage of a pipeline."""
+
+
+def orders_1f1b(num_stages: int, num_microbatches: int) -> Orders:
+    """Return the actions of 1F1B."""
+    return [
+        schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=num_microbatches)
+        for s in range(num_stages)
+    ]
+
+
+def random_orders(rng: Random) -> Callable[[int, int], Orders]:
+    """Return a function that returns orders of the solver's dispatch, by random priorities."""
+    edge = Edge(latency_s=rng.choice([0.0, rng.uniform(0.0, 3.0)]), transfer_s=rng.random())
+    room, patience = rng.choice([1.0, 1.5, 2.0]), rng.random()
+
+    @cache
+    def orders_of(num_stages: int, num_microbatches: int) -> Orders:
+        unit_s = [rng.uniform(0.5, 2.0) for _ in range(num_stages)]
+        problem = ScheduleProblem.equal(
+            forward_s=unit_s,
+            input_s=unit_s,
+            weight_s=unit_s,
+            num_microbatches=num_microbatches,
+            most_held=[room * num_stages] * num_stages,
+            edges=[edge] * (num_stages - 1),
+        )
+        forwards, inputs = (
+            [[rng.random() for _ in range(num_microbatches)] for _ in unit_s] for _ in "FI"
+        )
+        _, orders = Dispatch(problem, Rule((forwards, inputs), patience)).run()
+        return as_actions(orders)
+
+    return orders_of
+
+
+def edge_name(what: str, sender: int, receiver: int) -> str:
+    """Return the name of the queue from one rank to another."""
+    return f"{what} {sender}>{receiver}"
 
 
 class OperationKind(StrEnum):
@@ -108,8 +157,8 @@ class Iteration:
     """Size of one micro-batch's hidden state and of its gradient."""
     value_bytes: int = 4
     """Size of one weight or gradient value in an exchange."""
-    early_gradients: bool = True
-    """Whether a stage begins to receive a gradient while the forward before it still computes."""
+    orders_of: Callable[[int, int], Orders] = orders_1f1b
+    """Returns the actions of a pipeline of so many stages for so many micro-batches."""
     collective_of: Callable[[tuple[int, ...]], str] = lambda _: ""
     """Name of the communicator by which some ranks exchange a unit together; empty for messages."""
     headers_apart: bool = True
@@ -142,12 +191,8 @@ def iteration_operations(
         place = plan.place(global_rank)
         if place is not None:
             stages = plan.pipelines[place.pipeline_index].stages
-            actions = schedule_1f1b(
-                stage_index=place.stage_index,
-                num_stages=len(stages),
-                num_microbatches=counts[place.pipeline_index],
-            )
-            _Steps(program, stages, place, iteration, pulls).run(actions)
+            orders = iteration.orders_of(len(stages), counts[place.pipeline_index])
+            _Steps(program, stages, place, iteration, pulls).run(orders)
         units = tuple(reversed(table.trainable_units))
         program.exchange("push", units, waits_for=program.last_step)
         program.append(
@@ -234,6 +279,7 @@ class _Steps:
     ) -> None:
         self._program = program
         self._group = stages[place.stage_index].ranks
+        self._index = place.stage_index
         self._tensor = f"tensor {place.pipeline_index}.{place.stage_index}"
         self._iteration = iteration
         self._pulls = pulls
@@ -241,6 +287,7 @@ class _Steps:
         self._receives: dict[Action, int] = {}
         self._headers: dict[Action, int] = {}
         self._sends: dict[ActionKind, deque[list[int]]] = defaultdict(deque)
+        self._most_sent = self._most_expected = 0
         self._previous, self._next = (
             find_neighbour(program.global_rank, self._group, stages[index].ranks)
             if 0 <= index < len(stages)
@@ -248,38 +295,44 @@ class _Steps:
             for index in (place.stage_index - 1, place.stage_index + 1)
         )
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def run(self, orders: Orders) -> None:
         """Append all actions of the rank."""
-        started: set[int] = set()
-        for action, following in zip_longest(actions, actions[1:]):
-            self._receive(action)
-            if self._iteration.early_gradients and following is not None:
-                turns = (action.kind, following.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD)
-                # The hidden state that was sent says how large the gradient will be.
-                if turns and following.microbatch_index in started:
-                    self._receive(following)
-            started.add(action.microbatch_index)
+        actions = orders[self._index]
+        self._most_sent = most_held(actions)
+        self._most_expected = most_held(orders[self._index - 1]) if self._index else 0
+        gradients = {
+            action.microbatch_index: action
+            for action in actions
+            if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT)
+        }
+        self._expect(-1)
+        for action in actions:
+            is_forward = action.kind is ActionKind.FORWARD
+            if is_forward:
+                self._receive(action)
             self._compute_and_send(action)
-            if action.kind is ActionKind.FORWARD:
-                self._expect(replace(action, microbatch_index=action.microbatch_index + 1))
+            if is_forward:
+                self._expect(action.microbatch_index)
+                # The hidden state that was sent says how large the gradient will be.
+                self._receive(gradients[action.microbatch_index])
 
-    def _expect(self, action: Action) -> None:
-        """Begin to receive what comes first of a forward, if there is one."""
+    def _expect(self, done: int) -> None:
+        """Begin to receive what comes first of the forwards after one, as far as is known."""
         source = self._previous
-        is_new = action not in self._receives and action not in self._headers
-        if source is None or not is_new or action.microbatch_index >= self._num_microbatches:
-            return
-        if self._is_apart(source.received):
-            self._headers[action] = self._header("receive header of", action, source.received)
-        else:
-            self._receives[action] = self._transfer("receive", action, source.received)
+        stop = min(done + 1 + self._most_expected, self._num_microbatches)
+        for index in range(done + 1, stop) if source is not None else ():
+            action = Action(ActionKind.FORWARD, self._index, index)
+            if action in self._receives or action in self._headers:
+                continue
+            if self._is_apart(source.received):
+                self._headers[action] = self._header("receive header of", action, source.received)
+            else:
+                self._receives[action] = self._transfer("receive", action, source.received)
 
     def _receive(self, action: Action) -> None:
-        if action.kind is ActionKind.FORWARD:
-            self._expect(action)
-            if action in self._headers:
-                # Only the header says what to receive, so the rank waits for it.
-                self._wait(f"read header of {action}", self._headers[action])
+        if action in self._headers:
+            # Only the header says what to receive, so the rank waits for it.
+            self._wait(f"read header of {action}", self._headers[action])
         source = self._source(action)
         if source is not None and action not in self._receives:
             self._receives[action] = self._transfer("receive", action, source.received)
@@ -295,7 +348,7 @@ class _Steps:
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
-                communicator=HEADERS,
+                communicator=edge_name(HEADERS, piece.sender, piece.receiver),
                 transfers=(transfer,),
                 waits_for=waits_for,
             )
@@ -314,7 +367,7 @@ class _Steps:
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
-                communicator=FORWARD if action.kind is ActionKind.FORWARD else BACKWARD,
+                communicator=edge_name(STAGES, piece.sender, piece.receiver),
                 transfers=(transfer,),
                 waits_for=waits_for,
             )
@@ -339,6 +392,8 @@ class _Steps:
                     waits_for=(done,),
                 )
             )
+        if action.kind is ActionKind.WEIGHT:
+            return
         destination = self._next if forward else self._previous
         if destination is not None and destination.sent:
             self._send(action, destination.sent, done)
@@ -365,7 +420,8 @@ class _Steps:
 
     def _send(self, action: Action, pieces: Sequence[SentPiece], done: int) -> None:
         kept = self._sends[action.kind]
-        if len(kept) == MAX_KEPT_SENDS:
+        is_forward = action.kind is ActionKind.FORWARD
+        if len(kept) == (self._most_sent if is_forward else self._most_expected):
             for position in kept.popleft():
                 self._wait(f"let go before {action}", position)
         positions = []

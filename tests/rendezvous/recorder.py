@@ -7,6 +7,7 @@ mean the same, so each operation is tagged with the range of a trace in which it
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from lightning_hetero.runtime import clock
-from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.split_run import SplitRun
 from lightning_hetero.runtime.stage.activations import ActivationLink
+from lightning_hetero.runtime.stage.mailboxes import Inbox
 from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
 _MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")
@@ -41,12 +42,18 @@ _SPLIT = "all_to_all_single"
 _UNSEEN = ("all_gather_coalesced", "all_reduce_coalesced", "all_to_all")
 
 
+REST = " rest"
+"""Ends the name of a queue of what didn't fit into buffers, which has a tag of its own."""
+
+
 class Recorder:
     """Notes operations inside its `with` block; communicators go by the names of their groups."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self._ranges: list[str] = []
+        self._num_posted = 0
+        """Receives of activations that the iteration has posted."""
         self._is_inner = False
         self._patches: list[Any] = []
 
@@ -63,20 +70,26 @@ class Recorder:
         expect = ActivationLink.expect_gradient
 
         def expect_gradient(link: ActivationLink, index: int, sent: Any) -> None:
-            with self._range(f"B{index}"):  # It may be posted before that action begins.
+            with self._range(f"B{index}"):  # It is posted before that action begins.
                 expect(link, index, sent)
 
         self._patch(ActivationLink, "expect_gradient", expect_gradient)
         # The check of losses sends micro-batches of other sizes, which among CPUs, where headers
         # travel with them, are shorter than their buffers. On accelerators all sizes are known.
         self._patch(SplitRun, "is_due", lambda _: False)
-        expect_next = StagePasses._expect_activation
+        begin, post = ActivationLink.begin, Inbox.post
 
-        def expect_activation(passes: StagePasses, index: int) -> None:
-            with self._range(f"F{index}"):
-                expect_next(passes, index)
+        def begun(link: ActivationLink, *held: int) -> None:
+            self._num_posted = 0
+            begin(link, *held)
 
-        self._patch(StagePasses, "_expect_activation", expect_activation)
+        def posted(inbox: Inbox, *where: Any) -> None:
+            with self._range(f"F{self._num_posted}"):  # It is posted before that action begins.
+                post(inbox, *where)
+            self._num_posted += 1
+
+        self._patch(ActivationLink, "begin", begun)
+        self._patch(Inbox, "post", posted)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +102,7 @@ class Recorder:
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
-        self._ranges.append(name)
+        self._ranges.append(re.sub(r"^I(?=\d)", "B", name))
         try:
             yield
         finally:
@@ -147,7 +160,8 @@ class Recorder:
         return Operation(
             kind=OperationKind.TRANSFER,
             label=f"{name} {self._tag}".strip(),
-            communicator=(members[0].get("group") or dist.group.WORLD).group_name,
+            communicator=(members[0].get("group") or dist.group.WORLD).group_name
+            + (REST if given.get("tag") else ""),
             transfers=tuple(self._transfer(name, member) for member in members),
         )
 

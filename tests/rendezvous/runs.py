@@ -14,15 +14,15 @@ from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.exchange import pull, push
 from lightning_hetero.runtime.exchange.pull import Pull
 from tests.rendezvous.operations import (
-    BACKWARD,
     CONTROL,
     EXCHANGE,
-    FORWARD,
+    STAGES,
     Iteration,
     Operation,
+    edge_name,
     iteration_operations,
 )
-from tests.rendezvous.recorder import Recorder
+from tests.rendezvous.recorder import REST, Recorder
 from tests.toy import CONTEXT, ToyModule, ToyOptions, loader, quiet
 
 ROWS = 4
@@ -77,13 +77,20 @@ class _Look(L.Callback):
     def _name_groups(self, trainer: L.Trainer) -> None:
         assert isinstance(trainer.strategy, HeteroStrategy)
         comms = trainer.strategy.engine.comms
-        for name in (FORWARD, BACKWARD, EXCHANGE, CONTROL):
+        for edge, group in comms._edges.items():
+            if trainer.global_rank in edge:
+                self.names[group.group_name] = edge_name(STAGES, *edge)
+        for name in (EXCHANGE, CONTROL):
             group = getattr(comms, name)
-            if group is not None:  # Stages are connected by the first plan that has some.
-                self.names[group.group_name] = name
+            self.names[group.group_name] = name
         for ranks, group in comms._exchange_groups.items():
             if trainer.global_rank in ranks:
                 self.names[group.group_name] = exchange_among(ranks)
+
+    def name_of(self, group_name: str) -> str:
+        """Return the name of a queue for that of its group."""
+        group = group_name.removesuffix(REST)
+        return self.names.get(group, group) + group_name[len(group) :]
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._begin = len(self._recorder.operations)
@@ -134,8 +141,7 @@ def record(rank: int, job: Job) -> Found:
         trainer.fit(module, loader(rows, ROWS), loader(2 * ROWS, ROWS, seed=1))
         trainer.test(module, loader(2 * ROWS, ROWS, seed=1), verbose=False)
     operations = [
-        replace(item, communicator=look.names.get(item.communicator, item.communicator))
-        for item in recorder.operations
+        replace(item, communicator=look.name_of(item.communicator)) for item in recorder.operations
     ]
     iterations = [tuple(operations[part]) for part in look.iterations]
     return Found(tuple(operations), tuple(iterations), tuple(look.expected))

@@ -14,11 +14,14 @@ from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.checker import RendezvousError, check_rendezvous
 from tests.rendezvous.operations import (
     EXCHANGE,
+    STAGES,
     Iteration,
     Operation,
     OperationKind,
     Transfer,
     iteration_operations,
+    orders_1f1b,
+    random_orders,
 )
 from tests.rendezvous.stepwise import runs_through
 
@@ -43,7 +46,7 @@ def random_operations(
         world_size=world_size,
         num_microbatches=tuple(rng.randint(0, max_microbatches) for _ in plan.pipelines),
         activation_bytes=rng.randint(1, 9),
-        early_gradients=rng.random() < 0.5,
+        orders_of=rng.choice([orders_1f1b, random_orders(rng)]),
         collective_of=rng.choice([lambda _: "", lambda members: f"{EXCHANGE} {members}"]),
     )
     return operations_of(plan, rule, iteration, tied=rng.random() < 0.5)
@@ -260,13 +263,13 @@ def test_waiting_for_what_is_not_issued_yet_is_refused(position):
         check_rendezvous({0: (item,)})
 
 
-def two_by_two(*, early_gradients: bool = True) -> Lists:
+def two_by_two(*, headers_apart: bool = True) -> Lists:
     plan = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
     iteration = Iteration(
         world_size=4,
         num_microbatches=(4, 4),
         activation_bytes=64,
-        early_gradients=early_gradients,
+        headers_apart=headers_apart,
     )
     return operations_of(plan, Ownership.HOLDERS, iteration, tied=False)
 
@@ -288,19 +291,17 @@ def test_a_push_that_one_rank_issues_before_its_pull_is_found():
 
 
 def test_one_queue_for_both_directions_of_a_pipeline_is_found():
-    """Why forward and backward have communicators of their own.
+    """Why each sender and receiver have a communicator of their own.
 
-    In the steady state a stage sends activations while the next one sends gradients; on one
-    communicator each would wait for the other to receive first.
+    A stage posts receives ahead of what it sends; on one communicator its sends would wait for what
+    the other stage sends only after it has received them.
     """
-    check_rendezvous(two_by_two(early_gradients=False))
+    check_rendezvous(two_by_two(headers_apart=False))
     lists = {
         rank: tuple(
-            replace(item, communicator="both")
-            if item.communicator in ("forward", "backward")
-            else item
+            replace(item, communicator="both") if item.communicator.startswith(STAGES) else item
             for item in items
         )
-        for rank, items in two_by_two(early_gradients=False).items()
+        for rank, items in two_by_two(headers_apart=False).items()
     }
     assert_found(lists, "Deadlock", "'both'")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.neighbours import find_neighbour
+from lightning_hetero.core.neighbours import deal_pieces, find_neighbour
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage import activations
@@ -46,10 +46,13 @@ def exchange(rank: int, first: list[int], second: list[int]) -> None:
     is_first = rank in first
     own, other = (first, second) if is_first else (second, first)
     neighbour = find_neighbour(rank, own, other)
+    comms = Communicators.create(device=device, timeout=timedelta(seconds=60))
+    pieces = (*deal_pieces(first, second), *deal_pieces(second, first))
+    comms.connect((piece.sender, piece.receiver) for piece in pieces)
     link = ActivationLink(
         previous=None if is_first else neighbour,
         following=neighbour if is_first else None,
-        comms=Communicators.create(device=device, timeout=timedelta(seconds=60)),
+        comms=comms,
         device=device,
         clock=ComputeClock(device),
         group=groups[tuple(own)],

@@ -7,6 +7,7 @@ import numpy as np
 
 from lightning_hetero.runtime.iteration import schedule_choice
 from lightning_hetero.runtime.iteration.passes import StagePasses
+from lightning_hetero.schedules import Schedule
 from tests.runtime.runs import Case, Outcome, train
 
 
@@ -19,13 +20,14 @@ def train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[st
     original = StagePasses.run
 
     def noted(passes: StagePasses, actions: Any, step: Any, **more: Any) -> None:
-        kinds.update(action.kind.value for action in actions)
+        kinds.update(action.kind.value for action in actions.actions)
         original(passes, actions, step, **more)
 
     options = (*case.options, ("schedule", schedule))
     with (
-        mock.patch.object(schedule_choice, "_LEAST_GAIN", -np.inf),
+        mock.patch.object(Schedule, "least_gain", -np.inf),
         mock.patch.object(schedule_choice, "_MEASURED_ITERATIONS", 2),
+        mock.patch.object(schedule_choice, "_LONG_S", 0.0),
         mock.patch.object(StagePasses, "run", noted),
     ):
         outcome = train(rank, replace_options(case, options))

@@ -186,8 +186,8 @@ def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:
             aborted.append(self)
             raise RuntimeError("this backend can't")
 
-    groups = [Group() for _ in range(5)]
-    names = ("forward", "backward", "exchange", "values", "control")
+    groups = [Group() for _ in range(3)]
+    names = ("exchange", "values", "control")
     comms = Communicators(global_rank=0, world_size=2, **dict(zip(names, groups, strict=True)))
     comms.abort()
     assert aborted == groups

@@ -257,7 +257,7 @@ def test_the_terms_of_memory_add_up_and_buffers_take_the_room_of_activations():
     assert (idle.weights, idle.gradients, idle.owned) == (held * 2, held * 4, held * 16 / 4)
     busy = cost.stage_memory(shape, 4, [(4096,)] * 3, 3)
     assert busy.activations == cost.activation_bytes(shape, 3 * 4096)
-    assert busy.messages == LLAMA.hidden_bytes(4 * 4096)
+    assert busy.messages == LLAMA.hidden_bytes(2 * 3 * 4096)
     passing = busy.activations + busy.messages
     assert busy.exchange == max(0, idle.exchange - passing)
     assert busy.total == pytest.approx(busy.states + max(passing, idle.exchange))

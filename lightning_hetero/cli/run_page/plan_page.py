@@ -18,7 +18,7 @@ from lightning_hetero.simulator import (
     simulated_facts,
 )
 
-__all__ = ["draw_plan"]
+__all__ = ["Bar", "Lane", "draw_plan"]
 
 WIDTH = 900.0
 _MOST_LANES, _MOST_BARS = 64, 20_000

@@ -11,10 +11,10 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
-from lightning_hetero.runtime.iteration.schedule_choice import Schedule
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
+from lightning_hetero.schedules import Schedule
 
 __all__ = ["EngineConfig", "IterationKey", "OwnedDevice", "Phase"]
 

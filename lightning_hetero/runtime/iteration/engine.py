@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch
+from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
@@ -119,7 +119,12 @@ class Engine:
         )
         """The plan that runs, and changes to other plans."""
         self._recomputation = RecomputationChoice(config.layer_options)
-        self.schedules = ScheduleChoice(config.schedule, communicators, clock)
+        self.schedules = ScheduleChoice(
+            config.schedule,
+            communicators,
+            clock,
+            is_split=not config.layer_options.compile_layers,
+        )
         self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
         self.gradients = StepGradients(self.store, device, config)
         """What the last training iteration has left for the optimizer."""
@@ -183,16 +188,18 @@ class Engine:
             is_training=is_training,
             factor=self.gradients.loss_scale,
         )
-        schedule = self.schedules.of(running, len(microbatches), is_training=is_training)
+        schedule = self.schedules.of(
+            running, [sizes_of(item)[1] for item in microbatches], is_training=is_training
+        )
         passes = StagePasses(
             running,
             self.boundary,
             results,
             microbatches,
-            self._recomputation.of(running.stage, microbatches, schedule),
+            self._recomputation.of(running.stage, microbatches, schedule.actions),
             first_index=first_index,
             seed=seed,
-            splitter=running.splitter if is_training and self.schedules.is_split else None,
+            splitter=running.splitter if schedule.is_split else None,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))

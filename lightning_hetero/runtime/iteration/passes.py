@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import (
@@ -84,7 +84,7 @@ class StagePasses:
 
     def run(
         self,
-        schedule: Sequence[Action],
+        schedule: StageSchedule,
         step: Callable[[Any], Any],
         *,
         clock: ComputeClock,
@@ -95,21 +95,21 @@ class StagePasses:
         Raises:
             StepError, ModelError: The step or the model does something that a stage can't do.
         """
+        self._running.link.begin(schedule.held, schedule.held_before)
         with nullcontext() if self._splitter is None else self._splitter.active():
-            self._run_all(schedule, step, clock=clock, look=look)
+            self._run_all(schedule.actions, step, clock=clock, look=look)
 
     def _run_all(
         self,
-        schedule: Sequence[Action],
+        actions: Sequence[Action],
         step: Callable[[Any], Any],
         *,
         clock: ComputeClock,
         look: Callable[[], None],
     ) -> None:
-        are_traced, gets_gradients = is_traced(), self._running.link.following is not None
-        for action, upcoming in zip_longest(schedule, schedule[1:]):
-            if gets_gradients:
-                self._expect_gradient(action, upcoming)
+        are_traced = is_traced()
+        self._expect_activations(0)
+        for action in actions:
             with clock.action(action.kind, action.microbatch_index):
                 if are_traced:
                     with traced(action):
@@ -132,25 +132,10 @@ class StagePasses:
             if action.kind is ActionKind.BACKWARD:
                 self._weights(index)
 
-    def _expect_gradient(self, action: Action, upcoming: Action | None) -> None:
-        """Begin to receive the gradient that the next action needs, while this one computes.
-
-        Not when this action sends a gradient itself: the order on the communicator must stay
-        receive, send, receive, send.
-        """
-        if (
-            upcoming is not None
-            and upcoming.kind in (ActionKind.BACKWARD, ActionKind.INPUT)
-            and action.kind in (ActionKind.FORWARD, ActionKind.WEIGHT)
-            and upcoming.microbatch_index in self._in_flight
-        ):
-            outputs = self._in_flight[upcoming.microbatch_index].outputs
-            self._running.link.expect_gradient(upcoming.microbatch_index, outputs)
-
-    def _expect_activation(self, index: int) -> None:
-        """Begin to receive a micro-batch, if there is one more, while the next actions compute."""
-        if self._running.link.previous is not None and index < len(self._microbatches):
-            self._running.link.expect_activation()
+    def _expect_activations(self, num_done: int) -> None:
+        """Post receives of the micro-batches that come next, ahead of their forwards."""
+        if self._running.link.previous is not None:
+            self._running.link.expect_activations(len(self._microbatches) - num_done)
 
     def missing(self) -> tuple[str, ...]:
         """Return the parameters for which this rank's backward passes made no gradient."""
@@ -177,10 +162,10 @@ class StagePasses:
         except StageEnd as end:
             self._results.drop()
             link.send_activation(end.handed_on)
-            self._expect_activation(index + 1)
+            self._expect_activations(index + 1)
             self._hold(index, forward, end.handed_on.tensors)
             return
-        self._expect_activation(index + 1)
+        self._expect_activations(index + 1)
         losses, gradient = self._results.keep(output, microbatch)
         self._hold(index, forward, losses, gradient)
 
@@ -210,6 +195,8 @@ class StagePasses:
                 [tensor for tensor in outputs if tensor.requires_grad],
                 gradient,
             )
+            if self._running.link.following is not None:
+                self._running.link.expect_gradient(index, self._in_flight[index].outputs)
             self._running.num_in_flight = count = len(self._in_flight)
             if count > self.peak_in_flight:
                 self.peak_in_flight = count
@@ -229,7 +216,6 @@ class StagePasses:
         self._running.num_in_flight = len(self._in_flight)
         gradients = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
-            link.expect_gradient(index, held.outputs)
             gradients = link.receive_gradient(index)
         # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
         is_last = is_whole and index + 1 == len(self._microbatches)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import find_neighbour
+from lightning_hetero.core.neighbours import find_neighbour, stage_edges
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
@@ -205,8 +205,7 @@ class PlanSwitch:
 
     def _connect(self, plan: ParallelPlan) -> None:
         """Create the communicators of a plan's stages; collective if there are new ones."""
-        if plan.max_stages > 1:
-            self._comms.connect_stages()
+        self._comms.connect(stage_edges(plan))
         if self._tensor_parallel is not None:
             self._comms.tensor_parallel_group(plan)
 

@@ -1,8 +1,9 @@
 """The process groups of one run, one for each kind of traffic, and how they end when a peer fails.
 
-Forward, backward and exchange traffic have communicators of their own, so that the order of one
-never blocks another; control messages travel on CPU (gloo) whatever the device is. Checkpoints are
-saved and recovered beside training without a group, through the ranks' store.
+Each rank's messages to each rank of a neighbouring stage have a communicator of their own, and so
+have pull and push, so that the order of one never blocks another; control messages travel on CPU
+(gloo) whatever the device is. Checkpoints are saved and recovered beside training without a group,
+through the ranks' store.
 """
 
 import pickle
@@ -159,10 +160,6 @@ class Communicators:
 
     global_rank: int
     world_size: int
-    forward: dist.ProcessGroup | None = None
-    """For activations; made by `connect_stages`."""
-    backward: dist.ProcessGroup | None = None
-    """For gradients of activations; made by `connect_stages`."""
     exchange: dist.ProcessGroup | None = None
     """Pull and push."""
     values: dist.ProcessGroup | None = None
@@ -176,6 +173,9 @@ class Communicators:
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
     """Tells whether the device had ended the last step before an abort."""
     _is_aborted: bool = field(default=False, repr=False, compare=False)
+    _edges: dict[tuple[int, ...], dist.ProcessGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -214,16 +214,16 @@ class Communicators:
         connections.share(made.gather_objects)
         return made
 
-    def connect_stages(self) -> None:
-        """Make the communicators between stages, unless they are made; collective over all ranks.
+    def connect(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Make the communicators of each (sender, receiver) that has none; collective.
 
-        Plans without stages don't need them: each costs a rank a connection to every other rank.
+        All ranks give the same edges in the same order.
         """
-        if self.world_size == 1 or self.forward is not None:
-            return
-        group = partial(_group_of_all, self.connections, self.timeout)
-        self.forward, self.backward = self.connections.open(lambda: (group(), group()))
-        self.connections.share(self.gather_objects)
+        self._make(self._edges, [edge for edge in edges if edge not in self._edges])
+
+    def edge(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Return the communicator of messages from one rank to another; see `connect`."""
+        return self._edges[sender, receiver]
 
     def abort(self) -> None:
         """End all waits in the communicators, as far as their backends can, since a peer is dead.
@@ -232,7 +232,7 @@ class Communicators:
         """
         self.step_end.cut()
         self._is_aborted = True
-        made = (self.forward, self.backward, self.exchange, self.values, self.control)
+        made = (self.exchange, self.values, self.control, *self._edges.values())
         later = (*self._groups.values(), *self._exchange_groups.values())
         for group in (*made, *later, dist.group.WORLD):
             if group is not None:

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.ranks import meeting
-from lightning_hetero.runtime.ranks.communicators import init_process_group
+from lightning_hetero.runtime.ranks.communicators import Communicators, init_process_group
 from lightning_hetero.runtime.ranks.connections import Connections, is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Watch
 from lightning_hetero.runtime.ranks.tree import RankTree
@@ -59,15 +59,15 @@ def count_sockets(rank: int, *, is_lazy: bool) -> int:
     with _connecting(is_lazy=is_lazy):
         processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
         comms = processes.comms
-        comms.connect_stages()
+        comms.connect([(a, a + s) for s in (1, -1) for a in range(4) if 0 <= a + s < 4])
         tree = RankTree(comms.control)
         tree.share(tree.begin_up(torch.zeros(8)))
         comms.gather_objects(rank)
         comms.on_rank_0(lambda: rank)
         dist.broadcast_object_list([rank], 0, group=processes.control)
         processes.most(rank)
-        _hand_on(comms.forward, rank, 1)
-        _hand_on(comms.backward, rank, -1)
+        _hand_on(comms, rank, 1)
+        _hand_on(comms, rank, -1)
         dist.barrier(group=processes.control)
         found = len(_sockets() - before)
         dist.barrier(group=processes.control)
@@ -85,7 +85,7 @@ def connect_stages(rank: int, *, plans: list[ParallelPlan]) -> list[tuple[int, b
             before = _sockets()
             runs = mock.Mock(_comms=comms, _tensor_parallel=None)
             PlanSwitch._connect(runs, plan)
-            found.append((len(_sockets() - before), comms.forward is not comms.backward))
+            found.append((len(_sockets() - before), bool(comms._edges)))
             dist.barrier(group=processes.control)
     processes.stop_watching()
     return found
@@ -100,13 +100,13 @@ def wait_for_frozen(rank: int, *, frozen: int) -> str:
     with _connecting(is_lazy=True):
         processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
         comms, found = processes.comms, ""
-        comms.connect_stages()
         message, others = torch.zeros(1), [r for r in range(comms.world_size) if r != frozen]
+        comms.connect((frozen, other) for other in others)
         if rank == frozen:
             for other in others:
-                dist.send(message, other, group=comms.forward)
+                dist.send(message, other, group=comms.edge(frozen, other))
         else:
-            dist.recv(message, frozen, group=comms.forward)
+            dist.recv(message, frozen, group=comms.edge(frozen, rank))
         dist.barrier(group=processes.control)
         store = processes._connect_store()
         if rank == frozen:
@@ -116,7 +116,7 @@ def wait_for_frozen(rank: int, *, frozen: int) -> str:
             late = threading.Timer(0.2, partial(comms.connections.hang_up, spared_port=port))
             late.start()
             try:
-                dist.recv(message, frozen, group=comms.forward)
+                dist.recv(message, frozen, group=comms.edge(frozen, rank))
             except RuntimeError as error:
                 found = str(error)
             late.join()
@@ -156,13 +156,13 @@ def talk_until_hung_up(rank: int, *, port: int, num_times: int) -> set[str]:
     return found
 
 
-def _hand_on(group: dist.ProcessGroup | None, rank: int, step: int) -> None:
+def _hand_on(comms: Communicators, rank: int, step: int) -> None:
     """Send to the next stage and receive from the one before, in one pipeline of all ranks."""
     works = []
     if 0 <= rank + step < dist.get_world_size():
-        works.append(dist.isend(torch.zeros(1), rank + step, group=group))
+        works.append(dist.isend(torch.zeros(1), rank + step, group=comms.edge(rank, rank + step)))
     if 0 <= rank - step < dist.get_world_size():
-        works.append(dist.irecv(torch.zeros(1), rank - step, group=group))
+        works.append(dist.irecv(torch.zeros(1), rank - step, group=comms.edge(rank - step, rank)))
     for work in works:
         assert work is not None
         work.wait()

@@ -22,7 +22,9 @@ def test_each_message_may_have_other_sizes_and_dtypes(
 def test_a_rank_keeps_no_more_messages_than_may_be_on_their_way(pool: ProcessPool) -> None:
     found = pool.run(train_and_count_sends, 3, THREE, 64)
     # A check with three hidden states comes before the training step, a validation pass behind
-    # it; a new link announces its first hidden state.
-    assert [sent for sent, _, _ in found] == [3 + 2 * 65, 3 + 64 + 2 * 65, 64]
-    # Two hidden states, the first of them announced, and two gradients.
-    assert all(most <= limit for (_, most, _), limit in zip(found, [3, 5, 2], strict=True))
+    # it; on a new link hidden states that were expected before the first had come, one by the check
+    # and two by the validation, are sent in two parts.
+    assert [sent for sent, _, _ in found] == [3 + 65 + 66, 3 + 64 + 65 + 66, 64]
+    # As many hidden states as the stage holds, and gradients as the one before holds; first two
+    # hidden states of the validation in two parts each.
+    assert all(most <= limit for (_, most, _), limit in zip(found, [4, 2 + 3, 2], strict=True))

@@ -1,0 +1,212 @@
+"""Judge plans under the schedule that will run: solve each pipeline's order, and simulate it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from lightning_hetero.core.actions import Action
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.estimating.memory_fit import own_microbatches
+from lightning_hetero.planner.result import PlanningResult
+from lightning_hetero.schedules import (
+    Edge,
+    Schedule,
+    ScheduleProblem,
+    as_actions,
+    end_s,
+    order_1f1b,
+    solve_in_rooms,
+)
+from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
+
+__all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
+
+_MOST_RANKED = 16
+"""Candidates, the best ones under 1F1B, that are simulated under solved schedules."""
+Orders = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A plan under the schedule that runs, beside 1F1B."""
+
+    simulation: Simulation
+    usual: Simulation
+    """The same plan's under 1F1B."""
+    orders: tuple[Orders | None, ...]
+    """By pipeline; None where it runs 1F1B."""
+
+    def __str__(self) -> str:
+        solved = sum(order is not None for order in self.orders)
+        if not solved:
+            return "1F1B"
+        gained = 1 - self.simulation.iteration_time_s / self.usual.iteration_time_s
+        pairs = zip(
+            (b for row in self.simulation.stage_memory_bytes for b in row),
+            (b for row in self.usual.stage_memory_bytes for b in row),
+            strict=True,
+        )
+        more = max(new - old for new, old in pairs) / 2**30
+        return (
+            f"solved for {solved} of {len(self.orders)} pipelines: {gained:.1%} less than 1F1B's "
+            f"{self.usual.iteration_time_s:.4g} s, at most {max(more, 0):.1f} GiB more on a device"
+        )
+
+
+def simulate_scheduled(
+    plan: ParallelPlan,
+    cost: CostModel,
+    batches: Sequence[Sequence[MicroBatchShape]],
+    schedule: Schedule,
+    **options: Any,
+) -> Scheduled:
+    """Solve the orders of a plan's pipelines, and simulate an iteration under them and under 1F1B.
+
+    Args:
+        plan: The plan.
+        cost: Times and bytes.
+        batches: For each pipeline its micro-batches.
+        schedule: What may run.
+        options: More of those of `simulate`.
+
+    Raises:
+        PlanError: Plan, model, cluster and micro-batches don't match.
+    """
+    usual = simulate(plan, cost, batches, **options)
+    none: tuple[Orders | None, ...] = (None,) * plan.num_pipelines
+    if not schedule.is_solved:
+        return Scheduled(simulation=usual, usual=usual, orders=none)
+    known: dict[ScheduleProblem, Orders | None] = {}
+    orders = []
+    for index, work in enumerate(batches):
+        problem = _problem(plan, index, cost, work)
+        if problem not in known:
+            known[problem] = _solved(problem, max(map(sum, work), default=0), schedule)
+        orders.append(known[problem])
+    if not any(orders):
+        return Scheduled(simulation=usual, usual=usual, orders=none)
+    found = simulate(plan, cost, batches, orders=orders, **options)
+    longest_s = usual.iteration_time_s * (1 - schedule.least_gain)
+    if found.iteration_time_s > longest_s or (usual.fits and not found.fits):
+        return Scheduled(simulation=usual, usual=usual, orders=none)
+    return Scheduled(simulation=found, usual=usual, orders=tuple(orders))
+
+
+def rank_scheduled(
+    result: PlanningResult, cost: CostModel, schedule: Schedule
+) -> tuple[PlanningResult, Scheduled]:
+    """Return planned candidates, the best first under a schedule, and the best one's orders."""
+    if not schedule.is_solved:
+        return result, Scheduled(
+            simulation=result.best.simulation, usual=result.best.simulation, orders=()
+        )
+    judged = []
+    for candidate in result.candidates[:_MOST_RANKED]:
+        batches = own_microbatches(candidate.plan, result.workload.microbatch)
+        best = None
+        for found_plan in (candidate.plan, _recomputing(candidate.plan)):
+            found = simulate_scheduled(found_plan, cost, batches, schedule)
+            judge = replace(candidate, plan=found_plan, simulation=found.simulation)
+            is_better = best is None or judge.score(result.objective) < best[0].score(
+                result.objective
+            )
+            if is_better and (best is None or found.simulation.fits):
+                best = judge, found
+        if best is not None:
+            judged.append(best)
+    judged.sort(key=lambda pair: pair[0].score(result.objective))
+    return replace(result, candidates=tuple(item for item, _ in judged)), judged[0][1]
+
+
+def _recomputing(plan: ParallelPlan) -> ParallelPlan:
+    """Return the plan with all layers recomputed, so that stages hold more micro-batches."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = tuple(
+            replace(
+                stage,
+                recomputed_layers=len(stage.layers),
+                selective_layers=None,
+                activation_budget_bytes=None,
+            )
+            for stage in pipeline.stages
+        )
+        pipelines.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Orders | None:
+    """Return the orders of a pipeline, None where they gain nothing over 1F1B.
+
+    Args:
+        problem: The pipeline, with all the room there is.
+        longest: Tokens of the longest micro-batch.
+        schedule: What may run.
+    """
+    if problem.num_stages == 1 or not problem.num_microbatches:
+        return None
+    backward_s = tuple(
+        tuple(map(sum, zip(*rows, strict=True)))
+        for rows in zip(problem.input_s, problem.weight_s, strict=True)
+    )
+    nothing = tuple((0.0,) * len(row) for row in backward_s)
+    whole = replace(problem, input_s=backward_s, weight_s=nothing, waiting_bytes=nothing)
+    memory = [room / longest for room in problem.room_bytes]
+    found = solve_in_rooms(
+        replace(problem, room_bytes=tuple(most * longest for most in room))
+        for room in schedule.rooms(memory)
+    )
+    if found.end_s >= end_s(whole, order_1f1b(whole)) * (1 - schedule.least_gain):
+        return None
+    return as_actions(found.orders)
+
+
+def _problem(
+    plan: ParallelPlan,
+    index: int,
+    cost: CostModel,
+    work: Sequence[MicroBatchShape],
+) -> ScheduleProblem:
+    """Return what the order of a pipeline is solved for; activations are measured in tokens.
+
+    A stage has at least room for the micro-batches that 1F1B holds.
+    """
+    pipeline = plan.pipelines[index]
+    shapes = [cost.shape_in(plan, stage) for stage in pipeline.stages]
+    pairs = [[cost.compute_s(shape, batch) for batch in work] for shape in shapes]
+    weight_s = [tuple(cost.weight_s(shape, batch) for batch in work) for shape in shapes]
+    longest = max(map(sum, work), default=0)
+    tokens = (tuple(float(sum(batch)) for batch in work),) * len(shapes)
+    rooms = []
+    for stage_index, (stage, shape) in enumerate(zip(pipeline.stages, shapes, strict=True)):
+        owned = cost.owned_params(plan, stage)
+        totals = [
+            cost.memory_of_tokens(
+                shape, plan.num_pipelines, held, longest, owned_params=owned
+            ).total
+            for held in (longest, 2 * longest)
+        ]
+        each = totals[1] - totals[0]
+        room = 1 + (cost.usable_bytes(shape.device) - totals[0]) / each if each else len(work)
+        if stage.activation_budget_bytes is not None:
+            room = 0  # The budget is for as many as 1F1B holds.
+        rooms.append(longest * max(room, len(shapes) - stage_index))
+
+    def edges(*, back: bool) -> tuple[Edge, ...]:
+        hops = [pair[::-1] if back else pair for pair in pairwise(pipeline.stages)]
+        return tuple(Edge(transfer_s=cost.activation_s(*hop, longest)) for hop in hops)
+
+    return ScheduleProblem(
+        forward_s=tuple(tuple(forward for forward, _ in row) for row in pairs),
+        input_s=tuple(
+            tuple(backward - own for (_, backward), own in zip(row, weights, strict=True))
+            for row, weights in zip(pairs, weight_s, strict=True)
+        ),
+        weight_s=tuple(weight_s),
+        forward_edges=edges(back=False),
+        backward_edges=edges(back=True),
+        held_bytes=tokens,
+        waiting_bytes=tokens,
+        room_bytes=tuple(rooms),
+    )

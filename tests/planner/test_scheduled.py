@@ -1,0 +1,48 @@
+"""Plans under solved schedules: never slower than under 1F1B, within memory, and really gained."""
+
+import pytest
+
+from lightning_hetero.core.actions import ActionKind
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
+from lightning_hetero.schedules import Schedule
+from lightning_hetero.simulator import RooflineCost
+
+SAMPLE = (512,)
+
+
+def scheduled(schedule: Schedule, *, bytes_per_s: float) -> Scheduled:
+    """Four nodes of one device each, one pipeline, 16 micro-batches."""
+    nodes = [Node(device="A100-80GB", count=1) for _ in range(4)]
+    cluster = Cluster(nodes=tuple(nodes), inter_node_bytes_per_s=bytes_per_s)
+    model = ModelSpec.load("gpt-neo-2.7b")
+    plan = ParallelPlan.even(world_size=4, num_layers=model.num_layers, num_stages=4)
+    return simulate_scheduled(plan, RooflineCost(cluster, model), [[SAMPLE] * 16], schedule)
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("bytes_per_s", [1.25e8, 1.25e9, 1.25e10])
+def test_no_schedule_is_slower_than_1f1b_or_needs_memory_there_is_not(
+    schedule: Schedule, bytes_per_s: float
+) -> None:
+    found = scheduled(schedule, bytes_per_s=bytes_per_s)
+    assert found.simulation.iteration_time_s <= found.usual.iteration_time_s
+    assert found.simulation.fits
+
+
+def test_stages_run_ahead_over_slow_links() -> None:
+    split, deep = (scheduled(item, bytes_per_s=1.25e9) for item in (Schedule.SPLIT, Schedule.DEEP))
+    assert deep.simulation.iteration_time_s < split.simulation.iteration_time_s
+    assert deep.usual.iteration_time_s / deep.simulation.iteration_time_s > 1.1
+    (orders,) = deep.orders
+    assert orders is not None
+    assert any(action.kind is ActionKind.WEIGHT for action in orders[0])
+    assert "less than 1F1B" in str(deep)
+
+
+def test_1f1b_solves_nothing() -> None:
+    found = scheduled(Schedule.ONE_F_ONE_B, bytes_per_s=1.25e9)
+    assert found.orders == (None,)
+    assert found.simulation is found.usual
