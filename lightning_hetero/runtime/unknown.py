@@ -156,7 +156,7 @@ def check_known(value: Any, user: str) -> None:
     Raises:
         ModelError: It names the origin of the first unknown tensor.
     """
-    for leaf in tree_leaves(value):
+    for leaf in tree_leaves(value) if type(value) is not Tensor else ():
         if isinstance(leaf, Unknown):
             leaf.refuse(user)
 

@@ -203,7 +203,7 @@ class CostModel(ClusterLinks, ABC):
             params += self.model.embedding_params
         if shape.has_head:
             params += self.model.head_params
-        if shape.has_embedding and shape.has_head and self.model.tied_params:
+        if shape.has_embedding and shape.has_head:
             params -= self.model.tied_params
         return params / shape.tp_degree
 
@@ -273,10 +273,8 @@ class CostModel(ClusterLinks, ABC):
             num_in_flight: Micro-batches that it holds at once.
             owned_params: Parameters that it owns; None if a layer's holders share them alike.
         """
-        held, longest = 0, 0
-        if microbatches:
-            held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
-            longest = max(map(sum, set(microbatches)))
+        held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
+        longest = max(map(sum, set(microbatches)), default=0)
         return self.memory_of_tokens(shape, num_pipelines, held, longest, owned_params=owned_params)
 
     def memory_of_tokens(

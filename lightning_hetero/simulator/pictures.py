@@ -10,6 +10,7 @@ per stage, one row for computation and one for each kind of traffic, since these
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ _LANE_HEIGHT = 0.8
 _HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
 _MAX_LANES = 64
+_LEGEND_COLUMNS = 5
 
 
 def plot_timeline(
@@ -260,9 +262,10 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
         f"One iteration: {simulation.iteration_time_s:.4g} s; limited by {simulation.bottleneck}",
         fontsize=10,
         loc="left",
-        pad=22,
+        pad=8 + 14 * math.ceil(len(axes.containers) / _LEGEND_COLUMNS),
     )
-    _tidy(axes, "seconds", num_columns=min(5, len(axes.containers)), fontsize=8, handlelength=1.2)
+    columns = min(_LEGEND_COLUMNS, len(axes.containers))
+    _tidy(axes, "seconds", num_columns=columns, fontsize=8, handlelength=1.2)
 
 
 def _tidy(axes: Any, unit: str, *, num_columns: int, **legend: float) -> None:

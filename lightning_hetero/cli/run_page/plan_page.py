@@ -18,7 +18,7 @@ from lightning_hetero.simulator import (
     simulated_facts,
 )
 
-__all__ = ["Bar", "Lane", "draw_plan"]
+__all__ = ["Bar", "StageBars", "draw_plan"]
 
 WIDTH = 900.0
 _MOST_LANES, _MOST_BARS = 64, 20_000
@@ -44,7 +44,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Lane:
+class StageBars:
     """One stage: what it does, and what fills its memory."""
 
     label: str
@@ -85,7 +85,7 @@ def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simu
         raise ConfigurationError(f"Can't write {path}: {error.strerror}.") from error
 
 
-def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[Lane]:
+def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[StageBars]:
     facts = simulated_facts(plan, cost, found)
     places = [(p, s) for p, s, _ in plan.iter_stages()][:_MOST_LANES]
     events: dict[tuple[int, int], list[Event]] = {place: [] for place in places}
@@ -97,7 +97,7 @@ def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[L
     for (p, s), own in events.items():
         stage, known = plan.pipelines[p].stages[s], facts[p][s]
         layers = stage.layers
-        yield Lane(
+        yield StageBars(
             label=f"pipeline {p} stage {s}: {stage.tp_degree} × {known.device}, "
             f"layers {layers.start} to {layers.stop - 1}",
             bars=[_bar(event, found.iteration_time_s) for event in own],

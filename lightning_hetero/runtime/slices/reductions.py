@@ -1,7 +1,7 @@
 """Reductions over tensors whose rows are on several ranks: norms, sums, means and the like.
 
-Each is computed of this rank's elements and then over all ranks. Elements that a standby has, too,
-are counted by their owner only.
+Each is computed of this rank's elements and then over all ranks. Elements that standbys have, too,
+are added once for each rank that has them, and the sum is divided by their number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,70 +83,71 @@ class Reduction:
         is_indexed = self.name in ("max", "min") and self.dims is not None
         return self.name in REDUCTIONS and not is_indexed
 
-    def of_whole(self, own: Tensor, counted: Tensor | None, add_up: _AddUp) -> Tensor:
+    def of_whole(self, own: Tensor, copies: int, add_up: _AddUp) -> Tensor:
         """Return the result for the whole tensor; collective.
 
         Args:
             own: This rank's elements.
-            counted: Which of them count; None for all.
+            copies: How many ranks have each element.
             add_up: See `_AddUp`.
         """
-        counted = counted if counted is None else counted.to(own.device)
-        return REDUCTIONS[self.name](own, self, counted, add_up)
+
+        def add_once(found: Tensor, operation: str) -> Tensor:
+            total = add_up(found, operation)
+            if operation != "sum" or copies == 1:
+                return total
+            return total / copies if total.is_floating_point() else total // copies
+
+        return REDUCTIONS[self.name](own, self, add_once)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def _total(
-    own: Tensor, reduction: Reduction | None, counted: Tensor | None, add_up: _AddUp
-) -> Tensor:
-    """Return the sum of the elements that count, over the reduction's dims and all ranks."""
-    kept = own if counted is None else own.where(counted, 0)
+def _total(own: Tensor, reduction: Reduction | None, add_up: _AddUp) -> Tensor:
+    """Return the sum over the reduction's dims and all ranks."""
     dims, keeps = (None, False) if reduction is None else (reduction.dims, reduction.keeps_dims)
-    found = kept.sum(dims, keepdim=keeps)
+    found = own.sum(dims, keepdim=keeps)
     return add_up(found.double() if own.is_floating_point() else found, "sum")
 
 
-def _sum(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    found: Tensor = _total(own, reduction, counted, add_up)
+def _sum(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
+    found: Tensor = _total(own, reduction, add_up)
     return found.to(own.dtype) if own.is_floating_point() else found
 
 
-def _mean(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    number = _total(torch.ones_like(own, dtype=torch.int64), reduction, counted, add_up)
-    return (_total(own, reduction, counted, add_up) / number).to(own.dtype)
+def _mean(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
+    number = _total(torch.ones_like(own, dtype=torch.int64), reduction, add_up)
+    return (_total(own, reduction, add_up) / number).to(own.dtype)
 
 
-def _variance(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
+def _variance(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
     keeping = Reduction(name="mean", dims=reduction.dims, keeps_dims=True, order=None)
     wide = own.double()
-    mean = _mean(wide, keeping if reduction.dims else None, counted, add_up)
-    number = _total(torch.ones_like(own, dtype=torch.int64), reduction, counted, add_up)
-    squares = _total((wide - mean).square(), reduction, counted, add_up)
+    mean = _mean(wide, keeping if reduction.dims else None, add_up)
+    number = _total(torch.ones_like(own, dtype=torch.int64), reduction, add_up)
+    squares = _total((wide - mean).square(), reduction, add_up)
     found = squares / (number - reduction.correction)
     root: Tensor = found.sqrt() if reduction.name == "std" else found
     return root.to(own.dtype)
 
 
-def _norm(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    kept = own if counted is None else own.where(counted, 0)
+def _norm(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
     order = reduction.order
     if order == torch.inf:
-        return _most(kept.abs(), reduction, None, add_up)
+        return _most(own.abs(), reduction, add_up)
     dims, keeps = reduction.dims, reduction.keeps_dims
-    norm = torch.linalg.vector_norm(kept, order, dims, keeps, dtype=_wide(own)).double()
+    norm = torch.linalg.vector_norm(own, order, dims, keeps, dtype=_wide(own)).double()
     found: Tensor = add_up(norm**order, "sum") ** (1 / order)
     return found.to(own.dtype)
 
 
-def _most(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
+def _most(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
     lowest = -torch.inf if own.is_floating_point() else 0 if own.dtype is torch.bool else -(2**31)
-    kept = own if counted is None else own.where(counted, lowest)
     dims, keeps = (reduction.dims, reduction.keeps_dims) if reduction.dims else ((), False)
     if own.numel():
-        found = kept.amax(dims, keepdim=keeps)
+        found = own.amax(dims, keepdim=keeps)
     else:
         shape = own.sum(dims or None, keepdim=keeps).shape
         found = torch.full(shape, lowest, dtype=own.dtype, device=own.device)
@@ -154,24 +155,24 @@ def _most(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
     return add_up(wide, "max").to(own.dtype)
 
 
-def _least(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
+def _least(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
     signed = own if own.is_floating_point() else own.long()
-    return (-_most(-signed, reduction, counted, add_up)).to(own.dtype)
+    return (-_most(-signed, reduction, add_up)).to(own.dtype)
 
 
-def _any(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    return _total(own != 0, reduction, counted, add_up) > 0
+def _any(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
+    return _total(own != 0, reduction, add_up) > 0
 
 
-def _all(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    return _total(own == 0, reduction, counted, add_up) == 0
+def _all(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
+    return _total(own == 0, reduction, add_up) == 0
 
 
-def _count(own: Tensor, reduction: Any, counted: Any, add_up: _AddUp) -> Tensor:
-    return _total(own != 0, reduction, counted, add_up)
+def _count(own: Tensor, reduction: Any, add_up: _AddUp) -> Tensor:
+    return _total(own != 0, reduction, add_up)
 
 
-REDUCTIONS: dict[str, Callable[[Tensor, Any, Tensor | None, _AddUp], Tensor]] = {
+REDUCTIONS: dict[str, Callable[[Tensor, Any, _AddUp], Tensor]] = {
     "sum": _sum,
     "mean": _mean,
     "norm": _norm,

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.slices import Interval
@@ -95,8 +94,8 @@ class Part:
     """Elements of the whole."""
     dim: int | None
     """The dim along which ranks have different rows of this tensor; None if unknown."""
-    counted: Tensor | None = None
-    """Where standbys have rows, too: which elements are counted here. Shaped like the tensor."""
+    copies: int = 1
+    """How many ranks have each row: its owner, and its standby."""
     is_gradient: bool = False
     """Whether it's the gradient itself."""
     frozen: FrozenWeights | tuple[()] = ()
@@ -197,7 +196,7 @@ def _tell(name: str, func: Any, rows: Any) -> Any:
         _refuse(name, part)
     reduction = Reduction.of("sum", (rows,), {})
     assert reduction is not None
-    return func(reduction.of_whole(rows.detach(), part.counted, part.ranks.add_up))
+    return func(reduction.of_whole(rows.detach(), part.copies, part.ranks.add_up))
 
 
 def _are_equal(first: Any, second: Any) -> bool:
@@ -254,7 +253,7 @@ def _follow(
     for item in made:
         like = next((own for own in rows if own.shape == item.shape), None)
         if name in _MOVING and (like is None or name not in _FLATTENING):
-            mark(item, _moved(name, func, args, kwargs, rows, item))
+            mark(item, _moved(name, rows, item))
         elif like is not None:
             _check_alike(name, [own for own in rows if own.shape == item.shape])
             stays = like._part.is_gradient and name in _KEEPING_GRADIENT
@@ -279,14 +278,7 @@ def _check_alike(name: str, rows: Sequence[Any]) -> None:
             _refuse(f"{name} with other rows of {rows[0]._part.name}", item._part)
 
 
-def _moved(
-    name: str,
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    rows: Sequence[Any],
-    made: Tensor,
-) -> Part:
+def _moved(name: str, rows: Sequence[Any], made: Tensor) -> Part:
     """Return which part of a whole a tensor is whose elements a function has moved."""
     source = rows[0]
     part: Part = source._part
@@ -295,15 +287,8 @@ def _moved(
         dim = source.ndim - 1 - part.dim
     elif name in _FLATTENING or name in ("transpose", "permute", "stack"):
         dim = 0 if made.ndim == 1 else None
-    counted = None
-    if part.counted is not None:
-
-        def counts(item: Any) -> Any:
-            return item._part.counted if isinstance(item, Rows | ParameterRows) else item
-
-        counted = func(*tree_map(counts, tuple(args)), **tree_map(counts, dict(kwargs)))
     num_whole = sum(item._part.num_whole for item in rows)
-    return replace(part, dim=dim, counted=counted, num_whole=num_whole, is_gradient=False)
+    return replace(part, dim=dim, num_whole=num_whole, is_gradient=False)
 
 
 def _reduce(reduction: Reduction, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -318,18 +303,15 @@ def _reduce(reduction: Reduction, func: Any, args: Sequence[Any], kwargs: Mappin
         if not reduction.is_known:
             _refuse(reduction.name, part)
         with torch.no_grad():
-            return reduction.of_whole(rows, part.counted, part.ranks.add_up)
+            return reduction.of_whole(rows, part.copies, part.ranks.add_up)
     if part.dim is None:
         _refuse(reduction.name, part)
     result = func(*args, **kwargs)
     dim = part.dim
     if not reduction.keeps_dims:
         dim -= sum(item < dim for item in reduction.dims)
-    counted = part.counted
-    if counted is not None:
-        counted = counted.amax(reduction.dims, keepdim=reduction.keeps_dims)
     for item in tensors_in(result):
-        mark(item, replace(part, dim=dim, counted=counted, is_gradient=False))
+        mark(item, replace(part, dim=dim, is_gradient=False))
     return result
 
 

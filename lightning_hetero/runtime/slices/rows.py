@@ -180,12 +180,7 @@ class HookedSlices:
 
 
 def _part_of(store: SliceStore, name: str, ranks: Ranks) -> Part:
-    master, spec = store.masters[name], store.specs[name]
-    counted = None
-    if store.has_standbys:
-        counted = torch.zeros(master.shape, dtype=torch.bool, device=master.device)
-        for part in store.owned_parts(name, counted):
-            part.fill_(1)
+    spec = store.specs[name]
     return Part(
         name=name,
         ranks=ranks,
@@ -194,6 +189,6 @@ def _part_of(store: SliceStore, name: str, ranks: Ranks) -> Part:
         is_uncut=len(store.slices[name]) == 1,
         num_whole=prod(spec.shape),
         dim=spec.cut_dim,
-        counted=counted,
+        copies=len(store.slices[name][0].keepers) if store.slices[name] else 1,
         frozen=store.frozen,
     )

@@ -314,7 +314,8 @@ class StageBoundary:
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]
         if others:
-            check_known(others, f"Layer {index} takes")
+            if any(type(item) is not Tensor for item in others):
+                check_known(others, f"Layer {index} takes")
             current.check_current(others)
 
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:

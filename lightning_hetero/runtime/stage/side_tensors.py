@@ -18,7 +18,7 @@ inside, else once.
 import io
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -112,10 +112,8 @@ class LayerLeavings:
         """
         handover.tensors[:1] = [whole]
         handover.forms.append((tuple(whole.shape), whole.dtype))
-        left = [
-            (place, name, _dump(change, handover.tensors))
-            for place, name, change in self._changes(call.index, before)
-        ]
+        changes = self._changes(call.index, before)
+        left = [(place, name, _dump(change, handover.tensors)) for place, name, change in changes]
         items = None
         if type(output) is not Tensor:
             given: dict[int, int | str] = {
@@ -225,15 +223,17 @@ class LayerLeavings:
                     "sequence_parallel=False."
                 )
 
-    def _changes(self, index: int, before: Places) -> Iterator[tuple[Place, str, tuple[str, Any]]]:
-        """Yield (place, name, change) of all that a layer has left since `before`."""
+    def _changes(self, index: int, before: Places) -> Sequence[tuple[Place, str, tuple[str, Any]]]:
+        """Return (place, name, change) of all that a layer has left since `before`."""
         is_same = before.are_same()
-        if not is_same or before.with_contents:
-            self._last.pop(index, None)  # What it has taken out is held by nobody.
+        if is_same and not before.with_contents:
+            return ()
+        self._last.pop(index, None)  # What it has taken out is held by nobody.
+        found = []
         for place, seen in (before.with_contents if is_same else before.all).items():
             _, changes = seen.change_to(seen.value) or ("", {})
-            for name, change in changes.items():
-                yield place, name, change
+            found += [(place, name, change) for name, change in changes.items()]
+        return found
 
 
 _buffers_of = attrgetter("_buffers")

@@ -237,7 +237,7 @@ def test_modules_without_a_plan_and_impossible_sequence_parallelism_are_refused(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("unknown id", "IndexError: Index 25 is out of range: there are 23"),
+        ("unknown id", "has 23 rows (0 to 22), but the batch asks for rows 1 to 25"),
         ("unknown label", "IndexError: Index 25 is out of range: there are 23"),
     ],
 )
