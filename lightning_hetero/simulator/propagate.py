@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
 
-__all__ = ["EqualTimes", "Orders", "Timeline", "propagate", "propagate_all"]
+__all__ = ["EqualTimes", "Orders", "Step", "Timeline", "propagate", "propagate_all"]
 
 Orders = Sequence[Sequence[Action]]
 """The actions of each stage of a pipeline, in the order in which it runs them."""

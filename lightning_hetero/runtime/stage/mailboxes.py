@@ -24,6 +24,7 @@ HEADER_BYTES = 512
 _LENGTHS = struct.Struct("<QQ")
 """The start of each message: the bytes of its header's content and of the whole message."""
 LENGTHS_BYTES = _LENGTHS.size
+"""Bytes of the two lengths with which each message begins."""
 _REST_TAG = 1
 """Tag of what didn't fit into a posted buffer; only on CPUs, whose backend knows tags."""
 
