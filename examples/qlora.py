@@ -23,7 +23,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
-from lightning_hetero.models.huggingface import use_packed_attention
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.models.huggingface import (
+    add_adapters,
+    load_pretrained,
+    use_packed_attention,
+)
 
 
 class QLoRA(FineTuned):
@@ -54,21 +59,25 @@ class QLoRA(FineTuned):
                 AutoModelForCausalLM.from_config(config).save_pretrained(self.base)
 
     def configure_model(self) -> None:
-        """Load the base model in 4 bits on the CPU, and add adapters."""
+        """Build the base model in 4 bits, and add adapters.
+
+        Under HeteroStrategy each rank reads and quantizes the layers of its stage, one weight at a
+        time; plain Lightning has one process, which loads the whole model.
+        """
         if self.model is not None:
             return
-        model = AutoModelForCausalLM.from_pretrained(
-            self.base,
-            quantization_config=BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=torch.float32,
-            ),
-            device_map={"": "cpu"},  # Each rank moves the layers of its stage to its device.
+        four_bits = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
         )
-        use_packed_attention(model)
         adapters = LoraConfig(r=self.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        self.model = get_peft_model(model.train(), adapters)
+        if isinstance(self.trainer.strategy, HeteroStrategy):
+            model = load_pretrained(self.base, quantization_config=four_bits)
+            use_packed_attention(model)
+            self.model = add_adapters(model, adapters)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(self.base, quantization_config=four_bits)
+            use_packed_attention(model)
+            self.model = get_peft_model(model.train(), adapters)
 
 
 class QLoRACLI(LightningCLI):

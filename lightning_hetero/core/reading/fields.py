@@ -39,7 +39,7 @@ _WANTED = {
     "tuple": "a list",
 }
 """What a value must be, by the first word of pydantic's type of error."""
-_RANGE = re.compile(r"\s*(?:range\s*)?[\[(]?\s*(\d{1,18})\s*,\s*(\d{1,18})\s*[\])]?\s*")
+_RANGE = re.compile(r"\s*(?:range\s*)?[\[(]?\s*(?:(\d{1,18})\s*,\s*)?(\d{1,18})\s*[\])]?\s*")
 
 
 def readable(schema: type[_T]) -> type[_T]:
@@ -51,14 +51,14 @@ def readable(schema: type[_T]) -> type[_T]:
 
 
 def parse_range(value: Any) -> range:
-    """Return the range that [0, 4], "range(0, 4)" or "[0, 4]" means.
+    """Return the range that [0, 4], "range(0, 4)", "range(4)" or "[0, 4]" means.
 
     The message of a ValueError says what to write instead.
     """
     if isinstance(value, range):
         return value
     if isinstance(value, str) and (found := _RANGE.fullmatch(value)):
-        value = (int(found[1]), int(found[2]))
+        value = (int(found[1] or 0), int(found[2]))
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("a range, written [first, last + 1]")
     if any(type(item) is not int or abs(item) > _LARGEST for item in value):
