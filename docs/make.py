@@ -50,6 +50,7 @@ examples/migrating
 docs/contract
 docs/supported
 docs/tensor-parallel
+docs/quantized
 docs/slow-runs
 docs/files
 examples/measured

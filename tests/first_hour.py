@@ -240,11 +240,11 @@ MISTAKES = (
     _command(
         "a wrong file for a plan",
         _plan().replace("plan ", "simulate plan.json ", 1),
-        r"error: plan.json: The plan has keys \['trainer'\]",
+        "error: plan.json: `trainer` is an unknown key",
         plan_json=f'{{"trainer": "{"x" * 5000}"}}',
     ),
     _command(
-        "a picture of the wrong kind", _plan(more="--plot x.jpg"), "error: .*.svg, .png or .pdf"
+        "a picture of the wrong kind", _plan(more="--plot x.jpg"), "error: .*.svg, .png, .pdf or .html"
     ),
     _command(
         "a log that is none",

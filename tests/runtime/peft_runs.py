@@ -48,6 +48,8 @@ class PeftCase:
     max_steps: int = 4
     precision: Any = "32-true"
     strategy: dict[str, Any] = field(default_factory=dict)
+    validates: bool = False
+    """Whether it validates before it trains, and after each epoch."""
 
 
 def quantize(module: nn.Module, kind: str) -> None:
@@ -155,6 +157,9 @@ class PeftModule(HuggingFaceModule):
             if "ia3_l" in name:
                 nn.init.normal_(weight, mean=1.0, std=0.2)
 
+    def validation_step(self, batch: dict[str, Any]) -> Any:
+        return self.model(**batch).loss
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
@@ -200,7 +205,8 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
         **options,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, ckpt_path=ckpt_path)
+    validated = module.train_dataloader() if case.validates else None
+    trainer.fit(module, val_dataloaders=validated, ckpt_path=ckpt_path)
     return module
 
 

@@ -32,7 +32,8 @@ BESIDE_A_COPY = plan_of(
 def check(pool: ProcessPool, case: PeftCase) -> None:
     assert case.plan is not None
     copies = len(case.plan["pipelines"])
-    alone = replace(case, plan=None, world_size=1, batch_size=case.batch_size * copies)
+    size = case.batch_size * copies
+    alone = replace(case, plan=None, world_size=1, batch_size=size, validates=False)
     expected = pool.run(train, 1, alone)[0]
     assert len(expected.losses) == case.max_steps
     for found in pool.run(train, case.world_size, case):
@@ -59,6 +60,12 @@ def test_other_adapters(pool: ProcessPool, adapters: dict[str, object]) -> None:
 def test_quantized(pool: ProcessPool, quantized: str) -> None:
     pytest.importorskip("torchao" if quantized == "torchao" else "bitsandbytes")
     check(pool, PeftCase(plan=STAGES, world_size=2, quantized=quantized))
+
+
+def test_validating_changes_nothing_for_quantized_weights(pool: ProcessPool) -> None:
+    """bitsandbytes repacks 4-bit weights in eval mode, on CPUs that compute in bf16."""
+    pytest.importorskip("bitsandbytes")
+    check(pool, PeftCase(plan=STAGES, world_size=2, quantized="nf4", validates=True))
 
 
 def test_only_adapters_are_owned_and_travel(pool: ProcessPool) -> None:

@@ -155,7 +155,7 @@ def _message(problems: list[ErrorDetails], what: str) -> str:
 def _remedy(key: str, missing: list[str]) -> str:
     """Return what to write instead of an unknown key, where the keys `missing` are missing."""
     longer = [name for name in sorted(_KEYS) if key and name.startswith(f"{key}_")]
-    close = difflib.get_close_matches(key, missing or _KEYS, n=1) or longer
+    close = longer or difflib.get_close_matches(key, missing or _KEYS, n=1)
     if close:
         return f"Did you mean {close[0]} by {show(key)}?"
     return f"Take {show(key)} away{' and add ' if missing else ''}{', '.join(missing)}."

@@ -19,6 +19,8 @@ from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 
 __all__ = ["find_frozen"]
 
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Attribute of bitsandbytes' 4-bit modules."""
 _DIFFER = (
     "The quantized weight {} differs between the ranks' modules. Load the same folder on all "
     "ranks, or call lightning.seed_everything before the module is built."
@@ -39,6 +41,7 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
     Raises:
         ConfigurationError: The ranks' quantized weights differ.
     """
+    _keep_packing(module)
     sources = WeightSources(module)
     own: dict[str, Reader] = {}
     told: dict[str, tuple[bool, int]] = {}
@@ -65,6 +68,16 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
             first = 0 if all(are_built) else are_built.index(False)
             dist.broadcast(read.whole, first, group=comms.control)
     return found
+
+
+def _keep_packing(module: nn.Module) -> None:
+    """Keep 4-bit weights as they are while a model validates on a CPU that computes in bf16.
+
+    bitsandbytes repacks them for inference there, and training then goes on without gradients.
+    """
+    for part in module.modules():
+        if _REPACKS in vars(part):
+            vars(part)[_REPACKS] = False
 
 
 def _source_of(layout: ModelLayout, spec: ParameterSpec, sources: WeightSources) -> Reader | None:

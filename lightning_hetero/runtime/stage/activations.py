@@ -137,8 +137,9 @@ class ActivationLink:
             held: Most micro-batches that this stage holds between forward and backward.
             held_before: The same of the stage before.
         """
-        self._sent_forward.most = self._outbox.num_ahead = held
-        self._sent_backward.most = self._most_expected = held_before
+        # Without micro-batches a stage holds none, and still sends those of the next check.
+        self._sent_forward.most = self._outbox.num_ahead = max(1, held)
+        self._sent_backward.most = self._most_expected = max(1, held_before)
 
     def expect_activations(self, num_left: int) -> None:
         """Post receives of the next handovers, of which `num_left` are to come."""
