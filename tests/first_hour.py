@@ -244,7 +244,9 @@ MISTAKES = (
         plan_json=f'{{"trainer": "{"x" * 5000}"}}',
     ),
     _command(
-        "a picture of the wrong kind", _plan(more="--plot x.jpg"), "error: .*.svg, .png, .pdf or .html"
+        "a picture of the wrong kind",
+        _plan(more="--plot x.jpg"),
+        "error: .*.svg, .png, .pdf or .html",
     ),
     _command(
         "a log that is none",

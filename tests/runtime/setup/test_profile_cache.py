@@ -36,7 +36,7 @@ def _profile_on_rank(global_rank: int, cache: Path) -> tuple[Profile, Profile, s
     comms = Communicators.create(device=cpu, timeout=timedelta(minutes=2))
     options = ProfileOptions(microbatches=((8,),), max_block=1, num_repeats=1)
     seats = (_seat("fast", 1.0), _seat("slow", 2.0))
-    too_fine = dataclasses.replace(options, tp_degrees=(4,))
+    too_fine = dataclasses.replace(options, tp_degrees=(3,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_HETERO_CACHE", str(cache))
         profiles = [profile_seats(TINY, options, seats, comms, cpu) for _ in range(2)]
