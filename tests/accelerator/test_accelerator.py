@@ -42,6 +42,7 @@ def check(processes: ProcessPool, job: Job, *, skips: bool = False) -> list[Foun
 
 
 @pytest.mark.parametrize("plan", [EQUAL, STAGES], ids=["equal", "stages"])
+@pytest.mark.slow
 def test_no_host_waits_for_its_device_in_a_steady_iteration(processes, plan):
     found = check(processes, Job(plans=(plan,)))
     assert [item.waits for item in found] == [{}, {}]
@@ -63,11 +64,13 @@ def test_ids_that_an_embedding_lacks_are_named_before_a_kernel_is_asked(processe
         assert len(item.losses) == 5
 
 
+@pytest.mark.slow
 def test_plans_change_and_a_run_resumes_on_a_device(processes, tmp_path: Path):
     check(processes, Job(plans=(EQUAL, STAGES)))
     check(processes, Job(plans=(STAGES,), folder=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_are_told_of_an_iteration_later(processes):
     job = Job(plans=(EQUAL,), breaks_at=2)
     for on_accelerator, num_losses, since in [
@@ -84,6 +87,7 @@ def test_gradients_that_are_not_finite_are_told_of_an_iteration_later(processes)
 
 
 @pytest.mark.parametrize(("exchange", "redundancy"), [("messages", 0), ("collectives", 1)])
+@pytest.mark.slow
 def test_slices_on_the_host_are_stepped_there(
     processes, exchange: str, redundancy: int, tmp_path: Path
 ):
@@ -108,6 +112,7 @@ def test_a_plan_says_which_ranks_own_on_their_host(processes):
 
 
 @pytest.mark.parametrize("exchange", ["messages", "collectives"])
+@pytest.mark.slow
 def test_streams_share_no_memory_without_waiting_for_each_other(processes, exchange: str):
     """Nor is any let go that another stream may still use, although nothing is recorded on it."""
     job = Job(plans=(EQUAL, STAGES), options=(("exchange", exchange),))

@@ -190,6 +190,7 @@ def test_nodes_come_and_go_and_the_loss_curve_stays(folders: Path, uninterrupted
         check(nodes, uninterrupted, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_a_failing_remote_never_stops_training_and_brings_lost_nodes_back(
     folders: Path, uninterrupted: Steps, s3: S3Server
 ) -> None:

@@ -62,6 +62,7 @@ LEGS = [
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_each_leg_of_a_run_may_have_another_plan_and_other_owners(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
@@ -312,6 +313,7 @@ def test_a_failed_fit_leaves_no_thread(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_run_that_counts_epochs_restarts_at_the_end_of_one_and_again_in_the_next(
     tmp_path: Path,
 ) -> None:

@@ -46,6 +46,7 @@ def check_losses(pool: ProcessPool, drill: Drill, folder: Path, seen: Seen) -> N
     assert seen.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_throttled_link_is_named_and_relieved_until_it_recovers(
     pool: ProcessPool, tmp_path: Path
 ) -> None:

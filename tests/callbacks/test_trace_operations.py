@@ -50,6 +50,7 @@ def train(rank: int, folder: str) -> None:
     trainer.fit(ToyModule(ToyOptions(num_layers=4)), loader(16 * NUM_STEPS, 8))
 
 
+@pytest.mark.slow
 def test_a_run_is_traced_every_so_many_steps_and_when_asked_and_explained(
     pool: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_plan_for_each_iteration_trains_as_one_device_does_and_resumes_on_othe
     assert_same_training(resumed[0], single)
 
 
+@pytest.mark.slow
 def test_plans_proposed_from_the_datas_lengths_train_within_memory_as_one_device_does(
     pool: ProcessPool, tmp_path: Path
 ) -> None:

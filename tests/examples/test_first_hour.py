@@ -15,11 +15,14 @@ from tests.callbacks.servers import S3Server
 from tests.first_hour import MISTAKES, Mistake
 from tests.wheel import Stranger, unpack_wheel
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
 BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{index}")
+    pytest.param(
+        block,
+        id=f"{page.stem}-{index}",
+        marks=[] if page.stem == "README" else pytest.mark.slow,
+    )
     for page in PAGES
     for index, block in enumerate(
         re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
@@ -107,6 +110,7 @@ def test_a_block_runs_as_it_stands(
         assert any("/step-" in name for name in saved), saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_mistake_ends_with_a_line_that_says_it(
     mistake: Mistake, stranger: Stranger, tmp_path: Path, request: pytest.FixtureRequest

@@ -36,6 +36,7 @@ def popen_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return reports[0]
 
 
+@pytest.mark.slow
 def test_torchrun_on_nodes_with_different_numbers_of_processes_gives_the_same(
     tmp_path: pathlib.Path, popen_report: dict[str, Any]
 ) -> None:

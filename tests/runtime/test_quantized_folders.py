@@ -67,6 +67,7 @@ def test_families(pool: ProcessPool, tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_change_of_plan_reads_what_a_rank_lacks(
     pool: ProcessPool, tmp_path: Path, kind: str
 ) -> None:

@@ -228,6 +228,7 @@ def test_compiled_layers_train_alike_in_stages_and_under_degrees(pool: ProcessPo
 
 @pytest.mark.dist
 @pytest.mark.parametrize("how", ["compile", "torch.compile"])
+@pytest.mark.slow
 def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
     pool: ProcessPool, how: str
 ) -> None:

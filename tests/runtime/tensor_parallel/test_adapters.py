@@ -81,6 +81,7 @@ def test_lora(pool: ProcessPool, model: str, plan: str) -> None:
     ids=["dora", "biases", "saved", "both ends", "ranks"],
 )
 @pytest.mark.parametrize("plan", ["pair", "unequal"])
+@pytest.mark.slow
 def test_other_lora(pool: ProcessPool, adapters: dict[str, Any], plan: str) -> None:
     check(pool, case_of(plan, **adapters))
 
@@ -106,6 +107,7 @@ def test_several_adapters_at_once(pool: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.slow
 def test_dropout_drops_the_same_features_under_any_degree(
     pool: ProcessPool, *, use_dora: bool
 ) -> None:
@@ -114,11 +116,13 @@ def test_dropout_drops_the_same_features_under_any_degree(
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.slow
 def test_key_heads_that_ranks_share(pool: ProcessPool, *, use_dora: bool) -> None:
     check(pool, replace(case_of("four", use_dora=use_dora), config=SHARED))
 
 
 @pytest.mark.parametrize("adapters", [{}, {"use_dora": True}])
+@pytest.mark.slow
 def test_sequence_parallelism(pool: ProcessPool, adapters: dict[str, Any]) -> None:
     check(pool, replace(case_of("pair", **adapters), strategy={"sequence_parallel": True}))
 
@@ -134,6 +138,7 @@ def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Pa
         np.testing.assert_allclose(many[name], weight, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_degree_goes_on_under_others(pool: ProcessPool, tmp_path: Path) -> None:
     first = replace(case_of("four", "llama"), config=SHARED, max_steps=4)
     whole = pool.run(train, 4, first)[0]

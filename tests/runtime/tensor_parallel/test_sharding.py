@@ -185,6 +185,7 @@ def test_a_rank_holds_its_share_of_what_is_sharded(pool: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize("first_degree", [1, 2])
+@pytest.mark.slow
 def test_a_checkpoint_of_one_degree_resumes_under_another(
     pool: ProcessPool, tmp_path: Path, first_degree: int
 ) -> None:
