@@ -186,7 +186,10 @@ class FastestPlans:
             key=lambda master: master.time_s,
         )
         found = [(master, mix) for master in near[:12] for mix in master.mixes()]
-        return sorted(found, key=lambda pair: pair[1].time_s)[:_PLACED]
+        best = sorted(found, key=lambda pair: pair[1].time_s)[:_PLACED]
+        best += [(master, master.shifted(mix)) for master, mix in best]
+        kept = {(id(master), mix.columns): (master, mix) for master, mix in best}
+        return sorted(kept.values(), key=lambda pair: pair[1].time_s)
 
     # -- candidates -----------------------------------------------------------------------------
 

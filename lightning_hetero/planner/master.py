@@ -33,6 +33,8 @@ _ROUNDS = 8
 """Rounds of pricing at most; most masters end after 3 to 8."""
 _MOST_EVEN = 1_000
 """Even pipelines that begin a search; three classes with four degrees each make 750."""
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Stages of even pipelines on one class of nodes that begin a search."""
 _ADDED = 24
 """Columns that join in a round: about half of the levels that are priced."""
 _LACKING = 30.0
@@ -47,6 +49,8 @@ _WHOLE = 200
 """Columns of least reduced cost among which whole numbers are chosen."""
 _NODES = 60
 """Nodes of branch and bound for whole numbers: half a second at most."""
+_SHIFTS, _FEW_STAGES = 600, 8
+"""Splits of layers that are tried for a column; stages up to which layers move anywhere."""
 _ALIKE = 3
 """Mixes of one column that are tried beside those of branch and bound."""
 _FEW = 24
@@ -162,20 +166,21 @@ class Master:
     def _begin(self) -> None:
         """Fill the pool with even columns, and those for guessed prices."""
         time_s, duals = self._guess()
-        if len(self.pool) < _ADDED:
-            for times in self.times.values():
-                size = times.stages.workload.sequences_per_microbatch
-                every = itertools.islice(self._even_options(), _MOST_EVEN)
-                rows = [(options, times.balance(options)) for options in every]
-                self.add([Column(options, layers, size) for options, layers in rows if layers])
+        is_first = len(self.pool) < _ADDED
+        for times in self.times.values():
+            size = times.stages.workload.sequences_per_microbatch
+            every = itertools.islice(self._even_options(is_wide=is_first), _MOST_EVEN)
+            rows = [(options, times.balance(options)) for options in every]
+            self.add([Column(options, layers, size) for options, layers in rows if layers])
+        if is_first:
             for pricing in self.pricing:
                 pricing.is_wide = True
             self.add([column for _, column in self._price(time_s, duals, -np.inf)])
             for pricing in self.pricing:
                 pricing.is_wide = False
 
-    def _even_options(self) -> Iterator[tuple[Option, ...]]:
-        """Yield pipelines that take an even share of the devices of some classes.
+    def _even_options(self, *, is_wide: bool) -> Iterator[tuple[Option, ...]]:
+        """Yield pipelines of one class of nodes, and ones with an even share of several classes.
 
         Stages of a class are next to each other and have one degree.
         """
@@ -183,14 +188,16 @@ class Master:
         choices: list[list[tuple[Option, ...]]] = []
         for kind, count in stages.devices.items():
             own = [option for option in stages.options if option.node_class == kind]
-            numbers = [(o, count // (self.most * o.tp_degree)) for o in own]
-            rows = {(option,) * n for option, most_n in numbers for n in (most_n, 1) if 0 < n <= most}
+            shares = [(o, min(most, count // (self.most * o.tp_degree))) for o in own]
+            for option, share in shares:
+                yield from ((option,) * n for n in (*_LENGTHS, share) if 0 < n <= share)
+            rows = {(o,) * n for o, share in shares for n in (share, is_wide * 1) if 0 < n <= share}
             choices.append([(), *sorted(rows)])
         for blocks in itertools.product(*choices):
             used = [block for block in blocks if block]
             for order in itertools.permutations(used):
                 options = tuple(itertools.chain.from_iterable(order))
-                if 0 < len(options) <= most:
+                if len(used) > 1 and len(options) <= most:
                     yield options
 
     def _newton(self) -> Duals | None:
@@ -305,6 +312,45 @@ class Master:
                 count = -(-self.total // (column.size * number))
                 found.append(Mix(((column, number),), rate.fill_s + rate.slope_s * count))
         return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
+
+    def shifted(self, mix: Mix) -> Mix:
+        """Return a mix with layers moved between stages while its pipelines end sooner.
+
+        Balanced stages are not the best ones where fills are long, or links slow.
+        """
+        share = self.total / sum(n * column.size for column, n in mix.columns)
+        pairs = [(self._shifted(column, share), n) for column, n in mix.columns]
+        if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
+            return mix
+        self.add([column for column, _ in pairs])
+        rates = [(self.pool[c], c.size * n) for c, n in pairs]
+        before = sum(rate.fill_s * size / rate.slope_s for rate, size in rates)
+        per_s = sum(size / rate.slope_s for rate, size in rates)
+        return Mix(tuple(pairs), (self.total + before) / per_s)
+
+    def _shifted(self, column: Column, share: float) -> Column:
+        times, last = self.times[column.size], len(column.layers) - 1
+
+        def ends_s(layers: tuple[int, ...]) -> float:
+            rate = times.rate(column._replace(layers=layers))
+            return rate.fill_s + rate.slope_s * share if rate else np.inf
+
+        best, best_s, left = column.layers, ends_s(column.layers), _SHIFTS
+        is_better = True
+        while is_better and left > 0:
+            is_better = False
+            for giver, taker in itertools.permutations(range(last + 1), 2):
+                if last >= _FEW_STAGES and abs(giver - taker) > 1:
+                    continue
+                for number in (8, 4, 2, 1):
+                    if number < best[giver] and left > 0:
+                        moved = list(best)
+                        moved[giver] -= number
+                        moved[taker] += number
+                        found_s, left = ends_s(tuple(moved)), left - 1
+                        if found_s < best_s * (1 - 1e-6):
+                            best, best_s, is_better = tuple(moved), found_s, True
+        return column._replace(layers=best)
 
     def _whole(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
         slope = _slopes(columns, rates)
