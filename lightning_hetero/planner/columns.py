@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.planner.balancing import balance_layers
+from lightning_hetero.planner.balancing import balance_layers, level_layers
 from lightning_hetero.planner.placement import Group, MappingOrder
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
@@ -185,14 +185,24 @@ class ColumnTimes:
 
     def _balance(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
         """Return the layers of a pipeline's stages by Eq. 4, or None if they don't fit."""
+        rows = self._seconds(options)
+        return balance_layers(rows, self.stages.num_layers) if rows else None
+
+    def level(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
+        """Return the layers that make a pipeline's stages as alike as can be, if any fit."""
+        rows = self._seconds(options)
+        return level_layers(rows, self.stages.num_layers) if rows else None
+
+    def _seconds(self, options: tuple[Option, ...]) -> list[FloatArray]:
+        """Return [layers] seconds of each stage; empty if so many stages don't fit."""
         rows, last = [], len(options) - 1
         for index, option in enumerate(options):
             table = self.stages.table(option, self.ownership, index == 0, index == last)
             place = last - index
             if place >= table.total_s.shape[1]:
-                return None
+                return []
             rows.append(table.total_s[:, place].min(axis=0))
-        return balance_layers(rows, self.stages.num_layers)
+        return rows
 
     def _hops_s(self, options: tuple[Option, ...]) -> list[tuple[float, float]]:
         """Return the seconds of all messages of a pipeline: stages fill one node after another."""

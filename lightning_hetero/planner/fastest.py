@@ -24,12 +24,16 @@ __all__ = ["FastestPlans", "Task", "priced"]
 
 _NEAR = 1.06
 """A master may end so much above the best one, and its plans are placed and simulated."""
+_SHIFTED = 8
+"""Whole mixes, the fastest, whose layers are moved between stages."""
 _PLACED = 24
 """Whole mixes that are placed and simulated, the fastest by their own times."""
 _IMPROVED = 12
 """Plans that local search begins from."""
 _WORK = 6_000
 """Stages that local search may simulate from each plan: 2 s at most."""
+_NUMBERS, _ALIKE = 4, 4
+"""Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
 _SIZES_KEPT = 3
 """Sizes whose columns are mixed: the best alone, and those next to it."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2
@@ -83,15 +87,28 @@ class FastestPlans:
         ranked = sorted(candidates, key=self.judge.seconds)
         begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
         self.task.progress("Improving the best plans", 0.6)
-        most_work = _WORK if self.task.options.thorough else _WORK // 8
-        improved = Improver(self.judge, most_work).improve(begin)
+        improved = self._improved(ranked, begin)
         plans: dict[ParallelPlan, PlannedCandidate] = {}
-        every = [*ranked, *begin, *([improved] if improved else [])]
+        every = [*ranked, *begin, *improved]
         for item in sorted(dict.fromkeys(every), key=self.judge.seconds):
             found = self.judge.plan(item)
             if found is not None:
                 plans.setdefault(found[0], priced(*found, self.judge.cost))
         return list(plans.values())
+
+    def _improved(self, ranked: list[Candidate], begin: list[Candidate]) -> list[Candidate]:
+        """Improve the best plans of several numbers of pipelines, then the best of them all."""
+        most_work = _WORK if self.task.options.thorough else _WORK // 8
+        alike: dict[int, list[Candidate]] = {}
+        for item in ranked:
+            alike.setdefault(len(item.layers), []).append(item)
+        found = []
+        for starts in list(alike.values())[:_NUMBERS]:
+            found.append(Improver(self.judge, most_work // 2).improve(starts[:_ALIKE]))
+        best = [item for item in found if item is not None]
+        best.sort(key=self.judge.seconds)
+        last = Improver(self.judge, most_work).improve([*best, *begin])
+        return [*best, *([last] if last else [])]
 
     def _sizes(self) -> list[int]:
         """Return the sizes of micro-batches whose columns are mixed."""
@@ -187,7 +204,7 @@ class FastestPlans:
         )
         found = [(master, mix) for master in near[:12] for mix in master.mixes()]
         best = sorted(found, key=lambda pair: pair[1].time_s)[:_PLACED]
-        best += [(master, master.shifted(mix)) for master, mix in best]
+        best += [(master, master.shifted(mix)) for master, mix in best[:_SHIFTED]]
         kept = {(id(master), mix.columns): (master, mix) for master, mix in best}
         return sorted(kept.values(), key=lambda pair: pair[1].time_s)
 

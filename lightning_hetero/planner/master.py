@@ -15,8 +15,9 @@ cost, with whole micro-batches where each pipeline runs few.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -49,8 +50,9 @@ _WHOLE = 200
 """Columns of least reduced cost among which whole numbers are chosen."""
 _NODES = 60
 """Nodes of branch and bound for whole numbers: half a second at most."""
-_SHIFTS, _FEW_STAGES = 600, 8
-"""Splits of layers that are tried for a column; stages up to which layers move anywhere."""
+_SHIFTS, _FEW_STAGES, _FEW_BLOCKS = 3_000, 8, 3
+"""Stages of a column that are timed for other splits of layers; stages up to which layers move anywhere; blocks of
+equal stages up to which every order is tried."""
 _ALIKE = 3
 """Mixes of one column that are tried beside those of branch and bound."""
 _FEW = 24
@@ -81,6 +83,7 @@ class Master:
         self.is_lacking = False
         self.floor = np.zeros(len(self.stages.rows))
         self._last: tuple[list[Column], FloatArray, Duals] | None = None
+        self.shift = cache(self._shifted)
         self._prepare_room()
 
     def _prepare_room(self) -> None:
@@ -319,7 +322,7 @@ class Master:
         Balanced stages are not the best ones where fills are long, or links slow.
         """
         share = self.total / sum(n * column.size for column, n in mix.columns)
-        pairs = [(self._shifted(column, share), n) for column, n in mix.columns]
+        pairs = [(self.shift(column, share), n) for column, n in mix.columns]
         if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
             return mix
         self.add([column for column, _ in pairs])
@@ -329,28 +332,43 @@ class Master:
         return Mix(tuple(pairs), (self.total + before) / per_s)
 
     def _shifted(self, column: Column, share: float) -> Column:
-        times, last = self.times[column.size], len(column.layers) - 1
+        """Return the column with the order of stages and the layers that end `share` soonest."""
+        times = self.times[column.size]
 
-        def ends_s(layers: tuple[int, ...]) -> float:
-            rate = times.rate(column._replace(layers=layers))
+        def ends_s(item: Column) -> float:
+            rate = times.rate(item)
             return rate.fill_s + rate.slope_s * share if rate else np.inf
 
-        best, best_s, left = column.layers, ends_s(column.layers), _SHIFTS
-        is_better = True
-        while is_better and left > 0:
-            is_better = False
-            for giver, taker in itertools.permutations(range(last + 1), 2):
-                if last >= _FEW_STAGES and abs(giver - taker) > 1:
-                    continue
-                for number in (8, 4, 2, 1):
-                    if number < best[giver] and left > 0:
-                        moved = list(best)
-                        moved[giver] -= number
-                        moved[taker] += number
-                        found_s, left = ends_s(tuple(moved)), left - 1
-                        if found_s < best_s * (1 - 1e-6):
-                            best, best_s, is_better = tuple(moved), found_s, True
-        return column._replace(layers=best)
+        turned = [
+            column._replace(options=options, layers=layers)
+            for options in _turned(column.options)
+            for layers in (times.balance(options), times.level(options))
+            if layers
+        ]
+        begin = [column, *sorted(turned, key=ends_s)[:2]]
+        return min((self._climbed(item, ends_s) for item in begin), key=ends_s)
+
+    @staticmethod
+    def _climbed(column: Column, ends_s: Callable[[Column], float]) -> Column:
+        """Return the column after moves of layers from stage to stage, each of which is better."""
+        best, best_s, moved_at = column, ends_s(column), 0
+        left = _SHIFTS // len(column.layers)
+        pairs = list(itertools.permutations(range(len(column.layers)), 2))
+        if len(column.layers) > _FEW_STAGES:
+            pairs = [pair for pair in pairs if abs(pair[0] - pair[1]) == 1]
+        every = list(itertools.product(pairs, (8, 4, 2, 1)))
+        for at, ((giver, taker), number) in enumerate(itertools.cycle(every)):
+            if at - moved_at >= len(every) or left <= 0:
+                break
+            if number < best.layers[giver]:
+                layers = list(best.layers)
+                layers[giver] -= number
+                layers[taker] += number
+                item = column._replace(layers=tuple(layers))
+                found_s, left = ends_s(item), left - 1
+                if found_s < best_s * (1 - 1e-6):
+                    best, best_s, moved_at = item, found_s, at
+        return best
 
     def _whole(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
         slope = _slopes(columns, rates)
@@ -393,6 +411,16 @@ class Master:
                     used = x * (value > 0)
                     found.append(_mix(columns, used, middle_s))
         return found
+
+
+def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
+    """Return stages with the blocks of equal ones in other orders: of many blocks, back to front."""
+    blocks = [tuple(block) for _, block in itertools.groupby(options)]
+    orders: Iterable[Sequence[tuple[Option, ...]]] = (
+        itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
+    )
+    every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
+    return list(every)
 
 
 def _slopes(columns: Sequence[Column], rates: Sequence[Rate]) -> FloatArray:
