@@ -5,18 +5,19 @@ them are worse, and then next to the best one; for the second order of placement
 by room, only where that makes a difference for the best number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge, deal
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.placement import MappingOrder, PipelineNodes, place
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
-from lightning_hetero.planner.stages import Ownership, Stages
+from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, Simulation
 
@@ -24,14 +25,16 @@ __all__ = ["FastestPlans", "Task", "priced"]
 
 _NEAR = 1.06
 """A master may end so much above the best one, and its plans are placed and simulated."""
+_NARROWED = 3
+"""Stages that are made narrower until nodes can hold a mix."""
 _SHIFTED = 8
 """Whole mixes, the fastest, whose layers are moved between stages."""
 _PLACED = 24
 """Whole mixes that are placed and simulated, the fastest by their own times."""
 _IMPROVED = 12
 """Plans that local search begins from."""
-_WORK = 6_000
-"""Stages that local search may simulate from each plan: 2 s at most."""
+_WORK = 16_000
+"""Stages that local search may simulate and plans that it may estimate at last: 2 s at most."""
 _NUMBERS, _ALIKE = 4, 4
 """Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
 _SIZES_KEPT = 3
@@ -104,7 +107,7 @@ class FastestPlans:
             alike.setdefault(len(item.layers), []).append(item)
         found = []
         for starts in list(alike.values())[:_NUMBERS]:
-            found.append(Improver(self.judge, most_work // 2).improve(starts[:_ALIKE]))
+            found.append(Improver(self.judge, most_work // 3).improve(starts[:_ALIKE]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
         last = Improver(self.judge, most_work).improve([*best, *begin])
@@ -203,10 +206,9 @@ class FastestPlans:
             key=lambda master: master.time_s,
         )
         found = [(master, mix) for master in near[:12] for mix in master.mixes()]
-        best = sorted(found, key=lambda pair: pair[1].time_s)[:_PLACED]
-        best += [(master, master.shifted(mix)) for master, mix in best[:_SHIFTED]]
-        kept = {(id(master), mix.columns): (master, mix) for master, mix in best}
-        return sorted(kept.values(), key=lambda pair: pair[1].time_s)
+        found = _distinct(found)[:_PLACED]
+        found += [(master, master.shifted(mix)) for master, mix in found[:_SHIFTED]]
+        return _distinct(found)
 
     # -- candidates -----------------------------------------------------------------------------
 
@@ -214,31 +216,61 @@ class FastestPlans:
         """Return the mixes on nodes, with micro-batches, in both orders of placement."""
         found: dict[Candidate, None] = {}
         for master, mix in mixes:
-            columns = [column for column, number in mix.columns for _ in range(number)]
-            rates = [master.pool[column] for column in columns]
-            sizes = [column.size for column in columns]
-            total = self.any_stages.workload.global_batch_size
-            counts = deal(rates, sizes, total, equally=self.judge.equally)
-            if counts is None:
-                continue
             for order in MappingOrder:
-                arrangement = place(
-                    [column.group for column in columns],
-                    self.any_stages.class_of_node,
-                    self.any_stages.counts,
-                    order,
-                )
-                if arrangement is not None:
-                    layers = tuple(column.layers for column in columns)
-                    found[
-                        Candidate(
-                            arrangement=arrangement,
-                            layers=layers,
-                            sizes=tuple(sizes),
-                            counts=tuple(counts),
-                        )
-                    ] = None
+                item = self._candidate(master, mix, order)
+                if item is not None:
+                    found[item] = None
         return [item for item in found if self.judge.plan(item) is not None]
+
+    def _candidate(self, master: Master, mix: Mix, order: MappingOrder) -> Candidate | None:
+        """Return a mix on nodes; where they can't hold it, with narrower stages."""
+        columns = [column for column, number in mix.columns for _ in range(number)]
+        kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
+        arrangement = place([column.group for column in columns], kinds, counts, order)
+        for _ in range(_NARROWED):
+            if arrangement is not None:
+                break
+            narrow = sorted(self._narrower(master, columns), key=lambda pair: pair[0])
+            if not narrow:
+                return None
+            placed = (
+                (place([c.group for c in row], kinds, counts, order), row) for _, row in narrow
+            )
+            fitting = ((found, row) for found, row in placed if found is not None)
+            arrangement, columns = next(fitting, (None, narrow[0][1]))
+        rates = [master.times[column.size].rate(column) for column in columns]
+        known = [rate for rate in rates if rate is not None]
+        sizes = [column.size for column in columns]
+        total = self.any_stages.workload.global_batch_size
+        dealt = deal(known, sizes, total, equally=self.judge.equally)
+        if arrangement is None or dealt is None:
+            return None
+        return Candidate(
+            arrangement=arrangement,
+            layers=tuple(column.layers for column in columns),
+            sizes=tuple(sizes),
+            counts=tuple(dealt),
+        )
+
+    def _narrower(
+        self, master: Master, columns: list[Column]
+    ) -> Iterator[tuple[float, list[Column]]]:
+        """Yield columns of which one has a stage of the next lower degree, and a slope to rank."""
+        degrees = self.task.tp_degrees
+        for column in dict.fromkeys(columns):
+            times, index = master.times[column.size], columns.index(column)
+            for stage, (kind, degree) in enumerate(column.options):
+                lower = max((d for d in degrees if d < degree), default=0)
+                options = list(column.options)
+                options[stage] = Option(kind, lower)
+                layers = times.balance(tuple(options)) if lower else None
+                item = column._replace(options=tuple(options), layers=layers or ())
+                rate = times.rate(item) if layers else None
+                if rate is not None:
+                    lost = rate.slope_s / (
+                        before.slope_s if (before := times.rate(column)) else 1.0
+                    )
+                    yield lost, [*columns[:index], item, *columns[index + 1 :]]
 
     def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
         """Return the plan that runs as a candidate; None if these nodes can't run it."""
@@ -268,6 +300,13 @@ class FastestPlans:
             counts=tuple(counts),
         )
         return candidate if self.judge.plan(candidate) is not None else None
+
+
+def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:
+    """Return mixes without repeats, fastest first."""
+    ordered = sorted(mixes, key=lambda pair: pair[1].time_s, reverse=True)
+    kept = {(master.ownership, mix.columns): (master, mix) for master, mix in ordered}
+    return sorted(kept.values(), key=lambda pair: pair[1].time_s)
 
 
 def _numbers(top: int) -> list[int]:

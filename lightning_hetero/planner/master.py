@@ -32,8 +32,9 @@ __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
 """Rounds of pricing at most; most masters end after 3 to 8."""
-_MOST_EVEN = 1_000
-"""Even pipelines that begin a search; three classes with four degrees each make 750."""
+_MOST_EVEN, _FEW_EVEN = 1_000, 150
+"""Even pipelines that begin a search, or a further master; three classes with four degrees each
+make 750."""
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Stages of even pipelines on one class of nodes that begin a search."""
 _ADDED = 24
@@ -51,8 +52,8 @@ _WHOLE = 200
 _NODES = 60
 """Nodes of branch and bound for whole numbers: half a second at most."""
 _SHIFTS, _FEW_STAGES, _FEW_BLOCKS = 3_000, 8, 3
-"""Stages of a column that are timed for other splits of layers; stages up to which layers move anywhere; blocks of
-equal stages up to which every order is tried."""
+"""Stages of a column that are timed for other splits of layers; stages up to which layers move
+anywhere; blocks of equal stages up to which every order is tried."""
 _ALIKE = 3
 """Mixes of one column that are tried beside those of branch and bound."""
 _FEW = 24
@@ -170,9 +171,10 @@ class Master:
         """Fill the pool with even columns, and those for guessed prices."""
         time_s, duals = self._guess()
         is_first = len(self.pool) < _ADDED
+        most = _MOST_EVEN if is_first else _FEW_EVEN
         for times in self.times.values():
             size = times.stages.workload.sequences_per_microbatch
-            every = itertools.islice(self._even_options(is_wide=is_first), _MOST_EVEN)
+            every = itertools.islice(self._even_options(is_wide=is_first), most)
             rows = [(options, times.balance(options)) for options in every]
             self.add([Column(options, layers, size) for options, layers in rows if layers])
         if is_first:
@@ -414,7 +416,7 @@ class Master:
 
 
 def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
-    """Return stages with the blocks of equal ones in other orders: of many blocks, back to front."""
+    """Return stages with the blocks of equal ones in other orders; many are turned round."""
     blocks = [tuple(block) for _, block in itertools.groupby(options)]
     orders: Iterable[Sequence[tuple[Option, ...]]] = (
         itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]

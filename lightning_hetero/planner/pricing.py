@@ -25,8 +25,8 @@ from lightning_hetero.planner.stages import Option
 
 __all__ = ["Duals", "Pricing"]
 
-_LEVELS = 48
-"""Levels of the bottleneck priced at once: three in a factor of 1.3, where all are few."""
+_LEVELS = 24
+"""Levels of the bottleneck priced at once."""
 _SLOW_LINK = 0.02
 """Links that take so much of a pipeline's seconds decide its composition."""
 _OF_LENGTH = 3
