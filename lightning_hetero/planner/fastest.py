@@ -33,7 +33,7 @@ _PLACED = 24
 """Whole mixes that are placed and simulated, the fastest by their own times."""
 _IMPROVED = 12
 """Plans that local search begins from."""
-_WORK = 16_000
+_WORK = 8_000
 """Stages that local search may simulate and plans that it may estimate at last: 2 s at most."""
 _NUMBERS, _ALIKE = 4, 4
 """Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
@@ -107,7 +107,7 @@ class FastestPlans:
             alike.setdefault(len(item.layers), []).append(item)
         found = []
         for starts in list(alike.values())[:_NUMBERS]:
-            found.append(Improver(self.judge, most_work // 3).improve(starts[:_ALIKE]))
+            found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
         last = Improver(self.judge, most_work).improve([*best, *begin])
