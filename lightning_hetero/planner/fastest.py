@@ -27,7 +27,9 @@ _NEAR = 1.06
 """A master may end so much above the best one, and its plans are placed and simulated."""
 _NARROWED = 3
 """Stages that are made narrower until nodes can hold a mix."""
-_SHIFTED = 8
+_MASTERS = 8
+"""Masters near the best one of an ownership, at most."""
+_SHIFTED = 6
 """Whole mixes, the fastest, whose layers are moved between stages."""
 _PLACED = 24
 """Whole mixes that are placed and simulated, the fastest by their own times."""
@@ -82,8 +84,8 @@ class FastestPlans:
     def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""
         sizes = self._sizes()
-        least_s = self._masters_of(sizes)
-        mixes = self._mixes(least_s)
+        self._masters_of(sizes)
+        mixes = self._mixes()
         self.num_columns = sum(len(master.pool) for master in self.solved.values())
         candidates = self._placed(mixes)
         running = self._candidate_of(start) if start is not None else None
@@ -199,15 +201,20 @@ class FastestPlans:
         self.solved[ownership, order] = master
         return master.solve(upper_s)
 
-    def _mixes(self, least_s: float) -> list[tuple[Master, Mix]]:
-        """Return whole mixes of the masters near the best one, fastest first."""
-        near = sorted(
-            (m for m in self.solved.values() if m.time_s <= least_s * _NEAR),
-            key=lambda master: master.time_s,
-        )
-        found = [(master, mix) for master in near[:12] for mix in master.mixes()]
-        found = _distinct(found)[:_PLACED]
-        found += [(master, master.shifted(mix)) for master, mix in found[:_SHIFTED]]
+    def _mixes(self) -> list[tuple[Master, Mix]]:
+        """Return whole mixes of the masters near the best one of each ownership, fastest first.
+
+        With owners by room the fractional T may be far below any plan's.
+        """
+        masters = [master for master in self.solved.values() if master.time_s < np.inf]
+        masters.sort(key=lambda master: master.time_s)
+        found: list[tuple[Master, Mix]] = []
+        for by_room in (False, True):
+            alike = [m for m in masters if m.by_room is by_room]
+            near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
+            mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
+            found += mixes[: _PLACED // 2]
+            found += [(master, master.shifted(mix)) for master, mix in mixes[:_SHIFTED]]
         return _distinct(found)
 
     # -- candidates -----------------------------------------------------------------------------
