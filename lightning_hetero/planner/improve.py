@@ -22,8 +22,9 @@ _TRIED = 24
 """Neighbours of a plan that are simulated, the likeliest."""
 _TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
 """Neighbours of small plans that are simulated, with so many stages together."""
-_WORSE = 1.03
-"""An estimate may be so much above the plan's own; estimates err by 1 to 2 %."""
+_WORSE, _OF_STAGES = 1.03, 0.6
+"""An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
+stages by this share divided by their number."""
 _FAR = 1.04
 """Plans so much slower than the best one are not looked at."""
 _LACKING = 1.02
@@ -97,17 +98,18 @@ class Improver:
         estimate_s = self._fill(own, plan.counts)
         if estimate_s is None:
             return []
+        num_stages = sum(map(len, plan.layers))
+        most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
         rated: dict[Candidate, float] = {}
         for pipelines in itertools.islice(self._neighbours(own), _MOST_NEIGHBOURS):
             filled = self._fill(pipelines, None)
             self.num_rated += 1
-            if filled is not None and filled[1] < estimate_s[1] * _WORSE:
+            if filled is not None and filled[1] < most_s:
                 rated.setdefault(filled[0], filled[1])
         for counts in self._dealt(plan, estimate_s[2]):
             filled = self._fill(own, counts)
             if filled is not None:
                 rated.setdefault(filled[0], min(filled[1], estimate_s[1]))
-        num_stages = sum(map(len, plan.layers))
         tried = max(_TRIED, min(_TRIED_IF_SMALL, _TRIED_STAGES // num_stages))
         likeliest = sorted(rated, key=rated.__getitem__)
         return [item for item in likeliest if item not in seen][:tried]
