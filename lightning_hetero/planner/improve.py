@@ -22,7 +22,7 @@ _TRIED = 24
 """Neighbours of a plan that are simulated, the likeliest."""
 _TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
 """Neighbours of small plans that are simulated, with so many stages together."""
-_WORSE, _OF_STAGES = 1.03, 0.6
+_WORSE, _OF_STAGES = 1.03, 2.0
 """An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
 stages by this share divided by their number."""
 _FAR = 1.04
