@@ -211,6 +211,10 @@ class FastestPlans:
         found: list[tuple[Master, Mix]] = []
         for by_room in (False, True):
             alike = [m for m in masters if m.by_room is by_room]
+            near = [m for m in alike if m.time_s <= alike[0].time_s * _FAR]
+            for master in near[: 2 * _MASTERS]:
+                master.shift_best()
+            alike = sorted(near, key=lambda master: master.time_s)
             near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
             found += mixes[: _PLACED // 2]
