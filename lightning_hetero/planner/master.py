@@ -51,11 +51,11 @@ _WHOLE = 200
 """Columns of least reduced cost among which whole numbers are chosen."""
 _NODES = 60
 """Nodes of branch and bound for whole numbers: half a second at most."""
-_SHIFTS, _FEW_STAGES, _FEW_BLOCKS = 3_000, 10, 3
+_SHIFTS, _FEW_STAGES, _FEW_BLOCKS = 1_500, 10, 3
 """Stages of a column that are timed for other splits of layers; stages up to which layers move
 anywhere; blocks of equal stages up to which every order is tried."""
-_SHIFTED = 3
-"""Columns of fractional pipelines whose layers are moved, those that run most often."""
+_SHIFTED = 6
+"""Columns of least reduced cost whose layers are moved."""
 _ALIKE = 3
 """Mixes of one column that are tried beside those of branch and bound."""
 _FEW = 24
@@ -322,9 +322,9 @@ class Master:
 
     def shift_best(self) -> None:
         """Add the columns that run with layers moved between stages, and solve again."""
-        best = sorted(self.best_columns(), key=lambda pair: (-pair[1], pair[0]))[:_SHIFTED]
-        number = sum(count for _, count in self.best_columns())
-        shifted = [self.shift(c, self.total / (c.size * max(1.0, number))) for c, _ in best]
+        number = max(1.0, sum(count for _, count in self.best_columns()))
+        best = self.promising()[:_SHIFTED]
+        shifted = [self.shift(c, self.total / (c.size * number)) for c in best]
         if self.add(shifted):
             self._newton()
 
