@@ -63,7 +63,8 @@ class Improver:
 
     def improve(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the fastest plan found from some; None if none of them fits."""
-        waiting = [(self.judge.seconds(item), i, item) for i, item in enumerate(candidates)]
+        serial = itertools.count()
+        waiting = [(self.judge.seconds(item), next(serial), item) for item in candidates]
         waiting = [entry for entry in waiting if entry[0] < float("inf")]
         heapq.heapify(waiting)
         if not waiting:
@@ -78,10 +79,10 @@ class Improver:
                 seen.add(item)
                 found_s = self.judge.seconds(item)
                 if found_s < best_s * _FAR:
-                    heapq.heappush(waiting, (found_s, len(seen), item))
+                    heapq.heappush(waiting, (found_s, next(serial), item))
                 if found_s < best_s * (1 - _GAIN):
                     # Go on from there, and come back for the other neighbours later.
-                    heapq.heappush(waiting, (seconds, len(seen), plan))
+                    heapq.heappush(waiting, (seconds, next(serial), plan))
                     best_s, best = found_s, item
                     break
         return best

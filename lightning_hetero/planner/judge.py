@@ -44,10 +44,21 @@ def deal(
         base, rest = divmod(total // sizes[0], num)
         order = sorted(range(num), key=lambda i: rates[i].fill_s + rates[i].slope_s * base)
         return [base + (i in order[:rest]) for i in range(num)] if base else None
-    per_s = sum(size / rate.slope_s for rate, size in zip(rates, sizes, strict=True))
-    before = sum(r.fill_s * size / r.slope_s for r, size in zip(rates, sizes, strict=True))
-    time_s = (total + before) / per_s
-    counts = [max(1, int((time_s - r.fill_s) / r.slope_s) - 1) for r in rates]
+    busy, time_s = list(range(num)), 0.0
+    while busy:
+        # Pipelines that could not end one micro-batch by then get one, and the others the rest.
+        rest = total - sum(sizes[i] for i in range(num) if i not in busy)
+        per_s = sum(sizes[i] / rates[i].slope_s for i in busy)
+        before = sum(rates[i].fill_s * sizes[i] / rates[i].slope_s for i in busy)
+        time_s = (rest + before) / per_s
+        late = [i for i in busy if time_s < rates[i].fill_s + rates[i].slope_s]
+        if not late:
+            break
+        busy = [i for i in busy if i not in late]
+    counts = [
+        max(1, int((time_s - r.fill_s) / r.slope_s) - 1) if i in busy else 1
+        for i, r in enumerate(rates)
+    ]
     left = total - sum(map(int.__mul__, counts, sizes))
     while left < 0:
         most = max(range(num), key=lambda i: rates[i].fill_s + rates[i].slope_s * counts[i])

@@ -318,6 +318,6 @@ def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
     found = np.full(reached.shape, np.inf)
     counts: list[int] = np.flatnonzero(np.isfinite(edge).any(axis=0)).tolist()
     for count in counts:
-        later = reached[:, : found.shape[1] - count] + edge[:, count, None]
+        later = reached[:, : found.shape[1] - count] + edge[:, count][:, None]
         np.minimum(found[:, count:], later, out=found[:, count:])
     return found
