@@ -315,7 +315,7 @@ class Pricing:
 
 def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
     """Return the least costs after one more stage, [levels, layers placed]."""
-    found = np.full(reached.shape, np.inf)
+    found: FloatArray = np.full(reached.shape, np.inf)
     counts: list[int] = np.flatnonzero(np.isfinite(edge).any(axis=0)).tolist()
     for count in counts:
         later = reached[:, : found.shape[1] - count] + edge[:, count][:, None]
