@@ -17,7 +17,7 @@ run. A cluster file is YAML::
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +35,6 @@ _MOST_DEVICES = 2**20
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine with devices of one type."""
 
@@ -76,7 +75,6 @@ class Node:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class Link:
     """Bandwidth and latency between two nodes, if they differ from the cluster's."""
 
@@ -105,7 +103,6 @@ class Link:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class MessageRate:
     """The rate that messages of one size reach between two nodes, as a benchmark measures it."""
 
@@ -116,7 +113,6 @@ class MessageRate:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """All nodes and the links between them.
 

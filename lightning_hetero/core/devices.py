@@ -10,7 +10,7 @@ Short names and those of drivers are understood: `H100`, `a100`, `NVIDIA A100-SX
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from lightning_hetero.core.errors import ClusterError
@@ -30,7 +30,6 @@ class Arithmetic(StrEnum):
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """Speed, memory and bandwidths of one device type."""
 

@@ -6,7 +6,7 @@ of their sum; causal attention costs half of that.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +33,6 @@ __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Sizes of one transformer.
 

@@ -22,7 +22,6 @@ __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """A run of consecutive layers on one tensor-parallel group."""
 
@@ -67,7 +66,6 @@ class StagePlan:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """One model replica: stages that cover every layer once and in order."""
 
@@ -137,7 +135,6 @@ class RankPlace:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """All pipelines, their stages, ranks and layers.
 

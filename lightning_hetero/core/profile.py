@@ -12,7 +12,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +32,6 @@ def binary_blocks(num_layers: int) -> tuple[int, ...]:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class BlockTimes:
     """Seconds of layers, embedding and head at one TP degree and one micro-batch."""
 
@@ -82,7 +80,6 @@ class BlockTimes:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class LayerMemory:
     """Measured memory of one rank at one TP degree."""
 
@@ -114,7 +111,6 @@ class LayerMemory:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class LinkTimes:
     """Measured times of messages from one rank to another: a latency, then bytes at a rate."""
 
@@ -133,7 +129,6 @@ class LinkTimes:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
     """All measurements on one device type."""
 
@@ -195,7 +190,6 @@ class DeviceProfile:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of one model on one or more device types.
 

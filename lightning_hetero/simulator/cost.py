@@ -34,8 +34,7 @@ __all__ = ["CostModel"]
 _SUM_BYTES = 4
 """Bytes of an fp32 gradient sum that goes to the host."""
 _HOST_STEP_BYTES = 42
-"""Bytes of host memory touched per parameter: Adam reads 4 and writes 3 fp32 values, the sum is
-scaled, and the weight is narrowed for its way back."""
+"""Host bytes per parameter: Adam reads 4 and writes 3 fp32 values, sums are scaled and narrowed."""
 _SELECTIVE_SHARE = 0.1
 """Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
 Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""

@@ -107,7 +107,6 @@ class DecisionKind(StrEnum):
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class IterationEvent:
     """An iteration ended."""
 
@@ -118,7 +117,6 @@ class IterationEvent:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class ChangeEvent:
     """The level of a stream changed."""
 
@@ -152,7 +150,6 @@ class ChangeEvent:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class FindingEvent:
     """A device, link or port was found slow."""
 
@@ -173,7 +170,6 @@ class FindingEvent:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class ActionEvent:
     """A mitigation was applied or undone, or would have been in a dry run."""
 
@@ -193,7 +189,6 @@ class ActionEvent:
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class GenerationEvent:
     """Ranks were lost, or have joined, and the others went on in place; written by `RunLog`."""
 

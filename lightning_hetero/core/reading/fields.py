@@ -10,8 +10,8 @@ import functools
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar, cast
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -42,12 +42,22 @@ _WANTED = {
 _RANGE = re.compile(r"\s*(?:range\s*)?[\[(]?\s*(?:(\d{1,18})\s*,\s*)?(\d{1,18})\s*[\])]?\s*")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def readable(schema: type[_T]) -> type[_T]:
-    """Mark a dataclass as one that `build` reads: unknown keys, NaN and infinity are refused."""
+    """Make a class a frozen dataclass that `build` reads; unknown keys, NaN, infinity are refused.
+
+    ::
+
+        @readable
+        class Node:
+            device: str
+            count: int = 1
+    """
+    made = dataclass(frozen=True, kw_only=True)(schema)
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    schema.__pydantic_config__ = config  # type: ignore[attr-defined]
-    _KEYS.update(field.name for field in fields(schema) if field.init)  # type: ignore[arg-type]
-    return schema
+    made.__pydantic_config__ = config  # type: ignore[attr-defined]
+    _KEYS.update(field.name for field in fields(made) if field.init)  # type: ignore[arg-type]
+    return made
 
 
 def parse_range(value: Any) -> range:

@@ -6,7 +6,6 @@ LoRA (Hu et al. 2021) adds adapters to frozen matrices; QLoRA (Dettmers et al. 2
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_hetero.core.errors import ModelError
@@ -28,7 +27,6 @@ each row, which is nothing beside it."""
 
 
 @readable
-@dataclass(frozen=True, kw_only=True)
 class FineTuning:
     """Which parameters train, and how the others are stored.
 
