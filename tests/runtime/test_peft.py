@@ -81,6 +81,7 @@ def test_only_adapters_are_owned_and_travel(pool: ProcessPool) -> None:
 def test_checkpoints_hold_adapters_only_and_resume_on_other_ranks(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
+    pytest.importorskip("bitsandbytes")
     case = PeftCase(plan=BESIDE_A_COPY, world_size=3, quantized="nf4", batch_size=2)
     whole = pool.run(train, 3, case)[0]
     pool.run(train_with_checkpoints, 3, replace(case, max_steps=2), tmp_path)
@@ -96,6 +97,7 @@ def test_checkpoints_hold_adapters_only_and_resume_on_other_ranks(
 
 @pytest.mark.parametrize("quantized", ["nf4", "int8"])
 def test_whole_checkpoints_resume(pool: ProcessPool, quantized: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     case = PeftCase(plan=STAGES, world_size=2, quantized=quantized)
     whole = pool.run(train, 2, case)[0]
     for losses in pool.run(train_and_resume, 2, case, tmp_path / "half.ckpt"):
