@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_hetero.checkpoint import Peers
-from lightning_hetero.checkpoint.peers.serving import FileServer, PeerFiles, own_host
+from lightning_hetero.checkpoint.peers.serving import FileServer, PeerFiles, Probe, own_host
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process.deadlines import Progress
 from lightning_hetero.testing import FaultyStore, MemoryStore
@@ -117,6 +117,33 @@ def test_a_wait_ends_once_a_rank_is_known_to_be_gone_or_the_store_is() -> None:
     keys.is_broken = True
     with pytest.raises(PeerError, match="lost the store"):
         peers.gather(None)
+
+
+def test_all_learn_that_a_process_has_ended_and_wait_for_slow_ones() -> None:
+    def action(rank: int, peers: Peers) -> str:
+        peers.serve({})
+        peers.gather(None)
+        if rank == 2:
+            time.sleep(3.0)  # Longer than others take to look.
+        peers.gather(None)
+        if rank == 2:
+            peers.close()  # As the system does when a process ends.
+            return ""
+        with pytest.raises(PeerError) as caught:
+            peers.gather(None)
+        return str(caught.value)
+
+    found = run_ranks(4, action, timeout_s=10_000.0)
+    assert all("process of rank 2 has ended" in found[rank] for rank in (0, 1, 3))
+
+
+def test_a_refused_connection_to_another_machine_is_an_end_only_if_it_was_open_before() -> None:
+    server = FileServer("127.0.0.1")
+    address = server.address
+    never, before, here = Probe("elsewhere"), Probe("elsewhere"), Probe("127.0.0.1")
+    assert not before.has_ended(address)
+    server.close()
+    assert [probe.has_ended(address) for probe in (never, before, here)] == [False, True, True]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", socket.gethostname()])

@@ -3,7 +3,9 @@
 A rank that has finished its work sets its key; rank 0 collects the keys of all and shows them in
 one. So nobody waits in a collective: a rank with slow storage only sets its key later, and counts
 up a common key as long as its work makes progress. A wait ends when that count hasn't changed for
-too long, or when the run's other failure detection says that a rank is gone.
+too long, when the run's other failure detection says that a rank is gone, or when the process of a
+rank has ended: no connection breaks in a wait for keys, so each rank that waits looks once a second
+whether the next rank's server still takes connections.
 
 Keys are set again and again, so they don't pile up. Bytes of files don't travel through the store
 but from rank to rank (`serving`).
@@ -18,13 +20,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.peers.serving import Address, FileServer, Readable
+from lightning_hetero.checkpoint.peers.serving import Address, FileServer, Probe, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process.deadlines import Deadline, Progress
 
 __all__ = ["Keys", "Peers"]
 
 _LONGEST_PAUSE_S = 0.05
+_LOOK_AGAIN_S = 1.0
 _T = TypeVar("_T")
 
 
@@ -83,6 +86,7 @@ class Peers:
         self._is_over = is_over
         self._round = 0
         self._branches = itertools.count()
+        self._next_rank = Probe(host)
 
     def branch(self) -> "Peers":
         """Return the same ranks for another thread; all ranks call it in the same order."""
@@ -95,6 +99,7 @@ class Peers:
         )
         made._prefix = f"{self._prefix}{next(self._branches)}/"
         made.server = self.server
+        made._next_rank = self._next_rank
         return made
 
     def serve(self, stores: Mapping[str, Readable]) -> Address | None:
@@ -102,6 +107,8 @@ class Peers:
         if self.world_size == 1:
             return None
         self.server.stores.update(stores)
+        with self._naming() as keys:
+            keys.set(self._name(f"address {self.global_rank}"), json.dumps(self.server.address))
         return self.server.address
 
     def close(self) -> None:
@@ -206,9 +213,16 @@ class Peers:
         """Wait until a counter has come to `count`."""
         assert self._keys is not None
         deadline, beats, pause_s = Deadline(limit_s), -1, 0.001
+        look = Deadline(_LOOK_AGAIN_S)
         while self._keys.add(self._name(name), 0) < count:
             if self._is_over():
                 raise PeerError(f"Rank {self.global_rank} lost another rank.")
+            if look.is_over:
+                gone = self._find_gone()
+                # It may have ended well after the last answer that is awaited here.
+                if gone is not None and self._keys.add(self._name(name), 0) < count:
+                    raise PeerError(f"The process of rank {gone} has ended. See its own log.")
+                look = Deadline(_LOOK_AGAIN_S)
             if beats != (beats := self._keys.add(self._name("beats"), 0)):
                 deadline.renew()
                 self.progress.tick()
@@ -220,6 +234,20 @@ class Peers:
                 )
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+
+    def _find_gone(self) -> int | None:
+        """Return a rank whose process has ended, which the rank before it finds and tells all."""
+        assert self._keys is not None
+        following = (self.global_rank + 1) % self.world_size
+        key = self._name(f"address {following}")
+        # Rank 0 is also awaited after its own answer, for those of all.
+        is_awaited = following == 0 or self._value_of(following)[0] < self._round
+        if is_awaited and self._keys.check([key]):
+            address: Address = json.loads(self._keys.get(key))
+            if self._next_rank.has_ended(address):
+                self._keys.set(self._name("gone"), str(following))
+        told = self._keys.check([self._name("gone")])
+        return int(self._keys.get(self._name("gone"))) if told else None
 
     def _missing(self) -> list[int]:
         """Return the ranks that haven't answered in this round."""
