@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="print what fills each stage's devices, too"
     )
-    add_plot_argument(parser, "its timeline and memory", may_be_page=True)
+    add_plot_argument(parser, "its timeline and memory")
     add_format_arguments(parser, json_file=True)
 
 
@@ -173,7 +173,7 @@ def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
         raise ConfigurationError(
             f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
         )
-    check_picture(arguments.plot, may_be_page=True)
+    check_picture(arguments.plot)
     check_folder_of(arguments.output, "--output")
     check_folder_of(arguments.json if isinstance(arguments.json, str) else None, "--json")
     if arguments.save_top is None:

@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write a Perfetto/Chrome trace to this JSON file"
     )
-    add_plot_argument(parser, "the timeline", may_be_page=True)
+    add_plot_argument(parser, "the timeline")
     add_format_arguments(parser)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Simulate the plan, print the table, write trace and picture."""
-    check_picture(arguments.plot, may_be_page=True)
+    check_picture(arguments.plot)
     check_folder_of(arguments.trace, "--trace")
     plan = ParallelPlan.load(arguments.plan)
     cost = cost_of(arguments)

@@ -14,7 +14,7 @@ from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.models.loss import packed_cross_entropy
-from lightning_hetero.straggler.mitigation import move_ranks
+from lightning_hetero.straggler.prediction import move_ranks
 from lightning_hetero.testing import CappedMemory, EmulatedDevices
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import SEED, Case, PackedModule
