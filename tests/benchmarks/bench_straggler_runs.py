@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from examples.slow_parts import Fault, InjectFaults, SlowLink, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import StragglerMonitor
 from lightning_hetero.straggler import (
@@ -25,7 +26,7 @@ from lightning_hetero.straggler import (
     Mitigation,
     read_events,
 )
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank
+from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.slow_parts import Fault, InjectFaults
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
+from lightning_hetero.testing import EmulatedDevices
 from tests.callbacks.virtual_time import PackedVirtualTime, VirtualTime
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import Case, PackedModule
