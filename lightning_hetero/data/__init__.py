@@ -9,7 +9,6 @@ from lightning_hetero.data.ahead import AheadOptions, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.data.samples import OnOverlong
 
 __all__ = [
@@ -20,5 +19,4 @@ __all__ = [
     "EpochOrder",
     "HeteroDataModule",
     "OnOverlong",
-    "TwoStageBatchSampler",
 ]

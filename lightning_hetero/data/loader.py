@@ -63,7 +63,6 @@ class TicketDealer:
         planner: Assigns the iterations.
         candidates: The plans they may run under.
         global_rank: This rank.
-        seed: Seed of the dispatch.
         name: Prefix of its keys, different from those of other dealers with this planner.
     """
 
@@ -74,7 +73,6 @@ class TicketDealer:
         candidates: Candidates,
         *,
         global_rank: int = 0,
-        seed: int = 0,
         name: str = "train",
     ) -> None:
         self._name = name
@@ -86,7 +84,6 @@ class TicketDealer:
         """Iterations dealt for each plan."""
         self._slowdowns: tuple[float, ...] | None = None
         self._global_rank = global_rank
-        self._seed = seed
         self._drawing: Iterator[Drawn] = iter(())
         self._ahead: deque[_Ahead] = deque()
         self._next: Cursor | None = None
@@ -167,8 +164,6 @@ class TicketDealer:
             request = AssignmentRequest(
                 lengths=drawn.lengths,
                 candidates=candidates.costs,
-                # Depends only on the place in the epoch, so a resumed run assigns in the same way.
-                seed=self._seed + cursor.num_samples,
                 checksum=drawn.checksum,
             )
             item = _Ahead(

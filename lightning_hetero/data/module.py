@@ -324,7 +324,6 @@ class HeteroDataModule(pl.LightningDataModule):
             self._open_planner(),
             candidates,
             global_rank=self._rank_and_count()[0],
-            seed=self._seed,
             name=f"{split}/{self._num_loaders}",
         )
         samples = self._samples.get(split)
