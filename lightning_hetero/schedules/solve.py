@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
-from lightning_hetero.schedules.bound import lower_bound_s
 from lightning_hetero.schedules.dispatch import (
     FORWARD,
     INPUT,
@@ -49,8 +48,6 @@ class Solution:
     orders: Orders
     end_s: float
     """End of the last pass."""
-    bound_s: float
-    """No order ends sooner."""
 
 
 def solve(problem: ScheduleProblem) -> Solution:
@@ -58,7 +55,7 @@ def solve(problem: ScheduleProblem) -> Solution:
 
     It is never longer than 1F1B, where that has room.
     """
-    bound = lower_bound_s(problem)
+    bound_s = _bound_s(problem)
     num_passes = 3 * problem.num_stages * problem.num_microbatches
     num_tries = min(_MOST_TRIES, max(_LEAST_TRIES, int(_TRIES_OF_ONE_PASS / num_passes**2)))
     usual = order_1f1b(problem)
@@ -66,7 +63,7 @@ def solve(problem: ScheduleProblem) -> Solution:
     best_rule = Rule(([], []), patience=0.0)
     randomly, rules, num_vain = random.Random(0), _first_rules(problem), 0
     for _ in range(num_tries):
-        if best[0] <= bound * _GOOD:
+        if best[0] <= bound_s * _GOOD:
             break
         rule = next(rules, None)
         if rule is None:
@@ -75,7 +72,23 @@ def solve(problem: ScheduleProblem) -> Solution:
         num_vain += 1
         if found[0] < best[0] * (1 - 1e-9):
             best, best_rule, num_vain = found, rule, 0
-    return Solution(orders=best[1], end_s=best[0], bound_s=bound)
+    return Solution(orders=best[1], end_s=best[0])
+
+
+def _bound_s(problem: ScheduleProblem) -> float:
+    """Return a lower bound: the first micro-batch's way to a stage, its work, the last one's back.
+
+    The gradients of weights may follow the way back.
+    """
+    rows = zip(problem.forward_s, problem.input_s, problem.weight_s, strict=True)
+    there_s = back_s = bound_s = 0.0
+    for stage, (forward_s, input_s, weight_s) in enumerate(rows):
+        passes_s = there_s + sum(forward_s) + sum(input_s)
+        bound_s = max(bound_s, passes_s + sum(weight_s), passes_s + back_s)
+        if stage + 1 < problem.num_stages:
+            there_s += forward_s[0] + problem.forward_edges[stage].whole_s
+            back_s += input_s[-1] + problem.backward_edges[stage].whole_s
+    return bound_s
 
 
 def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:
