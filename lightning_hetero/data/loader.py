@@ -49,7 +49,6 @@ class Ticket:
 @dataclass(frozen=True, kw_only=True)
 class _Ahead:
     drawn: Drawn
-    serial: int
     key: str
     request: AssignmentRequest
     candidates: Candidates
@@ -156,7 +155,7 @@ class TicketDealer:
         candidates = self.candidates
         if self._slowdowns is not None:
             candidates = candidates.slowed(self._slowdowns)
-        while len(self._ahead) <= self._planner.options.num_ahead:
+        while len(self._ahead) <= self._planner.num_ahead:
             drawn = next(self._drawing, None)
             if drawn is None:
                 return
@@ -168,17 +167,16 @@ class TicketDealer:
             )
             item = _Ahead(
                 drawn=drawn,
-                serial=self._serial,
                 key=f"{self._name}/{self._num_starts}/{cursor.epoch}/{cursor.num_samples}",
                 request=request,
                 candidates=candidates,
             )
-            self._planner.request(item.serial, item.key, request)
+            self._planner.request(item.key, request)
             self._ahead.append(item)
             self._serial += 1
 
     def _ticket(self, item: _Ahead) -> Ticket:
-        assignment = self._planner.take(item.serial, item.key, item.request)
+        assignment = self._planner.take(item.key, item.request)
         if item.candidates.plans is None:
             assignment = fill_empty(assignment)
         plan = (
