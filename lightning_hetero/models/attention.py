@@ -64,7 +64,7 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
         return output
     offsets = cu_seqlens.to(query_THD.device, torch.int32)
     reach = -1 if window is None else window - 1
-    output = varlen_attn(
+    attended = varlen_attn(
         *packed,
         offsets,
         offsets,
@@ -73,8 +73,8 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
         scale=scale,
         window_size=(reach, 0 if causal else reach),
     )
-    assert isinstance(output, Tensor)
-    return output
+    assert isinstance(attended, Tensor)
+    return attended
 
 
 def _kernel_takes(query_THD: Tensor) -> bool:
