@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_config import DEFAULT_RANK, QUANTIZATIONS
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.core.tuning.adapters import DEFAULT_RANK, load_model
-from lightning_hetero.core.tuning.fine_tuning import QUANTIZATIONS
 from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
@@ -47,13 +46,13 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`, which takes what `load_model` accepts, and what trains of it."""
+    """Add `--model`, which takes what `ModelSpec.load` does, and what trains of it."""
     parser.add_argument(
         "--model",
         metavar="NAME",
         required=True,
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes, a Hugging "
-        "Face config folder, the folder of a PEFT adapter, or the name of a Hugging Face model in "
+        "Face config folder, or the name of a Hugging Face model in "
         "the local cache",
     )
     parser.add_argument(
@@ -68,13 +67,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         type=int,
         help="train LoRA adapters of this rank on all matrices of layers, and freeze the rest "
-        f"(default: as the adapter's folder says; {DEFAULT_RANK} for quantized models)",
+        f"(default: none; {DEFAULT_RANK} for quantized models)",
     )
 
 
 def model_of(arguments: argparse.Namespace) -> ModelSpec:
     """Return the sizes of the model that `add_model_argument`'s options describe."""
-    return load_model(arguments.model, quantize=arguments.quantize, lora_rank=arguments.lora_rank)
+    model = ModelSpec.load(arguments.model)
+    return model.tuned(quantize=arguments.quantize, lora_rank=arguments.lora_rank)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> None:
