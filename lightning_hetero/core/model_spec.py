@@ -39,8 +39,7 @@ class ModelSpec:
 
     ::
 
-        model = ModelSpec.load("gpt3-6.7b")  # a known model, or a file that describes one
-        print(model.num_params, model.step_flops([2048, 1024]))
+        print(ModelSpec.load("gpt3-6.7b").num_params)  # a known model, or a file that describes one
 
     Raises:
         ModelError: A size is not positive, or the numbers of heads don't divide.
