@@ -1,7 +1,6 @@
 """Options that several subcommands share, and the checks that come before any work."""
 
 import argparse
-import datetime
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ from lightning_hetero.simulator.stage import PRECISIONS
 
 __all__ = [
     "Prediction",
-    "add_format_arguments",
     "add_model_argument",
     "add_plot_argument",
     "add_workload_arguments",
@@ -124,36 +122,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         metavar="FILE",
         help="JSON file that `lightning-hetero profile` wrote (default: data sheets)",
     )
-    parser.add_argument(
-        "--max-profile-age-days",
-        metavar="DAYS",
-        type=float,
-        default=90.0,
-        help="refuse an older profile (default: 90)",
-    )
-
-
-def add_format_arguments(parser: argparse.ArgumentParser, *, json_file: bool = False) -> None:
-    """Add `--csv` and `--json`, which may name a file if `json_file`."""
-    formats = parser.add_mutually_exclusive_group()
-    if json_file:
-        formats.add_argument(
-            "--json",
-            nargs="?",
-            const=True,
-            metavar="FILE",
-            help="write everything as one JSON object into this file; without one, print it "
-            "instead of tables",
-        )
-    else:
-        formats.add_argument(
-            "--json",
-            action="store_true",
-            help="print everything as one JSON object instead of tables",
-        )
-    formats.add_argument(
-        "--csv", action="store_true", help="print one line of CSV for each stage instead of tables"
-    )
 
 
 def add_plot_argument(
@@ -212,7 +180,7 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
     cluster = Cluster.load(arguments.cluster, measured=measured)
     model = model_of(arguments)
     if profile is not None:
-        profile.check(model=model, max_age=_max_age(arguments.max_profile_age_days))
+        profile.check(model=model)
     return choose_cost(cluster, model, profile, layout=layout)
 
 
@@ -282,12 +250,3 @@ def replicated_cost(cost: CostModel) -> CostModel:
 
 def _size_or_auto(word: str) -> int | str:
     return word if word == "auto" else int(word)
-
-
-def _max_age(days: float) -> datetime.timedelta:
-    try:
-        return datetime.timedelta(days=days)
-    except (OverflowError, ValueError):
-        raise ConfigurationError(
-            f"--max-profile-age-days is {days}; it must be a number of days, at most 999999999."
-        ) from None
