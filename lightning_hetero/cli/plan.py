@@ -67,6 +67,20 @@ _MOST_ACTIONS = 1_000_000
 """Most forward and backward passes of a plan that is simulated for comparison."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Baseline:
+    """A usual plan and its predicted iteration time."""
+
+    name: str
+    """Its kind, in words."""
+    iteration_time_s: float | None
+    """Its predicted iteration; None if it doesn't fit."""
+
+    def __str__(self) -> str:
+        time_s = self.iteration_time_s
+        return f"{self.name}: {'does not fit' if time_s is None else f'{time_s:.4g} s'}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = "Find the best pipelines for unequal devices, and say how good they are."
@@ -322,20 +336,6 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
         draw_plan(arguments.plot, found, cost, scheduled.simulation)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Baseline:
-    """A usual plan and its predicted iteration time."""
-
-    name: str
-    """Its kind, in words."""
-    iteration_time_s: float | None
-    """Its predicted iteration; None if it doesn't fit."""
-
-    def __str__(self) -> str:
-        time_s = self.iteration_time_s
-        return f"{self.name}: {'does not fit' if time_s is None else f'{time_s:.4g} s'}"
-
-
 def _find_baselines(
     cost: CostModel, workload: Workload, tp_degrees: tuple[int, ...]
 ) -> list[_Baseline]:
@@ -361,7 +361,7 @@ def _find_baselines(
 def _even(cost: CostModel, num_stages: int, tp_degree: int) -> ParallelPlan | None:
     """Return equal pipelines whose TP groups stay inside nodes; None if there are none."""
     try:
-        plan = ParallelPlan.even(
+        found = ParallelPlan.even(
             world_size=cost.cluster.num_ranks,
             num_layers=cost.model.num_layers,
             num_stages=num_stages,
@@ -371,24 +371,24 @@ def _even(cost: CostModel, num_stages: int, tp_degree: int) -> ParallelPlan | No
         return None
     crosses = any(
         len({cost.node_of_rank[rank] for rank in stage.ranks}) > 1
-        for _, _, stage in plan.iter_stages()
+        for _, _, stage in found.iter_stages()
     )
-    return None if crosses else plan
+    return None if crosses else found
 
 
 def _best(plans: list[ParallelPlan | None], cost: CostModel, workload: Workload) -> float | None:
     """Return the shortest iteration of those that fit."""
     times = []
-    for plan in plans:
-        if plan is None or 2 * workload.num_microbatches * plan.max_stages > _MOST_ACTIONS:
+    for found in plans:
+        if found is None or 2 * workload.num_microbatches * found.max_stages > _MOST_ACTIONS:
             continue
         batches = split_batch(
-            plan,
+            found,
             global_batch_size=workload.global_batch_size,
             sequence_length=workload.sequence_length,
             microbatch_size=workload.sequences_per_microbatch,
         )
-        simulation = simulate(plan, cost, batches)
+        simulation = simulate(found, cost, batches)
         if simulation.fits:
             times.append(simulation.iteration_time_s)
     return min(times, default=None)
