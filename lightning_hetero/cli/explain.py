@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table
 from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
 from lightning_hetero.straggler.operations.what_if import Layout, answer, explain
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_hetero.cli.arguments import add_plot_argument, check_picture
 from lightning_hetero.cli.explain import explain_trace
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table
 from lightning_hetero.straggler import (
     ActionEvent,
     ChangeEvent,

@@ -22,8 +22,8 @@ import yaml
 
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.reading import build, load_file, parse_yaml, readable
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import format_table, load_file, parse_yaml
 
 __all__ = ["Cluster", "Link", "Node"]
 

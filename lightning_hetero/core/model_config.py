@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.reading import readable, show
+from lightning_hetero.core.reading import readable
+from lightning_hetero.core.texts import show
 
 __all__ = [
     "DEFAULT_RANK",

@@ -20,15 +20,8 @@ from lightning_hetero.core.model_config import (
     cached_config,
     sizes_of_config,
 )
-from lightning_hetero.core.reading import (
-    build,
-    load_file,
-    nearest,
-    parse_json,
-    parse_yaml,
-    readable,
-    show,
-)
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import load_file, nearest, parse_json, parse_yaml, show
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 from lightning_hetero.schedules.dispatch import (
     FORWARD,
     INPUT,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.reading import parse_json, show
+from lightning_hetero.core.texts import parse_json, show
 from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
 from lightning_hetero.straggler.period import CommunicationOp, infer_period
