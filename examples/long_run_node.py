@@ -22,6 +22,7 @@ import torch
 from hetero import SourceData
 from lightning.pytorch.loggers import CSVLogger
 from local_nodes import launch, quiet_trainer, write_to
+from slow_parts import Fault, InjectFaults, SlowLink, SlowRank
 from text_data import VOCAB_SIZE
 from train_text import TextLM
 
@@ -36,7 +37,7 @@ from lightning_hetero import (
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import AwsSpotNotice
 from lightning_hetero.models.batches import AssignedBatch
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank
+from lightning_hetero.testing import EmulatedDevices
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
 

@@ -32,7 +32,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy
-from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.data import HeteroDataModule
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
 
@@ -218,7 +218,7 @@ def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> N
         tokens_per_step=256,
         context_length=64,
         lengths=[len(sample) for sample in TEXT.samples],
-        ahead=AheadOptions(num_producers=0),
+        num_ahead=0,
     )
     trainer.fit(model, data)
 

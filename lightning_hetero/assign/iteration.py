@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.dispatch import Dispatch, dispatch, fast_lower_bound_s
-from lightning_hetero.assign.pack import Packing, pack_all
+from lightning_hetero.assign.dispatch import Dispatch, dispatch, latency_bound_s
+from lightning_hetero.assign.pack import pack
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
     PipelineCost,
@@ -31,104 +31,65 @@ from lightning_hetero.core.process.answering import answer_questions
 __all__ = [
     "AssignmentRequest",
     "assign_iteration",
-    "pack_dispatch",
     "plan_text",
     "read_assignment",
     "serve",
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Packed:
-    dispatch: Dispatch
-    packings: tuple[Packing, ...]
-    latency_s: float
-
-
 def assign_iteration(
-    lengths: ArrayLike,
-    candidates: Sequence[Sequence[PipelineCost]],
-    *,
-    num_trials: int = 100,
-    seed: int = 0,
+    lengths: ArrayLike, candidates: Sequence[Sequence[PipelineCost]]
 ) -> Assignment:
     """Return the best candidate plan and its micro-batches; the same for the same arguments.
 
     Args:
         lengths: Tokens of each sample of the iteration.
         candidates: For each plan its pipelines' costs.
-        num_trials: Orders tried in dispatching.
-        seed: Seed of those orders.
 
     Raises:
         AssignmentError: No candidate has a pipeline for the longest sample, or there is none.
     """
     sizes = as_lengths(lengths)
-    bounds_s = [_bound_s(sizes, pipelines) for pipelines in candidates]
-    best: _Packed | None = None
-    best_index = -1
+    limits = [max((cost.max_len for cost in plan), default=0) for plan in candidates]
+    fitting = [
+        (latency_bound_s(sizes, CostTable.of(candidates[index])), index)
+        for index, limit in enumerate(limits)
+        if limit >= sizes.max(initial=1)
+    ]
+    best: Assignment | None = None
     # Promising plans first, so that the others are dropped early.
-    for index in sorted(range(len(candidates)), key=bounds_s.__getitem__):
-        if bounds_s[index] == np.inf or (best and bounds_s[index] >= best.latency_s):
+    for bound_s, index in sorted(fitting):
+        if best and bound_s >= best.latency_s:
             break
-        pipelines = candidates[index]
-        found = dispatch(sizes, pipelines, num_trials, seed, tight_bound=False)
+        found = dispatch(sizes, candidates[index])
         # Packing only adds to a dispatch's latency.
-        if best and found.latency_s >= best.latency_s:
-            continue
-        packed = _packed(sizes, found, pipelines)
-        if best is None or packed.latency_s < best.latency_s:
-            best, best_index = packed, index
+        if best is None or found.latency_s < best.latency_s:
+            packed = _packed(sizes, found, candidates[index], index)
+            if best is None or packed.latency_s < best.latency_s:
+                best = packed
     if best is None:
-        limits = [max((p.max_len for p in plan), default=0) for plan in candidates]
         raise AssignmentError(
             f"The longest sample has {int(sizes.max(initial=0))} tokens but the roomiest pipelines "
             f"of {len(candidates)} candidate plans take {limits}. Cut or split samples, or add a "
             "plan with more memory per token (more tensor parallelism or stages)."
         )
-    return Assignment(
-        plan_index=best_index,
-        microbatches=_sample_indices(best),
-        latency_s=best.latency_s,
-        lower_bound_s=min(*bounds_s, best.latency_s),
-    )
+    return best
 
 
-def _packed(sizes: IntArray, dispatched: Dispatch, pipelines: Sequence[PipelineCost]) -> _Packed:
+def _packed(
+    sizes: IntArray, found: Dispatch, pipelines: Sequence[PipelineCost], plan_index: int
+) -> Assignment:
     """Pack a dispatch; its latency is by `schedule_s`, because Eq. 1 overestimates it."""
-    packings = pack_dispatch(sizes, dispatched, pipelines)
-    pipeline_of = np.array(dispatched.pipeline_of, dtype=np.int64)
-    ends_s = [
-        cost.schedule_s(microbatch_times_s(sizes[pipeline_of == j], packing.microbatches, cost))
-        for j, (cost, packing) in enumerate(zip(pipelines, packings, strict=True))
-    ]
-    return _Packed(dispatch=dispatched, packings=packings, latency_s=max(ends_s))
-
-
-def pack_dispatch(
-    lengths: IntArray, dispatched: Dispatch, pipelines: Sequence[PipelineCost]
-) -> tuple[Packing, ...]:
-    """Pack every pipeline's sequences; indices in the packings count within the pipeline."""
-    pipeline_of = np.array(dispatched.pipeline_of, dtype=np.int64)
-    return pack_all([lengths[pipeline_of == j] for j in range(len(pipelines))], pipelines)
-
-
-def _bound_s(sizes: IntArray, pipelines: Sequence[PipelineCost]) -> float:
-    """Return the fast lower bound of a plan, infinite if it can't hold the longest sequence."""
-    if not pipelines or int(sizes.max(initial=0)) > max(p.max_len for p in pipelines):
-        return float("inf")
-    table = CostTable.of(pipelines)
-    return fast_lower_bound_s(sizes, table.fitting_times_s(sizes), table)
-
-
-def _sample_indices(packed: _Packed) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return each pipeline's micro-batches with indices of the iteration's samples."""
-    pipeline_of = np.array(packed.dispatch.pipeline_of, dtype=np.int64)
-    result = []
-    for index, packing in enumerate(packed.packings):
+    pipeline_of = np.array(found.pipeline_of, dtype=np.int64)
+    ends_s, microbatches = [], []
+    for index, cost in enumerate(pipelines):
         members = np.flatnonzero(pipeline_of == index)
-        result.append(tuple(tuple(members[list(batch)].tolist()) for batch in packing.microbatches))
-    return tuple(result)
+        own = pack(sizes[members], cost).microbatches
+        ends_s.append(cost.schedule_s(microbatch_times_s(sizes[members], own, cost)))
+        microbatches.append(tuple(tuple(members[list(batch)].tolist()) for batch in own))
+    return Assignment(
+        plan_index=plan_index, microbatches=tuple(microbatches), latency_s=max(ends_s)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +100,6 @@ class AssignmentRequest:
     """Tokens of each sample of the iteration."""
     candidates: tuple[tuple[PipelineCost, ...], ...]
     """For each candidate plan its pipelines' costs."""
-    num_trials: int = 100
-    """Orders tried in dispatching."""
-    seed: int = 0
-    """Seed of those orders."""
     checksum: int = 0
     """Checksum of the samples; `read_assignment` refuses an assignment of others."""
 
@@ -150,12 +107,7 @@ class AssignmentRequest:
 def plan_text(request: AssignmentRequest) -> str:
     """Return the assignment, or the error if there is none, as JSON; the same on every machine."""
     try:
-        found = assign_iteration(
-            request.lengths,
-            request.candidates,
-            num_trials=request.num_trials,
-            seed=request.seed,
-        ).to_dict()
+        found = assign_iteration(request.lengths, request.candidates).to_dict()
     except AssignmentError as error:
         found = {"error": str(error)}
     return json.dumps({"checksum": request.checksum, **found})

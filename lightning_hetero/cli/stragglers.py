@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table
 from lightning_hetero.straggler import (
     ChangeEvent,
     Event,

@@ -27,8 +27,6 @@ class Assignment:
     """For each pipeline its micro-batches, each as the indices of its samples."""
     latency_s: float
     """Estimated seconds of the iteration's forward and backward passes."""
-    lower_bound_s: float
-    """Lower bound of these seconds under any candidate plan."""
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
@@ -58,7 +56,6 @@ class Assignment:
             "plan_index": self.plan_index,
             "microbatches": [[list(batch) for batch in item] for item in self.microbatches],
             "latency_s": self.latency_s,
-            "lower_bound_s": self.lower_bound_s,
         }
 
     @classmethod
@@ -72,7 +69,6 @@ class Assignment:
                     for item in data["microbatches"]
                 ),
                 latency_s=float(data["latency_s"]),
-                lower_bound_s=float(data["lower_bound_s"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise AssignmentError(

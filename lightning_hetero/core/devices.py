@@ -14,7 +14,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.reading import nearest, readable
+from lightning_hetero.core.reading import readable
+from lightning_hetero.core.texts import nearest
 
 __all__ = ["KNOWN_DEVICES", "Arithmetic", "DeviceSpec", "canonical_name", "find_device"]
 

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.ownership import check_owners, check_owners_exist
-from lightning_hetero.core.reading import LayerRange, build, load_file, parse_json, readable
+from lightning_hetero.core.reading import LayerRange, build, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table, load_file, parse_json
 
 __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
 

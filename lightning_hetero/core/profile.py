@@ -19,7 +19,8 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.reading import build, load_file, parse_json, readable, show
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import load_file, parse_json, show
 
 __all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "LinkTimes", "Profile", "binary_blocks"]
 

@@ -49,7 +49,6 @@ class Ticket:
 @dataclass(frozen=True, kw_only=True)
 class _Ahead:
     drawn: Drawn
-    serial: int
     key: str
     request: AssignmentRequest
     candidates: Candidates
@@ -63,7 +62,6 @@ class TicketDealer:
         planner: Assigns the iterations.
         candidates: The plans they may run under.
         global_rank: This rank.
-        seed: Seed of the dispatch.
         name: Prefix of its keys, different from those of other dealers with this planner.
     """
 
@@ -74,7 +72,6 @@ class TicketDealer:
         candidates: Candidates,
         *,
         global_rank: int = 0,
-        seed: int = 0,
         name: str = "train",
     ) -> None:
         self._name = name
@@ -86,7 +83,6 @@ class TicketDealer:
         """Iterations dealt for each plan."""
         self._slowdowns: tuple[float, ...] | None = None
         self._global_rank = global_rank
-        self._seed = seed
         self._drawing: Iterator[Drawn] = iter(())
         self._ahead: deque[_Ahead] = deque()
         self._next: Cursor | None = None
@@ -159,7 +155,7 @@ class TicketDealer:
         candidates = self.candidates
         if self._slowdowns is not None:
             candidates = candidates.slowed(self._slowdowns)
-        while len(self._ahead) <= self._planner.options.num_ahead:
+        while len(self._ahead) <= self._planner.num_ahead:
             drawn = next(self._drawing, None)
             if drawn is None:
                 return
@@ -167,23 +163,20 @@ class TicketDealer:
             request = AssignmentRequest(
                 lengths=drawn.lengths,
                 candidates=candidates.costs,
-                # Depends only on the place in the epoch, so a resumed run assigns in the same way.
-                seed=self._seed + cursor.num_samples,
                 checksum=drawn.checksum,
             )
             item = _Ahead(
                 drawn=drawn,
-                serial=self._serial,
                 key=f"{self._name}/{self._num_starts}/{cursor.epoch}/{cursor.num_samples}",
                 request=request,
                 candidates=candidates,
             )
-            self._planner.request(item.serial, item.key, request)
+            self._planner.request(item.key, request)
             self._ahead.append(item)
             self._serial += 1
 
     def _ticket(self, item: _Ahead) -> Ticket:
-        assignment = self._planner.take(item.serial, item.key, item.request)
+        assignment = self._planner.take(item.key, item.request)
         if item.candidates.plans is None:
             assignment = fill_empty(assignment)
         plan = (

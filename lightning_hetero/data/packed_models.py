@@ -12,7 +12,6 @@ __all__ = ["let_models_attend_packed"]
 def let_models_attend_packed(module: nn.Module) -> None:
     """Call `use_packed_attention` on the Hugging Face models inside a module that need it.
 
-    Models keep their attention if they were set up before, or use transformers' flash attention.
     Transformers isn't imported here first.
 
     Raises:
@@ -24,13 +23,10 @@ def let_models_attend_packed(module: nn.Module) -> None:
     from transformers import PreTrainedModel
 
     from lightning_hetero.models.huggingface import use_packed_attention
-    from lightning_hetero.models.huggingface.packed import attends_packed, watch_lone_ids
+    from lightning_hetero.models.huggingface.packed import attends_packed
 
     for model in module.modules():
-        if not isinstance(model, PreTrainedModel):
-            continue
-        if attends_packed(model):
-            watch_lone_ids(model)
+        if not isinstance(model, PreTrainedModel) or attends_packed(model):
             continue
         try:
             use_packed_attention(model)

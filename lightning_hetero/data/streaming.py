@@ -1,7 +1,7 @@
 """Draw iterations from a stream, of which only the samples read so far are known.
 
-Samples come in the stream's order, or shuffled within a buffer, and an iteration takes them until
-the next would exceed the budget. Iterations are read ahead of the one that trains, so that their
+Samples come in the stream's order, and an iteration takes them until the next would exceed the
+budget. Iterations are read ahead of the one that trains, so that their
 lengths are known and they can be planned. To resume, the stream is read from its start and consumed
 samples are dropped, which works alike on every topology.
 """
@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.order import Cursor, Drawn, checksum
-from lightning_hetero.data.samples import OnOverlong, as_is, cut_sample, num_tokens, spans_of
+from lightning_hetero.data.samples import cut_sample, num_tokens
 from lightning_hetero.models.packing import token_ids
 
 __all__ = ["StreamOrder", "is_stream"]
@@ -34,34 +34,25 @@ class StreamOrder:
         dataset: Yields the same samples on every rank, each time it is iterated; its `set_epoch`
             is called if it has one.
         tokens_per_step: Most tokens of an iteration.
-        context_length: Most tokens of a sample.
-        on_overlong: What to do with longer samples.
-        seed: Seed of the shuffle.
-        shuffle_buffer: Samples among which the next is drawn; 1 keeps the stream's order.
+        context_length: Most tokens of a sample; the rest of longer ones is cut off.
         min_samples: Least number of samples in an iteration, even above the budget.
-        read_ahead: Whether a separate process reads the stream, if it is an `IterableDataset`.
 
     Raises:
         ConfigurationError: A number is out of range; while drawing, the stream is too short.
     """
 
-    def __init__(  # noqa: PLR0913 - options of the data module
+    def __init__(
         self,
         dataset: Iterable[Any],
         *,
         tokens_per_step: int,
         context_length: int,
-        on_overlong: OnOverlong | str = OnOverlong.CUT,
-        seed: int = 0,
-        shuffle_buffer: int = 1,
         min_samples: int = 1,
-        read_ahead: bool = False,
     ) -> None:
-        if not 1 <= context_length <= tokens_per_step or shuffle_buffer < 1:
+        if not 1 <= context_length <= tokens_per_step:
             raise ConfigurationError(
-                f"A stream has context_length {context_length}, tokens_per_step {tokens_per_step} "
-                f"and shuffle_buffer {shuffle_buffer}; a step must hold a context, and each must "
-                "be 1 or more."
+                f"A stream has context_length {context_length} and tokens_per_step "
+                f"{tokens_per_step}; a step must hold a context of 1 or more."
             )
         if isinstance(dataset, Iterator):
             raise ConfigurationError(
@@ -72,21 +63,14 @@ class StreamOrder:
         self._dataset = dataset
         self._tokens_per_step = tokens_per_step
         self._context_length = context_length
-        self._on_overlong = OnOverlong(on_overlong)
-        self._seed = seed
-        self._shuffle_buffer = shuffle_buffer
         self._min_samples = min_samples
-        self._reader: Iterable[Any] = dataset
-        if read_ahead and isinstance(dataset, IterableDataset):
-            # One process, because several would change the order.
-            self._reader = DataLoader(dataset, batch_size=None, collate_fn=as_is, num_workers=1)
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
         """Yield the iterations from a cursor to the end of its epoch."""
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(cursor.epoch)
-        samples = islice(self._shuffled(cursor.epoch), cursor.num_samples, None)
+        samples = islice(self._cut_samples(), cursor.num_samples, None)
         before = cursor
         for group in self._groups(samples):
             after = Cursor(
@@ -133,30 +117,11 @@ class StreamOrder:
                 f"{self._min_samples}, one a rank. Use fewer ranks or a longer stream."
             )
 
-    def _shuffled(self, epoch: int) -> Iterator[Any]:
-        """Yield the pieces, each drawn from a buffer of the next ones."""
-        pieces = self._pieces()
-        if self._shuffle_buffer == 1:
-            yield from pieces
-            return
-        generator = np.random.default_rng((self._seed, epoch))
-        buffer = list(islice(pieces, self._shuffle_buffer))
-        for piece in pieces:
-            place = int(generator.integers(len(buffer)))
-            chosen, buffer[place] = buffer[place], piece
-            yield chosen
-        for place in generator.permutation(len(buffer)).tolist():
-            yield buffer[place]
-
-    def _pieces(self) -> Iterator[Any]:
-        for index, sample in enumerate(self._reader):
-            length = num_tokens(sample)
-            if length == 0:
+    def _cut_samples(self) -> Iterator[Any]:
+        for index, sample in enumerate(self._dataset):
+            if num_tokens(sample) == 0:
                 raise ConfigurationError(f"Sample {index} of the stream is empty; drop it.")
-            for start, stop in spans_of(
-                length, index, context_length=self._context_length, on_overlong=self._on_overlong
-            ):
-                yield cut_sample(sample, start, stop)
+            yield cut_sample(sample, self._context_length)
 
 
 def _middle_token(sample: Any) -> Any:

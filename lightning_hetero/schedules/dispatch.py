@@ -1,6 +1,6 @@
-"""Run a pipeline in simulated time: by priorities, by given orders, and backwards from the end.
+"""Run a pipeline in simulated time: by priorities, and by given orders.
 
-All three run passes (kind, stage, micro-batch). Each stage runs its own one at a time, and
+Both run passes (kind, stage, micro-batch). Each stage runs its own one at a time, and
 micro-batches in the order of their numbers.
 """
 
@@ -23,7 +23,6 @@ __all__ = [
     "Rule",
     "end_s",
     "has_room",
-    "latest",
 ]
 
 FORWARD, INPUT, WEIGHT = range(3)
@@ -42,8 +41,6 @@ class Rule:
     priorities: Priorities
     patience: float
     """Share of a W's seconds that a stage rather waits for an F or I that is on its way."""
-    hold: float = 0.0
-    """Share of an F's or I's seconds that it rather waits for one of higher priority."""
 
 
 class Dispatch:
@@ -85,7 +82,7 @@ class Dispatch:
     def _choose(self, stage: int, now: float) -> tuple[int | None, float]:
         """Return the kind of the stage's next pass; None, and until when it waits for one."""
         ready: list[tuple[float, int]] = []
-        coming: list[tuple[float, float]] = []
+        until = math.inf
         is_full = False
         for kind, arrives, priority in self._candidates(stage):
             if kind == FORWARD and not self._fits(stage):
@@ -93,16 +90,12 @@ class Dispatch:
             elif arrives <= now:
                 ready.append((priority, kind))
             else:
-                coming.append((arrives, priority))
-        until, coming_priority = min(coming, default=(math.inf, math.inf))
+                until = min(until, arrives)
         if ready:
-            priority, kind = min(ready)
-            hold_s = self.rule.hold * self._seconds(kind, stage)
-            if coming_priority >= priority or until - now >= hold_s:
-                return kind, until
+            return min(ready)[1], until
         if self._next[WEIGHT][stage] < self._next[INPUT][stage]:
             patience_s = self.rule.patience * self._seconds(WEIGHT, stage)
-            if (is_full and not ready) or until - now >= patience_s:
+            if is_full or until - now >= patience_s:
                 return WEIGHT, until
         return None, until
 
@@ -177,31 +170,6 @@ def has_room(problem: ScheduleProblem, orders: Orders) -> bool:
             if used > problem.room_bytes[stage] * (1 + 1e-9):
                 return False
     return True
-
-
-def latest(problem: ScheduleProblem, end: float, orders: Orders) -> Priorities:
-    """Return when each F and I may begin at the latest for all to end by `end`, in these orders."""
-    num_stages, count = problem.num_stages, problem.num_microbatches
-    seconds = problem.forward_s, problem.input_s, problem.weight_s
-    starts = [[[math.inf] * count for _ in range(num_stages)] for _ in range(3)]
-    links = [[math.inf] * num_stages for _ in range(2)]
-    left = [list(order) for order in orders]
-    free_s = [end] * num_stages
-    while any(left):
-        for stage, passes in enumerate(left):
-            while passes:
-                kind, _, m = passes[-1]
-                due, edge, target = free_s[stage], *_next_stop(problem, kind, stage)
-                if edge is not None:
-                    needed = starts[kind][target][m]
-                    if needed == math.inf:
-                        break  # Its receiver hasn't been placed yet.
-                    sent = min(links[kind][stage], needed - edge.latency_s) - edge.transfer_s
-                    links[kind][stage] = sent
-                    due = min(due, sent)
-                free_s[stage] = starts[kind][stage][m] = due - seconds[kind][stage][m]
-                passes.pop()
-    return starts[FORWARD], starts[INPUT]
 
 
 class _Arrivals:

@@ -86,7 +86,6 @@ class RooflineCost(CostModel):
         outside = 4 * model.hidden_size
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size
         inside = 3 * model.query_size + 3 * model.key_size_in_group(shape.tp_degree) + mlp
-        inside -= 0 if model.tuning is None else model.tuning.spared_values
         layer = outside + inside / shape.tp_degree
         kept = float(self._width * shape.num_layers * layer)
         if shape.has_embedding:

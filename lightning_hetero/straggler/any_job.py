@@ -32,7 +32,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.reading import parse_json, show
+from lightning_hetero.core.texts import parse_json, show
 from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
 

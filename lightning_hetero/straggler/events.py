@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import read_entries
-from lightning_hetero.core.reading import build, readable, show
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import show
 from lightning_hetero.straggler.bocd import ChangeKind
 
 __all__ = [

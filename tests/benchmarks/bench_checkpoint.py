@@ -37,9 +37,9 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.recovery import fetching
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
-from lightning_hetero.testing import MemoryStore, Throttle, ThrottledStore
 from tests.benchmarks.harness import Row, median_times_s
 from tests.benchmarks.spot_replay import replay_rows
+from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import contents, needs_of, run_ranks
 
 SLOWDOWN = 240

@@ -61,8 +61,9 @@ from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedColla
 from lightning_hetero.models.loss import packed_cross_entropy
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.simulator import ProfileCost, simulate
-from lightning_hetero.testing import CappedMemory, EmulatedDevices
+from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
+from tests.capped_memory import CappedMemory
 from tests.processes import ProcessFailed, ProcessPool
 from tests.toy import quiet
 

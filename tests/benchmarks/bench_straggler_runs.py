@@ -16,10 +16,11 @@ from typing import Any
 import lightning as L
 import torch
 
+from examples.slow_parts import Fault, InjectFaults, SlowLink, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import StragglerMonitor
 from lightning_hetero.straggler import ActionEvent, DecisionKind, Finding, Mitigation, read_events
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank
+from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet

@@ -24,11 +24,12 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from examples.slow_parts import InjectFaults, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, StragglerMonitor
 from lightning_hetero.checkpoint import AwsSpotNotice, RetryPolicy, SavedCheckpoint
 from lightning_hetero.straggler import Mitigation, PolicyConfig
-from lightning_hetero.testing import EmulatedDevices, InjectFaults, SlowRank
+from lightning_hetero.testing import EmulatedDevices
 from tests.callbacks.faults import arm
 from tests.callbacks.virtual_time import VirtualTime
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet

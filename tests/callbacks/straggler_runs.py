@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.slow_parts import Fault, InjectFaults
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
-from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
+from lightning_hetero.testing import EmulatedDevices
 from tests.callbacks.virtual_time import PackedVirtualTime, VirtualTime
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import Case, PackedModule
@@ -169,11 +170,10 @@ def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedMo
     if drill.is_packed:
         packed = PackedModule(Case(model="packed", num_layers=drill.num_layers))
         rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
-        ahead = AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0)
         trainer.fit(
             packed,
             datamodule=HeteroDataModule(
-                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, ahead=ahead
+                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, num_ahead=2
             ),
         )
         return packed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.slow_parts import SlowLink, SlowRank
 from lightning_hetero.straggler import (
     ActionEvent,
     DecisionKind,
@@ -16,7 +17,6 @@ from lightning_hetero.straggler import (
     Mitigation,
     PolicyConfig,
 )
-from lightning_hetero.testing import SlowLink, SlowRank
 from tests.callbacks.straggler_runs import Drill, Seen, run, step_of
 from tests.processes import ProcessPool
 

@@ -27,7 +27,7 @@ from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process.deadlines import Progress
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)

@@ -12,7 +12,7 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     PLANS,
     Nodes,

@@ -7,7 +7,7 @@ from botocore.exceptions import NoCredentialsError
 
 from lightning_hetero.checkpoint import RetryingStore, RetryPolicy
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 
 
 class Flaky:

@@ -25,8 +25,8 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.places import store as local
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.testing import MemoryStore
 from tests.callbacks.servers import S3Server
+from tests.checkpoint.stand_ins import MemoryStore
 from tests.checkpoint.states import PLANS, assert_is_state, contents, needs_of
 
 

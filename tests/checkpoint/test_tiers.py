@@ -11,7 +11,7 @@ from lightning_hetero.checkpoint.places.parts import TierPruner, prune
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process.deadlines import Progress
-from lightning_hetero.testing import MemoryStore
+from tests.checkpoint.stand_ins import MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 
 

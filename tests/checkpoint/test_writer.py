@@ -24,7 +24,7 @@ from lightning_hetero.checkpoint.saver import snapshot as snapshots
 from lightning_hetero.checkpoint.saver.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     PLANS,
     Gate,

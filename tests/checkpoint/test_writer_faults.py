@@ -23,7 +23,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.format.blocks import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.testing import FaultyStore, MemoryStore, Throttle, ThrottledStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import (
     PLANS,
     TWO,

@@ -52,8 +52,6 @@ def test_a_measured_profile_serves_simulate(words, capsys):
     batch = "--sequence-length 16 --global-batch-size 4"
     assert main(f"{arguments} {batch}".split()) == 0
     assert "limited by" in capsys.readouterr().out
-    assert main(f"{arguments} {batch} --max-profile-age-days 0".split()) == 2
-    assert "days old" in capsys.readouterr().err
 
 
 def test_a_profile_brings_what_the_planner_needs_of_its_device(words, capsys):

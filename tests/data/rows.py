@@ -79,9 +79,7 @@ def equal_costs(num_pipelines: int, **changes: Any) -> tuple[PipelineCost, ...]:
 
 def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:
     """Return what asks for an assignment of samples of these lengths."""
-    return AssignmentRequest(
-        lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),), seed=1
-    )
+    return AssignmentRequest(lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),))
 
 
 def dealers(

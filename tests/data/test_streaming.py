@@ -18,12 +18,11 @@ def order(lengths: list[int], **options: Any) -> StreamOrder:
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(1, 30), max_size=60),
-    st.sampled_from([1, 7]),
     st.integers(1, 4),
     st.data(),
 )
-def test_a_stream_gives_every_sample_once_from_any_cursor(lengths, buffer, least, data) -> None:
-    stream = order(lengths, shuffle_buffer=buffer, min_samples=least, on_overlong="cut")
+def test_a_stream_gives_every_sample_once_from_any_cursor(lengths, least, data) -> None:
+    stream = order(lengths, min_samples=least)
     if len(lengths) < least:
         with pytest.raises(ConfigurationError, match=r"left of the stream|0 samples"):
             list(stream.draw(Cursor()))
@@ -40,7 +39,7 @@ def test_a_stream_gives_every_sample_once_from_any_cursor(lengths, buffer, least
     assert [indices(i.samples) for i in rest] == [indices(i.samples) for i in drawn[index:]]
 
 
-def test_epochs_are_shuffled_anew_and_the_dataset_is_told() -> None:
+def test_the_dataset_is_told_the_epoch() -> None:
     class Told(RowStream):
         epochs: ClassVar[list[int]] = []
 
@@ -48,12 +47,9 @@ def test_epochs_are_shuffled_anew_and_the_dataset_is_told() -> None:
             self.epochs.append(epoch)
 
     dataset = Told([5] * 50)
-    stream = StreamOrder(dataset, tokens_per_step=60, context_length=20, shuffle_buffer=10)
-    first, second = (
-        indices(samples_of(list(stream.draw(Cursor(epoch=epoch))))) for epoch in (0, 1)
-    )
-    assert first != second
-    assert sorted(first) == sorted(second)
+    stream = StreamOrder(dataset, tokens_per_step=60, context_length=20)
+    for epoch in (0, 1):
+        assert list(stream.draw(Cursor(epoch=epoch)))
     assert dataset.epochs == [0, 1]
 
 

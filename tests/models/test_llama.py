@@ -152,7 +152,6 @@ def test_defaults_are_filled_in():
         ({"num_kv_heads": 3}, "divides num_heads"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"vocab_size": -1}, "vocab_size is -1"),
-        ({"attention": "flush"}, "'flush'; known: .*sdpa"),
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):

@@ -3,10 +3,11 @@ import time
 import pytest
 import torch
 
+from lightning_hetero import testing
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime import clock as clock_module
-from lightning_hetero.testing import EmulatedClock, LinkDelay, emulated
+from lightning_hetero.testing import EmulatedClock, LinkDelay
 from tests.fake_time import Arriving, FakeTime
 
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -16,7 +17,7 @@ FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
     monkeypatch.setattr(clock_module, "time", fake)
-    monkeypatch.setattr(emulated, "time", fake)
+    monkeypatch.setattr(testing, "time", fake)
     return fake
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 from lightning_hetero.models.batches import count_samples, tensors_of
 from lightning_hetero.models.loss import IGNORED_LABEL
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.process.cache import cache_folder, write_whole
-from lightning_hetero.core.reading import build, load_file, parse_json
+from lightning_hetero.core.reading import build
 from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.texts import load_file, parse_json
 from lightning_hetero.runtime.setup.profiling import current_versions
 from lightning_hetero.simulator import MemoryCorrection
 

@@ -17,7 +17,7 @@ from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_pro
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation
-from lightning_hetero.testing.capped_memory import MemoryCounter
+from tests.capped_memory import MemoryCounter
 from tests.runtime.huggingface_runs import make_model
 from tests.runtime.recomputation_runs import counting_layers
 

@@ -19,51 +19,14 @@ So a latency is a lower bound if no solution exists with the pipelines that are 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
 from lightning_hetero.assign.linear_program import LinearProgram
-from lightning_hetero.assign.pipeline_cost import CostTable
 from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.proposing.work_bound import SequenceRuns
 
 __all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceRuns:
-    """R runs of sequences of nearly equal length, longest first, on K kinds of pipeline."""
-
-    table: CostTable
-    """The K kinds."""
-    least: IntArray
-    """[R] least length of each run."""
-    counts: IntArray
-    """[R] number of sequences of each run."""
-    tokens: IntArray
-    """[R] tokens of each run."""
-    work_s: FloatArray
-    """[R, K] seconds of a stage for each run, on each kind."""
-
-    @classmethod
-    def of(cls, lengths: IntArray, table: CostTable, *, spread: float = 0.03) -> Self:
-        """Cut the sequences into runs.
-
-        Lengths of a run differ by a share of `spread` at most; the default hardly lowers bounds.
-        """
-        ordered = np.sort(lengths)[::-1]
-        starts = [0]
-        for index, length in enumerate(ordered.tolist()):
-            if length < ordered[starts[-1]] * (1 - spread):
-                starts.append(index)
-        ends = np.array([*starts[1:], len(ordered)])
-        return cls(
-            table=table,
-            least=ordered[ends - 1],
-            counts=ends - np.array(starts),
-            tokens=np.add.reduceat(ordered, starts),
-            work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
-        )
 
 
 ROUNDING = 1e-6

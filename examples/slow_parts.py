@@ -1,4 +1,4 @@
-"""Make ranks and links slow for a while, by schedule: for tests, benchmarks and drills.
+"""Make ranks and links slow for a while, by schedule, to see what a run does about it.
 
 A slow rank sleeps in its forwards and backwards, a slow link lets every message over it arrive
 late, activations as well as weights and gradients, in proportion to its bytes. Sleeping costs no
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.testing.emulated import EmulatedClock, LinkDelay, emulate
+from lightning_hetero.testing import EmulatedClock, LinkDelay, emulate
 
 __all__ = ["Fault", "InjectFaults", "SlowLink", "SlowRank"]
 
@@ -33,9 +33,9 @@ class Fault:
     """
 
     start: float
-    """First training step, or seconds since training began."""
+    """First training step."""
     duration: float = math.inf
-    """Steps or seconds for which it holds."""
+    """Steps for which it holds."""
 
     def __post_init__(self) -> None:
         if not self.start >= 0 or not self.duration > 0:
@@ -45,7 +45,7 @@ class Fault:
             )
 
     def holds(self, now: float) -> bool:
-        """Return whether the fault holds at a step or time."""
+        """Return whether the fault holds at a step."""
         return self.start <= now < self.start + self.duration
 
     @property
@@ -112,19 +112,14 @@ class InjectFaults(Callback):
 
     Args:
         faults: What is slow, and when; several may hold at once.
-        unit: What start and duration count: "steps" of the optimizer, or "seconds" of training.
 
     Raises:
         ConfigurationError: (in `setup`) A fault names a rank that doesn't run, or a link under a
             strategy whose messages can't be delayed.
     """
 
-    def __init__(
-        self, faults: Sequence[Fault], *, unit: Literal["steps", "seconds"] = "steps"
-    ) -> None:
+    def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = tuple(faults)
-        self.unit = unit
-        self._began_s = 0.0
         self._slowdown = 1.0
         self._holding: tuple[Fault, ...] = ()
 
@@ -147,7 +142,6 @@ class InjectFaults(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began_s = time.perf_counter()
         if not isinstance(trainer.strategy, HeteroStrategy):
             trainer.strategy.training_step = self._slowed(trainer.strategy.training_step)  # type: ignore[method-assign]
 
@@ -155,9 +149,8 @@ class InjectFaults(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        seconds = time.perf_counter() - self._began_s
-        now = trainer.global_step if self.unit == "steps" else seconds
-        self._apply(trainer, [fault for fault in self.faults if fault.holds(now)])
+        step = trainer.global_step
+        self._apply(trainer, [fault for fault in self.faults if fault.holds(step)])
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for stores and peers, for tests and benchmarks: in memory, slow, or broken on cue."""
+"""Stand-ins for stores and peers: in memory, slow, or broken on cue."""
 
 import threading
 import time
