@@ -14,7 +14,7 @@ from lightning_hetero.callbacks import StragglerMonitor, TraceOperations
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import Finding, read_events
-from lightning_hetero.straggler.operations.trace import read_operations
+from lightning_hetero.straggler.traces import read_operations
 from lightning_hetero.testing import EmulatedDevices
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
