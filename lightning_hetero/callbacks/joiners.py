@@ -41,8 +41,7 @@ class JoinersOfRun:
         strategy = run_of(trainer).strategy
         waits = False
         if strategy is not None and trainer.is_global_zero and strategy.processes.membership:
-            call = strategy.engine.boundary.first_call
-            waits = strategy.processes.membership.look_for_joiners(call)
+            waits = strategy.processes.membership.look_for_joiners()
         self._are_held_back = waits and not self._are_held_back and is_epoch_ending(trainer)
         return waits and not self._are_held_back and self._can_be_saved_for(newest)
 

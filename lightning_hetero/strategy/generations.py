@@ -154,8 +154,8 @@ class Generations:
         trainer, processes = self._trainer, self._processes
         ended = processes.generation
         if end.leaving is None:
-            goes_on_live = self._end_fit(ended)
-            old, new = processes.form_generation(calls_joiners=not goes_on_live)
+            self._end_fit(ended)
+            old, new = processes.form_generation(calls_joiners=False)
         else:
             processes.comms.step_end.wait()  # Or the generation's end would cut it short.
             if processes.comms.global_rank in end.leaving:
@@ -181,26 +181,20 @@ class Generations:
             if notify is not None:
                 notify(trainer, old, new)
 
-    def _end_fit(self, generation: int) -> bool:
-        """Close a generation's groups, and end its fit as Lightning does.
-
-        Returns:
-            Whether this rank keeps its part of the last step's state; see `keep_live`.
-        """
+    def _end_fit(self, generation: int) -> None:
+        """Close a generation's groups, and end its fit as Lightning does."""
         module = self._strategy.lightning_module
         self._processes.leave_generation()
         if not self._trainer.training:
             # A validation that was cut short has left modules in evaluation mode.
             self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
-        keeps = False
         for checkpoint in self._trainer.strategy.run.checkpoints:
-            keeps = checkpoint.keep_live(self._trainer, generation) or keeps
+            checkpoint.keep_live(self._trainer, generation)
         self._strategy.await_recovery()
         self._trainer._teardown()
         self._strategy._lightning_module = module
         call._call_teardown_hook(self._trainer)
         gc.collect()
-        return keeps
 
 
 @dataclass(frozen=True, kw_only=True)

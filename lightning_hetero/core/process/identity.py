@@ -1,8 +1,9 @@
-"""Identify a process: its machine, the run that it is a member of, and its packages' versions."""
+"""A process's machine, the run that it is a member of, its packages' versions, its open files."""
 
 import contextlib
 import os
 import re
+import resource
 import socket
 import uuid
 from functools import cache
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 __all__ = [
+    "allow_files",
     "installed_version",
     "machine_id",
     "machine_namespace",
@@ -59,3 +61,10 @@ def installed_version(package: str, *, otherwise: str = "unknown") -> str:
     head = (found.read_text("METADATA") or "").partition("\n\n")[0]
     said = re.search(r"^Version: *(\S+)", head, re.MULTILINE)
     return said[1] if said else found.version
+
+
+def allow_files(process_id: int) -> None:
+    """Let a process of this user open as many files as the system's hard limit allows."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # No Linux; or of another user.
+        _, hard = resource.prlimit(process_id, resource.RLIMIT_NOFILE)
+        resource.prlimit(process_id, resource.RLIMIT_NOFILE, (hard, hard))
