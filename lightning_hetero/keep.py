@@ -34,8 +34,8 @@ __all__ = [
     "become_keeper",
     "block_signals",
     "keep",
+    "keep_by_task",
     "keep_script",
-    "main",
     "task_of",
 ]
 
@@ -68,9 +68,8 @@ def become_keeper(task: KeeperTask) -> NoReturn:
     """Replace this process by a keeper, which keeps nothing of it but the process id."""
     sys.stdout.flush()
     sys.stderr.flush()
-    code = (
-        f"import sys; sys.path[:] = {task.path!r}; from lightning_hetero.keep import main; main()"
-    )
+    begin = "from lightning_hetero.keep import keep_by_task; keep_by_task()"
+    code = f"import sys; sys.path[:] = {task.path!r}; {begin}"
     environment = os.environ | {_TASK: json.dumps(asdict(task))}
     os.execve(sys.executable, [sys.executable, "-c", code], environment)
 
@@ -86,7 +85,7 @@ def be_kept() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def main() -> None:
+def keep_by_task() -> None:
     """Run as a keeper, with the task from the environment."""
     block_signals()
     os._exit(keep(KeeperTask(**json.loads(os.environ.pop(_TASK)))))

@@ -99,7 +99,7 @@ def open_membership(
     prefix = met.get("membership").decode()
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
     node = str(environment.node_rank())
-    find_node(own, otherwise=node)
+    _find_node(own, otherwise=node)
     admission = Admission(own, heartbeat, facts)
     membership = Membership(
         own, number=number, node=node, admission=admission, patience_s=patience_s
@@ -144,7 +144,7 @@ def join_membership(
     number = draw_number(PrefixStore(prefix, server))
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
     joiner = Joiner(own, heartbeat, facts)
-    node = find_node(own, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    node = _find_node(own, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     admission = Admission(own, heartbeat, facts)
     membership = Membership(
         own, number=number, node=node, admission=admission, patience_s=patience_s
@@ -172,7 +172,7 @@ def _begin_beats(
     return own, heartbeat
 
 
-def find_node(store: Store, *, otherwise: str) -> str:
+def _find_node(store: Store, *, otherwise: str) -> str:
     """Return what the membership calls this machine; a new name where nobody of it has been."""
     return str(store.compare_set(f"node/{machine_namespace()}", "", otherwise).decode())
 
