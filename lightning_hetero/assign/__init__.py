@@ -6,8 +6,7 @@ plans: `lightning_hetero.planner.proposing`.
 """
 
 from lightning_hetero.assign.dispatch import Dispatch, dispatch
-from lightning_hetero.assign.iteration import assign_iteration
-from lightning_hetero.assign.pack import Packing, pack
+from lightning_hetero.assign.iteration import Packing, assign_iteration, pack
 from lightning_hetero.assign.pipeline_cost import PipelineCost
 
 __all__ = ["Dispatch", "Packing", "PipelineCost", "assign_iteration", "dispatch", "pack"]

@@ -4,33 +4,43 @@ For every candidate that can hold the sequences, these are dispatched to its pip
 the plan with the smallest estimated latency runs. A candidate is dropped as soon as its lower
 bound, or its dispatch before packing, takes longer than the best so far.
 
+Packing (§6.1, Eq. 1, Appendix C) minimises `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the
+number V of micro-batches and their contents, with at most MaxLen tokens in each. V runs from
+`⌈Σl / MaxLen⌉` to `Σl / UtilLen`, at least to `2·⌈Σl / min(MaxLen, KeptLen)⌉ - 1`, with which any
+order of filling stays below these lengths, and at most to the number of sequences. For each V
+sequences are spread longest first, each into the emptiest micro-batch with room; besides, one
+micro-batch is filled after the other (first fit), which always finds room.
+
 A planning process runs `serve` of this module: it answers one request after the other with a text,
 and keeps nothing between them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.dispatch import Dispatch, dispatch, latency_bound_s
-from lightning_hetero.assign.pack import pack
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
     PipelineCost,
     as_lengths,
     microbatch_times_s,
+    sequence_times_s,
 )
-from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError, BatchError
 from lightning_hetero.core.process.answering import answer_questions
 
 __all__ = [
     "AssignmentRequest",
+    "Packing",
     "assign_iteration",
+    "microbatch_range",
+    "pack",
     "plan_text",
     "read_assignment",
     "serve",
@@ -135,3 +145,108 @@ def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
 def serve() -> None:
     """Answer requests until standard input ends; an `AnsweringProcess` runs this."""
     answer_questions(plan_text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """One pipeline's micro-batches and the time they take."""
+
+    microbatches: tuple[tuple[int, ...], ...]
+    """For each micro-batch the indices of its sequences, the longest one first; none is empty."""
+    latency_s: float
+    """Eq. 1 with c; 0 for a pipeline without sequences."""
+
+
+def pack(lengths: ArrayLike, cost: PipelineCost) -> Packing:
+    """Return the best packing found for a pipeline's sequences.
+
+    Args:
+        lengths: Tokens of its sequences.
+        cost: The pipeline.
+
+    Raises:
+        AssignmentError: A sequence is longer than the pipeline's MaxLen.
+    """
+    sizes = as_lengths(lengths)
+    if not len(sizes):
+        return Packing(microbatches=(), latency_s=0.0)
+    if int(sizes.max()) > cost.max_len:
+        raise AssignmentError(
+            f"Sequence {int(sizes.argmax())} has {int(sizes.max())} tokens but the pipeline takes "
+            f"{cost.max_len}. Dispatch it to a roomier pipeline, or cut it."
+        )
+    order = np.argsort(-sizes, kind="stable")
+    sizes = sizes[order]
+    times_s = sequence_times_s(sizes, cost)
+
+    def loads_s(bin_of: IntArray) -> FloatArray:
+        """Return the seconds of each micro-batch, without c."""
+        alone_s, tokens = (np.bincount(bin_of, weights=values) for values in (times_s, sizes))
+        return alone_s * cost.stretch(tokens)
+
+    best_of, best_s = np.zeros(0, dtype=np.int64), np.inf
+    for bin_of in _packings(sizes, times_s, cost):
+        found_s = loads_s(bin_of)
+        latency_s = cost.latency_s(float(found_s.max()), len(found_s))
+        if latency_s < best_s:
+            best_of, best_s = bin_of, latency_s
+    return Packing(
+        microbatches=tuple(
+            tuple(sorted(order[best_of == index].tolist()))
+            for index in np.argsort(-loads_s(best_of), kind="stable")
+        ),
+        latency_s=best_s,
+    )
+
+
+def _packings(lengths: IntArray, times_s: FloatArray, cost: PipelineCost) -> Iterator[IntArray]:
+    """Yield packings, each as the micro-batch of every sequence, none of these empty."""
+    yield _first_fit(lengths, cost)
+    for count in microbatch_range(lengths, cost):
+        bin_of = _spread(lengths, times_s, count, cost.max_len)
+        if bin_of is not None:
+            yield bin_of
+
+
+def microbatch_range(lengths: IntArray, cost: PipelineCost) -> range:
+    """Return the numbers of micro-batches that are tried (Appendix C)."""
+    total, count = int(lengths.sum()), len(lengths)
+    fewest = max(1, -(-total // cost.max_len))
+    fewest_kept = max(1, -(-total // min(cost.max_len, cost.kept_len)))
+    most = max(total // cost.util_len, 2 * fewest_kept - 1)
+    return range(fewest, min(most, count) + 1)
+
+
+def _spread(lengths: IntArray, times_s: FloatArray, count: int, max_len: int) -> IntArray | None:
+    """Return each sequence's micro-batch, the emptiest with room (LPT); None if one has no room.
+
+    There are at least as many sequences as micro-batches, so none stays empty.
+    """
+    loads_s, room = [0.0] * count, [max_len] * count
+    bin_of = np.zeros(len(lengths), dtype=np.int64)
+    for index, (length, time_s) in enumerate(zip(lengths.tolist(), times_s.tolist(), strict=True)):
+        roomy = [place for place, left in enumerate(room) if left >= length]
+        if not roomy:
+            return None
+        chosen = min(roomy, key=loads_s.__getitem__)
+        loads_s[chosen] += time_s
+        room[chosen] -= length
+        bin_of[index] = chosen
+    return bin_of
+
+
+def _first_fit(lengths: IntArray, cost: PipelineCost) -> IntArray:
+    """Return each sequence's micro-batch: the first with room, longest sequences first.
+
+    A sequence above KeptLen is alone in its micro-batch.
+    """
+    usual = min(cost.max_len, cost.kept_len)
+    room: list[int] = []
+    bin_of = np.zeros(len(lengths), dtype=np.int64)
+    for index, length in enumerate(lengths.tolist()):
+        chosen = next((b for b, left in enumerate(room) if left >= length), len(room))
+        if chosen == len(room):
+            room.append(usual)
+        room[chosen] -= length
+        bin_of[index] = chosen
+    return bin_of

@@ -19,8 +19,7 @@ from rich.table import Table
 from lightning_hetero.cli.arguments import add_model_argument, check_folder_of, model_of
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
-from lightning_hetero.core.profile import LinkTimes, Profile
-from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.core.profile import LinkTimes, Profile, TimeFit
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.straggler.events import Pair

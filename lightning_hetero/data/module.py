@@ -24,10 +24,15 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader, TicketDealer
-from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
-from lightning_hetero.data.packed_models import let_models_attend_packed
-from lightning_hetero.data.samples import TokenSamples, cached_lengths
-from lightning_hetero.data.streaming import StreamOrder, is_stream
+from lightning_hetero.data.order import (
+    Cursor,
+    EpochOrder,
+    IterationSource,
+    Progress,
+    StreamOrder,
+    is_stream,
+)
+from lightning_hetero.data.samples import TokenSamples, cached_lengths, let_models_attend_packed
 from lightning_hetero.models import PackedCollate
 
 __all__ = ["HeteroDataModule"]

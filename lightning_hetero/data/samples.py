@@ -11,6 +11,7 @@ is read, never a wrong assignment.
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.core.arrays import IntArray
-from lightning_hetero.core.errors import BatchError, ConfigurationError
+from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
 from lightning_hetero.core.process.cache import cache_folder, write_whole
 from lightning_hetero.models.packing import row_of, token_ids
 
@@ -31,6 +33,7 @@ __all__ = [
     "cached_lengths",
     "cut_sample",
     "lengths_file",
+    "let_models_attend_packed",
     "num_tokens",
     "read_lengths",
 ]
@@ -178,3 +181,31 @@ def lengths_file(dataset: Any) -> Path:
 def as_is(item: Any) -> Any:
     """Return the argument: the collate function of loaders that pass samples on unchanged."""
     return item
+
+
+def let_models_attend_packed(module: nn.Module) -> None:
+    """Call `use_packed_attention` on the Hugging Face models inside a module that need it.
+
+    Transformers isn't imported here first.
+
+    Raises:
+        ModelError: A model can't be set up: samples packed together would see each other.
+    """
+    # Every Hugging Face model's own module imports transformers: without it there is none.
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    from lightning_hetero.models.huggingface import use_packed_attention
+    from lightning_hetero.models.huggingface.packed import attends_packed
+
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or attends_packed(model):
+            continue
+        try:
+            use_packed_attention(model)
+        except ModelError as error:
+            raise ModelError(
+                f"HeteroDataModule packs samples end to end. {error} Give the data module a "
+                "`collate` that pads them."
+            ) from error

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.order import Cursor
+from lightning_hetero.data.order import Cursor, StreamOrder, is_stream
 from lightning_hetero.data.samples import num_tokens
-from lightning_hetero.data.streaming import StreamOrder, is_stream
 from tests.data.rows import Rows, RowStream, indices, samples_of
 
 
