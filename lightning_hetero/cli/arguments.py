@@ -124,25 +124,24 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
     )
 
 
-def add_plot_argument(
-    parser: argparse.ArgumentParser, what: str, *, may_be_page: bool = False
-) -> None:
+def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
     """Add `--plot`, which `check_picture` checks."""
-    page = ", or an .html page whose bars say their numbers" if may_be_page else ""
     parser.add_argument(
-        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file{page}"
+        "--plot",
+        metavar="FILE",
+        help=f"draw {what} into this .svg, .png or .pdf file, or an .html page whose bars say "
+        "their numbers",
     )
 
 
-def check_picture(path: str | None, *, may_be_page: bool = False) -> None:
+def check_picture(path: str | None) -> None:
     """Refuse a picture, or page, that can't be drawn, before any work is done."""
     if path is None:
         return
     suffix = Path(path).suffix.lower()
-    known = (*_PICTURES, ".html") if may_be_page else _PICTURES
-    if suffix not in known:
+    if suffix not in (*_PICTURES, ".html"):
         raise ConfigurationError(
-            f"--plot is {path!r}; its name must end in {', '.join(known[:-1])} or {known[-1]}."
+            f"--plot is {path!r}; its name must end in {', '.join(_PICTURES)} or .html."
         )
     check_folder_of(path, "--plot")
     needed, extra = ("jinja2", "report") if suffix == ".html" else ("matplotlib", "plot")

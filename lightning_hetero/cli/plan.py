@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=5, metavar="NUMBER", help="kinds of plans to list (default: 5)"
     )
     parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
-    add_plot_argument(parser, "its timeline and memory", may_be_page=True)
+    add_plot_argument(parser, "its timeline and memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -149,7 +149,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
         )
-    check_picture(arguments.plot, may_be_page=True)
+    check_picture(arguments.plot)
     check_folder_of(arguments.output, "--output")
 
 

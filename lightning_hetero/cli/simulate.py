@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON file of the plan, as `lightning-hetero plan --output` writes",
     )
     add_workload_arguments(parser, size="what the plan's numbers say")
-    add_plot_argument(parser, "the timeline", may_be_page=True)
+    add_plot_argument(parser, "the timeline")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Simulate the plan, print the table, draw the picture."""
-    check_picture(arguments.plot, may_be_page=True)
+    check_picture(arguments.plot)
     plan = ParallelPlan.load(arguments.plan)
     cost = cost_of(arguments)
     simulation, batches, num_tokens, scheduled = predict(

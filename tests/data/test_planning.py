@@ -22,7 +22,7 @@ from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
 from lightning_hetero.data.loader import Ticket, TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder, StreamOrder
-from lightning_hetero.straggler.mitigation import move_ranks
+from lightning_hetero.straggler.prediction import move_ranks
 from tests.core.sample_plans import random_plan
 from tests.data.rows import Rows, dealers, lengths_of
 
