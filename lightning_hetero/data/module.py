@@ -267,9 +267,7 @@ class HeteroDataModule(pl.LightningDataModule):
     def _find_lengths(self, split: str) -> ArrayLike:
         lengths = self._lengths[split]
         if lengths is None:
-            lengths = self._lengths[split] = cached_lengths(
-                self._datasets[split], num_workers=self._num_workers
-            )
+            lengths = self._lengths[split] = cached_lengths(self._datasets[split])
         return lengths
 
     def _new_progress(self) -> Progress:

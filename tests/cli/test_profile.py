@@ -65,13 +65,6 @@ def test_a_profile_brings_what_the_planner_needs_of_its_device(words, capsys):
     assert "Unknown device 'mycpu'" in capsys.readouterr().err
 
 
-def test_the_fit_of_forward_and_backward_have_a_formula_each(words, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(words) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "l²" in line]
-    assert line.count("·l²") == line.count("·l +") == 2
-
-
 def test_profiles_of_two_device_types_merge_into_one_file(words):
     assert main(words) == 0
     assert main([*words, "--device-name", "other", "--merge", "p.json"]) == 0
