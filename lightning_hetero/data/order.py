@@ -149,10 +149,9 @@ class EpochOrder:
         tokens_per_step: Tokens of an iteration, on average; at least those of the longest sample.
         seed: Seed of the shuffle.
         shuffle: Whether to shuffle every epoch; else samples keep their order.
-        min_samples: Least number of samples in an iteration.
 
     Raises:
-        ConfigurationError: A budget below the longest sample, or too few samples.
+        ConfigurationError: A budget below the longest sample, or no samples.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class EpochOrder:
         tokens_per_step: int,
         seed: int = 0,
         shuffle: bool = True,
-        min_samples: int = 1,
     ) -> None:
         self.lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         longest = int(self.lengths.max(initial=0))
@@ -171,14 +169,10 @@ class EpochOrder:
                 f"tokens_per_step is {tokens_per_step} but the longest sample has {longest} "
                 "tokens. Allow at least as many tokens an iteration, or a smaller context_length."
             )
-        if len(self.lengths) < max(min_samples, 1):
-            raise ConfigurationError(
-                f"The dataset has {len(self.lengths)} samples but an iteration needs at least "
-                f"{max(min_samples, 1)}, one a rank. Use fewer ranks or more samples."
-            )
+        if not len(self.lengths):
+            raise ConfigurationError("The dataset has 0 samples; give at least one.")
         wanted = -(-int(self.lengths.sum()) // tokens_per_step)
-        self._num_iterations = min(wanted, len(self.lengths) // max(min_samples, 1))
-        self._min_samples = min_samples
+        self._num_iterations = min(wanted, len(self.lengths))
         self._seed = seed
         self._shuffle = shuffle
 
@@ -222,7 +216,7 @@ class EpochOrder:
 
     def _stops(self, order: IntArray, cursor: Cursor) -> IntArray:
         """Return the ends of the iterations after a cursor, in samples; the last ends the epoch."""
-        count, least = len(self), self._min_samples
+        count = len(self)
         left = count - cursor.num_iterations
         if cursor.num_samples >= self.num_samples:
             return np.zeros(0, dtype=np.int64)
@@ -234,10 +228,10 @@ class EpochOrder:
         targets = number * (sums[-1] / count)
         above = np.searchsorted(sums, targets).clip(1, self.num_samples)
         nearest = above - (targets - sums[above - 1] < sums[above] - targets)
-        # Forwards, then backwards: enough samples before each cut, and enough left after it.
-        step = np.arange(1, left + 1) * least
+        # Forwards, then backwards: a sample before each cut, and one left after it.
+        step = np.arange(1, left + 1)
         stops = np.maximum(np.maximum.accumulate(nearest - step), cursor.num_samples) + step
-        stops = np.minimum(stops, self.num_samples - (left * least - step))
+        stops = np.minimum(stops, self.num_samples - (left - step))
         stops[-1] = self.num_samples
         return stops[stops > cursor.num_samples]
 
@@ -256,19 +250,13 @@ class StreamOrder:
             is called if it has one.
         tokens_per_step: Most tokens of an iteration.
         context_length: Most tokens of a sample; the rest of longer ones is cut off.
-        min_samples: Least number of samples in an iteration, even above the budget.
 
     Raises:
-        ConfigurationError: A number is out of range; while drawing, the stream is too short.
+        ConfigurationError: A number is out of range; while drawing, the stream is empty.
     """
 
     def __init__(
-        self,
-        dataset: Iterable[Any],
-        *,
-        tokens_per_step: int,
-        context_length: int,
-        min_samples: int = 1,
+        self, dataset: Iterable[Any], *, tokens_per_step: int, context_length: int
     ) -> None:
         if not 1 <= context_length <= tokens_per_step:
             raise ConfigurationError(
@@ -284,7 +272,6 @@ class StreamOrder:
         self._dataset = dataset
         self._tokens_per_step = tokens_per_step
         self._context_length = context_length
-        self._min_samples = min_samples
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
         """Yield the iterations from a cursor to the end of its epoch."""
@@ -312,31 +299,18 @@ class StreamOrder:
             raise ConfigurationError("The stream has 0 samples; give at least one.")
 
     def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield the samples of each iteration; too few at the end join the iteration before."""
-        complete: list[Any] = []
+        """Yield the samples of each iteration."""
         group: list[Any] = []
         tokens = 0
         for sample in samples:
             length = num_tokens(sample)
-            if tokens + length > self._tokens_per_step and len(group) >= self._min_samples:
-                if complete:
-                    yield complete
-                complete, group, tokens = group, [], 0
+            if group and tokens + length > self._tokens_per_step:
+                yield group
+                group, tokens = [], 0
             group.append(sample)
             tokens += length
-        if len(group) >= self._min_samples and complete:
-            yield complete
-            complete = []
-        if complete or group:
-            self._check_last(complete + group)
-            yield complete + group
-
-    def _check_last(self, group: list[Any]) -> None:
-        if len(group) < self._min_samples:
-            raise ConfigurationError(
-                f"What is left of the stream are {len(group)} samples but an iteration needs "
-                f"{self._min_samples}, one a rank. Use fewer ranks or a longer stream."
-            )
+        if group:
+            yield group
 
     def _cut_samples(self) -> Iterator[Any]:
         for index, sample in enumerate(self._dataset):

@@ -17,10 +17,9 @@ from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
-from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder
-from tests.data.rows import dealers, lengths_of, request
+from tests.data.rows import dealers, equal_candidates, lengths_of, request
 
 
 def test_a_planning_process_says_what_planning_here_says() -> None:
@@ -53,7 +52,7 @@ def test_a_killed_process_costs_no_sample_and_a_new_one_takes_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
-    candidates = Candidates.equal_ranks(2)
+    candidates = equal_candidates(2)
     expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
     planner = AheadPlanner(AssignmentStore(), num_ahead=6)
     planner._patience_s = 200.0
