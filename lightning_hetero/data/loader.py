@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero.assign.iteration import AssignmentRequest
-from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner
 from lightning_hetero.data.candidates import Candidates

@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
-from lightning_hetero.core.process.cache import cache_folder, write_whole
+from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.models.packing import row_of, token_ids
 
 __all__ = [

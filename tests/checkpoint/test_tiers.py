@@ -10,7 +10,7 @@ from lightning_hetero.checkpoint.format.manifest import CheckpointId, parse_mani
 from lightning_hetero.checkpoint.places.parts import TierPruner, prune
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates, assumed_costs

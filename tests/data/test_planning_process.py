@@ -12,9 +12,9 @@ import pytest
 
 from lightning_hetero.assign import iteration
 from lightning_hetero.assign.iteration import plan_text, read_assignment
+from lightning_hetero.core import process as core_process
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.process import answering
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.loader import TicketDealer
@@ -38,7 +38,7 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
 
 def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     root = os.getcwd()
-    program = answering._PROGRAM.format(root=root, module=iteration.__name__)
+    program = core_process._PROGRAM.format(root=root, module=iteration.__name__)
     program = program.replace("serve()", "print(sorted(sys.modules))")
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -38,9 +38,7 @@ from lightning_hetero.checkpoint.places.shared_memory import (
 )
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process.cache import write_whole
-from lightning_hetero.core.process.deadlines import Progress
-from lightning_hetero.core.process.identity import machine_id
+from lightning_hetero.core.process import Progress, machine_id, write_whole
 
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
 

@@ -14,7 +14,7 @@ from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import Peers, Recovered, Source
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.process.identity import machine_id
+from lightning_hetero.core.process import machine_id
 
 __all__ = [
     "Found",

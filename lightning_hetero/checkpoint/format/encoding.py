@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.format.manifest import (
     rank_metadata_name,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.core.process import installed_version
 
 __all__ = [
     "DTYPE_NAMES",

@@ -35,7 +35,7 @@ from lightning_hetero.checkpoint.places.tiers import (
     read_manifest,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["TierPruner", "copy_part", "prune", "pull_part", "remove_files", "write_manifest"]
 

@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint.format.blocks import Buffer
 from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations
 from lightning_hetero.checkpoint.places.store import FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "RetryPolicy",

@@ -20,7 +20,7 @@ from fsspec.asyn import AsyncFileSystem
 from lightning_hetero.checkpoint.format.blocks import Buffer
 from lightning_hetero.checkpoint.peers.deadlines import Followed, Operations
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["FsspecStore", "LocalStore", "Store"]
 

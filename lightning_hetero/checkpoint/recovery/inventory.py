@@ -32,7 +32,7 @@ from lightning_hetero.checkpoint.places.tiers import (
     look_at_parts,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "Choice",
