@@ -47,7 +47,7 @@ from lightning_hetero.checkpoint.recovery.inventory import (
 )
 from lightning_hetero.checkpoint.recovery.taking import Recovered
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table
 
 __all__ = [
     "View",

@@ -9,9 +9,6 @@ run. A cluster file is YAML::
     inter_node_bytes_per_s: 400 Gbit/s
     links:
       - {nodes: [0, 1], bytes_per_s: 12.5 GB/s, latency_s: 20 us}
-    inter_node_rates:
-      - {message_bytes: 64 KiB, bytes_per_s: 4 GB/s}
-      - {message_bytes: 16 MiB, bytes_per_s: 45 GB/s}
 """
 
 import functools
@@ -25,11 +22,10 @@ import yaml
 
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.message_curve import MessageCurve
-from lightning_hetero.core.reading import build, load_file, parse_yaml, readable
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import format_table, load_file, parse_yaml
 
-__all__ = ["Cluster", "Link", "MessageRate", "Node"]
+__all__ = ["Cluster", "Link", "Node"]
 
 _MOST_DEVICES = 2**20
 
@@ -103,31 +99,17 @@ class Link:
 
 
 @readable
-class MessageRate:
-    """The rate that messages of one size reach between two nodes, as a benchmark measures it."""
-
-    message_bytes: float
-    """Bytes of the message."""
-    bytes_per_s: float
-    """Rate of such a message in one direction, without its latency, bytes/s."""
-
-
-@readable
 class Cluster:
     """All nodes and the links between them.
 
     Raises:
-        ClusterError: No nodes, an unknown device, links that contradict each other, or rates at
-            which a larger message takes less time.
+        ClusterError: No nodes, an unknown device, or links that contradict each other.
     """
 
     nodes: tuple[Node, ...]
     """The machines; ranks are numbered node by node."""
     inter_node_bytes_per_s: float = 50e9
     """Bandwidth of one rank to another node, one direction, bytes/s (400 Gb/s by default)."""
-    inter_node_rates: tuple[MessageRate, ...] = ()
-    """Rates of messages by ascending size, over a link of that bandwidth; between two sizes seconds
-    are interpolated. Links of other bandwidths scale them. Empty: all sizes reach the bandwidth."""
     inter_node_latency_s: float = 10e-6
     """Latency of a message between nodes, seconds."""
     intra_node_latency_s: float = 3e-6
@@ -157,23 +139,6 @@ class Cluster:
             if not getattr(self, name) >= 0:
                 raise ClusterError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         self._check_links()
-        self._check_rates()
-
-    def _check_rates(self) -> None:
-        if self.inter_node_curve is None:  # Making the curve checks it.
-            return
-        fastest = max(item.bytes_per_s for item in self.inter_node_rates)
-        if fastest > self.inter_node_bytes_per_s:
-            raise ClusterError(
-                f"inter_node_rates name {fastest:g} bytes/s, more than inter_node_bytes_per_s, "
-                f"{self.inter_node_bytes_per_s:g}. Set that to the highest rate."
-            )
-
-    @functools.cached_property
-    def inter_node_curve(self) -> MessageCurve | None:
-        """The time of a message between nodes by its size; None if all reach their link's rate."""
-        points = tuple((item.message_bytes, item.bytes_per_s) for item in self.inter_node_rates)
-        return MessageCurve(points) if points else None
 
     @functools.cached_property
     def backend(self) -> str:
@@ -342,7 +307,7 @@ class Cluster:
         return format_table(("node", "devices", "ranks", "memory", "TFLOP/s"), rows)
 
 
-def _without_defaults(part: Node | Link | MessageRate | DeviceSpec) -> dict[str, Any]:
+def _without_defaults(part: Node | Link | DeviceSpec) -> dict[str, Any]:
     """Return the fields of a part of the cluster that differ from their defaults."""
     defaults = {item.name: item.default for item in fields(part)}
     return {key: value for key, value in asdict(part).items() if value != defaults[key]}

@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.inspection import prune
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in, pull_part
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
 

@@ -23,7 +23,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.peers.deadlines import HangingError, Operations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     TWO,

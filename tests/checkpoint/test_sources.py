@@ -19,7 +19,7 @@ from lightning_hetero.checkpoint.recovery.fetching import (
     whole_blocks,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 BLOCK = 8
 KINDS = (TierKind.MEMORY, TierKind.DISK)

@@ -52,8 +52,6 @@ def test_a_measured_profile_serves_simulate(words, capsys):
     batch = "--sequence-length 16 --global-batch-size 4"
     assert main(f"{arguments} {batch}".split()) == 0
     assert "limited by" in capsys.readouterr().out
-    assert main(f"{arguments} {batch} --max-profile-age-days 0".split()) == 2
-    assert "days old" in capsys.readouterr().err
 
 
 def test_a_profile_brings_what_the_planner_needs_of_its_device(words, capsys):
@@ -65,13 +63,6 @@ def test_a_profile_brings_what_the_planner_needs_of_its_device(words, capsys):
     assert "2 × mycpu" in capsys.readouterr().out
     assert main(f"plan --cluster c.yaml --model tiny.yaml {batch}".split()) == 2
     assert "Unknown device 'mycpu'" in capsys.readouterr().err
-
-
-def test_the_fit_of_forward_and_backward_have_a_formula_each(words, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(words) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "l²" in line]
-    assert line.count("·l²") == line.count("·l +") == 2
 
 
 def test_profiles_of_two_device_types_merge_into_one_file(words):

@@ -20,7 +20,7 @@ from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_m
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.checkpoint.format.content import optimizer_state_dict
-from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.core.process import installed_version
 from lightning_hetero.runtime.random_state import RandomState
 
 __all__ = [

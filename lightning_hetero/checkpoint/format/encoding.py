@@ -28,11 +28,11 @@ from lightning_hetero.checkpoint.format.manifest import (
     rank_metadata_name,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.identity import installed_version
-from lightning_hetero.models.stored import SAFETENSORS_DTYPES
+from lightning_hetero.core.process import installed_version
 
 __all__ = [
     "DTYPE_NAMES",
+    "SAFETENSORS_DTYPES",
     "FileBody",
     "encode_metadata",
     "encode_part",
@@ -40,6 +40,21 @@ __all__ = [
     "metadata_files",
 ]
 
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 """Spelling of each dtype in safetensors."""
 

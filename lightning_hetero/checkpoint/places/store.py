@@ -22,7 +22,7 @@ from fsspec.asyn import AsyncFileSystem
 from lightning_hetero.checkpoint.format.manifest import Buffer
 from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "FsspecStore",

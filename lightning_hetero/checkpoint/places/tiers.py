@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.peers.deadlines import Followed
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "CONFIRMED",

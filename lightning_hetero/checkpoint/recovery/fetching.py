@@ -25,7 +25,7 @@ from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.tiers import Location, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks", "whole_blocks"]
 

@@ -31,7 +31,7 @@ from lightning_hetero.checkpoint.recovery.inventory import (
 )
 from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["begin_run", "recover"]
 

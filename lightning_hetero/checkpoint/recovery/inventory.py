@@ -36,7 +36,7 @@ from lightning_hetero.checkpoint.places.tiers import (
     read_manifest,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "Choice",

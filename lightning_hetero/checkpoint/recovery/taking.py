@@ -17,7 +17,7 @@ from lightning_hetero.checkpoint.recovery.assembly import Assembly, RankNeeds
 from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["Parts", "Recovered", "RecoveryReport", "take"]
 

@@ -39,7 +39,7 @@ from lightning_hetero.checkpoint.places.tiers import (
 )
 from lightning_hetero.checkpoint.saver.snapshot import Snapshot
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -31,7 +31,7 @@ from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.saver.commit import Committer, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saver.snapshot import HostBuffer, Snapshot
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -13,8 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.deadlines import Deadline
-from lightning_hetero.core.process.identity import machine_namespace, name_membership
+from lightning_hetero.core.process import Deadline, machine_namespace, name_membership
 from lightning_hetero.runtime.generation.joiners import (
     Admission,
     Joiner,

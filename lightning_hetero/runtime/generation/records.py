@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 
 __all__ = [
     "ENDED",

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.core.process import deadlines
+from lightning_hetero.core import process
 from lightning_hetero.runtime.generation import joiners, membership, records
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.ranks import heartbeat
 
 __all__ = ["Formed", "Timeline", "form_next"]
 
-_MODULES = membership, joiners, records, heartbeat, deadlines
+_MODULES = membership, joiners, records, heartbeat, process
 _STACK_BYTES = 512 * 1024
 
 
