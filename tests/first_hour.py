@@ -196,13 +196,13 @@ MISTAKES = (
     _saving(
         "a store that doesn't answer",
         "s3://bucket/run",
-        "CheckpointError: Rank 0: Can't write to s3://bucket/run: (EndpointConnectionError|TimeoutError)",
+        "Rank 0: Can't write to s3://bucket/run: (EndpointConnectionError|TimeoutError)",
         options="key='key', secret='secret', endpoint_url='http://127.0.0.1:9'",
     ),
     _saving(
         "a bucket that isn't there",
         "s3://absent/run",
-        "CheckpointError: Rank 0: Can't write to s3://absent/run: FileNotFoundError.*bucket does not exist",
+        "Can't write to s3://absent/run: FileNotFoundError.*bucket does not exist",
         needs_s3=True,
     ),
     _command(

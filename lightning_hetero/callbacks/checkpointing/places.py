@@ -23,15 +23,8 @@ from lightning_hetero.checkpoint import LocalStore, Peers, Tier, TierKind, open_
 from lightning_hetero.checkpoint.places.claims import Lease
 from lightning_hetero.checkpoint.places.store import check_store, local_folder
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
-<<<<<<< HEAD
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.process import write_whole
-from lightning_hetero.core.process import Progress
-from lightning_hetero.core.process import machine_namespace
-=======
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process import Progress, machine_id, write_whole
->>>>>>> main
+from lightning_hetero.core.process import Progress, machine_namespace, write_whole
 
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
 

@@ -10,12 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import Peers, Recovered, Source
-<<<<<<< HEAD
 from lightning_hetero.core.process import machine_id
-=======
-from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.process import machine_id
->>>>>>> main
 
 __all__ = ["Found", "StartTimes", "report_recovery"]
 
