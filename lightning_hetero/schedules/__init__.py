@@ -4,10 +4,17 @@
 `solve_actions` turns it into the lists of actions that the runtime executes.
 """
 
-from lightning_hetero.schedules.actions import Schedule, StageTimes, as_actions, solve_actions
-from lightning_hetero.schedules.dispatch import end_s
-from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import Solution, order_1f1b, solve, solve_in_rooms
+from lightning_hetero.schedules.problem import Edge, ScheduleProblem, end_s
+from lightning_hetero.schedules.solve import (
+    Schedule,
+    Solution,
+    StageTimes,
+    as_actions,
+    order_1f1b,
+    solve,
+    solve_actions,
+    solve_in_rooms,
+)
 
 __all__ = [
     "Edge",

@@ -18,10 +18,10 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import ChangeEvent
 
-__all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport", "slowest_s"]
+__all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport"]
 
 _KEPT = 128
 """Iterations that are kept: the longest possible baseline."""
@@ -117,9 +117,9 @@ class RankReport:
 class RankHistory:
     """One rank's memory of its iterations; doesn't communicate."""
 
-    def __init__(self, global_rank: int, config: BocdConfig | None = None) -> None:
+    def __init__(self, global_rank: int) -> None:
         self._rank = global_rank
-        self._detector = BocdDetector(config)
+        self._detector = BocdDetector()
         self._first_step: int | None = None
         self._kept: deque[tuple[Observation, float]] = deque(maxlen=_KEPT)
         self._baseline: tuple[Observation, ...] = ()
@@ -169,7 +169,7 @@ class RankHistory:
 
     def recover(self) -> None:
         """Forget the baseline and the iterations of the fault, which has ended."""
-        self.unsettle()
+        self._baseline = ()
         self._kept.clear()
 
     def report(self, since_step: int) -> RankReport:
@@ -219,11 +219,6 @@ class RankNote(NamedTuple):
         return cls(iteration_s, load_s, sign, onset_step, change.before, change.after)
 
 
-def slowest_s(notes: FloatArray) -> float:
-    """Return the seconds of an iteration: those of the slowest rank."""
-    return float(notes[:, 0].max())
-
-
 class _Iteration(NamedTuple):
     """A summary of all ranks' notes of one iteration."""
 
@@ -237,7 +232,7 @@ class _Iteration(NamedTuple):
     @classmethod
     def of(cls, step: int, notes: FloatArray) -> Self:
         loads_s = notes[:, 1]
-        return cls(step, slowest_s(notes), float(loads_s.max()), float(loads_s.sum()))
+        return cls(step, float(notes[:, 0].max()), float(loads_s.max()), float(loads_s.sum()))
 
     @property
     def value(self) -> float:
@@ -248,9 +243,8 @@ class _Iteration(NamedTuple):
 class LevelWatch:
     """The leader's memory of all ranks' notes."""
 
-    def __init__(self, config: BocdConfig) -> None:
-        self._config = config
-        self._detector = BocdDetector(config)
+    def __init__(self) -> None:
+        self._detector = BocdDetector()
         self._first_step: int | None = None
         self._kept: deque[_Iteration] = deque(maxlen=_KEPT)
         self._rank_change: ChangeEvent | None = None
@@ -300,7 +294,7 @@ class LevelWatch:
         if change is None:
             return self._take_rank_change(step, last, is_known=is_known)
         onset_step = (self._first_step or 0) + change.onset_step
-        return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
+        return ChangeEvent(**{**vars(change), "step": step, "onset_step": onset_step})
 
     def settle(self) -> None:
         """Begin a new level with the next iteration."""
@@ -327,10 +321,8 @@ class LevelWatch:
             step=step,
             onset_step=int(note.onset_step),
             kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-            ratio=note.after / note.before,
             before=note.before,
             after=note.after,
-            confidence=self._config.change_probability,
             where=f"rank {rank}",
         )
 

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonitor
 from lightning_hetero.callbacks import ElasticRestart, elastic
-from lightning_hetero.callbacks.checkpointing import live
+from lightning_hetero.callbacks.checkpointing import live, places
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
 from lightning_hetero.checkpoint.recovery.live import LiveState, NothingYet
@@ -179,17 +179,9 @@ def test_averages_and_what_hooks_save_are_of_the_same_step(lose: Any) -> None:
 
 
 def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any, monkeypatch: Any) -> None:
-    class Changes(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                with torch.no_grad():
-                    next(module.parameters()).add_(1.0)
-
     # The optimizer has stepped, and the step hasn't ended.
     state, _ = lose("on_train_batch_end", 2)
     assert "in the middle of an optimizer's step" in state.why
-    state, _ = lose("on_train_batch_start", 2, Changes())
-    assert "weights or buffers have changed" in state.why
     # As an abort leaves it where the device still waited for another rank.
     monkeypatch.setattr(StepEnd, "__init__", lambda self: setattr(self, "is_reached", False))
     state, _ = lose("on_train_batch_start", 2)
@@ -240,13 +232,13 @@ class Sees(Callback):
 
 @pytest.mark.parametrize(("interval", "stop_at"), [(1, 2), (3, 6)])
 def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
-    tmp_path: Path, interval: int, stop_at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int, stop_at: int
 ) -> None:
+    monkeypatch.setattr(places, "SHARED_MEMORY", tmp_path)
+
     def fit(sees: Sees, name: str) -> Sees:
         L.seed_everything(5, verbose=False)
-        saving = LayerwiseCheckpoint(
-            local_dir=tmp_path / name, every_n_train_steps=1, shared_memory=False
-        )
+        saving = LayerwiseCheckpoint(local_dir=tmp_path / name, every_n_train_steps=1)
         trainer = L.Trainer(
             strategy=HeteroStrategy(num_stages=1),
             devices=1,
@@ -260,9 +252,9 @@ def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
         # A straggler's mitigation counts with what the restart took.
         restart_s = trainer.strategy.run.restart_s
         config = StragglerMonitor()._config_of(restart_s).policy
-        assert config.known_restart_cost_s == (restart_s or PolicyConfig().known_restart_cost_s)
+        assert config.restart_cost_s == restart_s
         told = StragglerMonitor(policy=PolicyConfig(restart_cost_s=7.0))
-        assert told._config_of(restart_s).policy.known_restart_cost_s == 7.0
+        assert told._config_of(restart_s).policy.restart_cost_s == 7.0
         assert (restart_s is not None) == (sees.done[0][1] > 1)
         return sees
 

@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from lightning_hetero.straggler import ChangeKind, Observation, RankHistory
+from lightning_hetero.straggler import ChangeKind
+from lightning_hetero.straggler.paces import Observation, RankHistory
 
 
 def seen(step: int, pace: float, **options) -> Observation:

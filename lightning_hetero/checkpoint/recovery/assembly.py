@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.blocks import Buffer
 from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed, is_sound, num_rows
+from lightning_hetero.checkpoint.format.encoding import SAFETENSORS_DTYPES
 from lightning_hetero.checkpoint.format.manifest import (
     SHARED_METADATA,
     WEIGHT,
+    Buffer,
     PartManifest,
     Scalar,
     SliceEntry,
@@ -30,7 +31,6 @@ from lightning_hetero.checkpoint.format.manifest import (
 )
 from lightning_hetero.checkpoint.recovery.fetching import FileRange, whole_blocks
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
 __all__ = ["Assembly", "RankNeeds", "Span", "Target", "find_targets"]
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.identity import machine_namespace, name_membership
+from lightning_hetero.core.process import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.joiners import (
     Admission,
     Joiner,

@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 from lightning_hetero.runtime.generation.records import (
     ENDED,
     LOOK_S,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lightning_hetero.core.process.identity import allow_files
+from lightning_hetero.core.process import allow_files
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -29,7 +29,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 from lightning_hetero.runtime.generation import joiners, records
 from lightning_hetero.runtime.generation.records import Generation, Member
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring

@@ -25,7 +25,7 @@ from torch import OutOfMemoryError
 from torch.distributed import DistError
 
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.core.process.identity import allow_files
+from lightning_hetero.core.process import allow_files
 
 __all__ = ["Connections", "is_broken_connection"]
 

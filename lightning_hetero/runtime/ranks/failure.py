@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from lightning_hetero.runtime.ranks.meeting import end_process

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 
 __all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 

@@ -28,8 +28,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.deadlines import Deadline
-from lightning_hetero.core.process.identity import allow_files, installed_version
+from lightning_hetero.core.process import Deadline, allow_files, installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
 __all__ = [

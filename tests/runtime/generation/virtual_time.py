@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.core.process import deadlines
+from lightning_hetero.core import process
 from lightning_hetero.runtime.generation import joiners, membership
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import say_here
@@ -25,7 +25,7 @@ from lightning_hetero.runtime.ranks import heartbeat
 
 __all__ = ["Formed", "Timeline", "form_next"]
 
-_MODULES = membership, joiners, heartbeat, deadlines
+_MODULES = membership, joiners, heartbeat, process
 _STACK_BYTES = 512 * 1024
 
 

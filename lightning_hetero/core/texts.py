@@ -1,4 +1,4 @@
-"""Turn a file into plain data: JSON or YAML without duplicate keys.
+"""Turn a file into plain data: JSON or YAML without duplicate keys; and values into texts.
 
 Both parsers raise many types of errors on malformed texts (deep nesting, numbers of 5,000 digits,
 impossible dates); each is converted to the type that the caller gives.
@@ -9,7 +9,7 @@ import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,15 @@ import yaml
 
 from lightning_hetero.core.errors import HeteroError
 
-__all__ = ["load_file", "nearest", "parse_json", "parse_yaml", "read_text", "show"]
+__all__ = [
+    "format_table",
+    "load_file",
+    "nearest",
+    "parse_json",
+    "parse_yaml",
+    "read_text",
+    "show",
+]
 
 _T = TypeVar("_T")
 _SHOWN = 80
@@ -42,6 +50,16 @@ def nearest(name: str, names: Iterable[str]) -> str:
     lower = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name[:_SHOWN].lower(), lower, n=1)
     return f" Did you mean {lower[close[0]]}?" if close else ""
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return left-aligned columns two spaces apart, the header first, without trailing blanks."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    )
+    return "\n".join(lines)
 
 
 def read_text(path: str | Path, what: str, error: type[HeteroError]) -> str:

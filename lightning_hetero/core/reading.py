@@ -1,8 +1,12 @@
-"""Turn plain data into a dataclass with pydantic: keys and types follow from the fields' hints.
+"""Turn plain data of users' files into dataclasses with pydantic: types follow from the hints.
 
-Dataclasses that users write in files are marked with `readable`. Numbers may be texts with units
-("80 GiB") where the field's name ends in one; a dataclass checks ranges of values itself, in
-`__post_init__`, with one of our errors.
+Dataclasses that users write in files are marked with `readable`. The result is always a valid
+object or one of our own errors, which names the place in the file, the wrong value and what to
+write instead. A dataclass checks ranges of values itself, in `__post_init__`.
+
+Numbers may be texts such as "80 GiB", "400 Gbit/s" and "20 us" where the field's name ends in a
+unit, as everywhere in this package: `memory_bytes`, `inter_node_bytes_per_s`, `latency_s`,
+`peak_flops_per_s`. A bare number is in that unit.
 """
 
 import difflib
@@ -11,16 +15,26 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
+from enum import StrEnum
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.core.reading.quantities import MeasureUnit, parse_quantity, unit_of_field
-from lightning_hetero.core.reading.text import show
+from lightning_hetero.core.errors import ConfigurationError, HeteroError
+from lightning_hetero.core.texts import show
 
-__all__ = ["LayerRange", "build", "parse_range", "readable"]
+__all__ = [
+    "Choice",
+    "LayerRange",
+    "MeasureUnit",
+    "build",
+    "parse_quantity",
+    "parse_range",
+    "readable",
+    "unit_of_field",
+]
 
 _T = TypeVar("_T")
 _LARGEST = 2**63 - 1
@@ -40,6 +54,25 @@ _WANTED = {
 }
 """What a value must be, by the first word of pydantic's type of error."""
 _RANGE = re.compile(r"\s*(?:range\s*)?[\[(]?\s*(?:(\d{1,18})\s*,\s*)?(\d{1,18})\s*[\])]?\s*")
+_INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+class Choice(StrEnum):
+    """Base of options that are one of a few words; the error for another word lists these.
+
+    ::
+
+        class OnFull(Choice):
+            WAIT = "wait"
+
+        OnFull("go")  # on_full is 'go'; it must be one of 'wait'.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        name = _INNER_CAPITAL.sub("_", cls.__name__).lower()
+        words = ", ".join(repr(str(choice)) for choice in cls)
+        raise ConfigurationError(f"{name} is {value!r}; it must be one of {words}.")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -169,3 +202,91 @@ def _remedy(key: str, missing: list[str]) -> str:
     if close:
         return f"Did you mean {close[0]} by {show(key)}?"
     return f"Take {show(key)} away{' and add ' if missing else ''}{', '.join(missing)}."
+
+
+class MeasureUnit(StrEnum):
+    """The unit of a number, as messages name it."""
+
+    BYTES = "bytes"
+    BYTES_PER_S = "bytes/s"
+    FLOPS_PER_S = "FLOP/s"
+    SECONDS = "seconds"
+
+
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+
+
+def _sizes() -> dict[str, float]:
+    factors = {**_DECIMAL, **_BINARY}
+    as_bytes = {
+        f"{prefix}{name}": factor
+        for name in ("B", "byte", "bytes")
+        for prefix, factor in factors.items()
+    }
+    as_bits = {
+        f"{prefix}{name}": factor / 8
+        for name in ("b", "bit", "bits")
+        for prefix, factor in factors.items()
+    }
+    return {**as_bytes, **as_bits}
+
+
+_BYTES = _sizes()
+_FACTORS: Mapping[MeasureUnit, Mapping[str, float]] = {
+    MeasureUnit.BYTES: _BYTES,
+    MeasureUnit.BYTES_PER_S: {
+        f"{name}{per}": factor for name, factor in _BYTES.items() for per in ("/s", "ps")
+    },
+    MeasureUnit.FLOPS_PER_S: {
+        f"{prefix}{name}": factor
+        for prefix, factor in _DECIMAL.items()
+        for name in ("FLOP/s", "FLOPs", "FLOPS", "flop/s", "flops")
+    },
+    MeasureUnit.SECONDS: {
+        "s": 1,
+        "ms": 1e-3,
+        "us": 1e-6,
+        "µs": 1e-6,
+        "μs": 1e-6,
+        "ns": 1e-9,
+        "min": 60,
+        "h": 3600,
+    },
+}
+_EXAMPLES = {
+    MeasureUnit.BYTES: "80 GiB",
+    MeasureUnit.BYTES_PER_S: "12.5 GB/s' or '400 Gbit/s",
+    MeasureUnit.FLOPS_PER_S: "312 TFLOP/s",
+    MeasureUnit.SECONDS: "20 us",
+}
+_TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?)\s*([^\d\s.]\S*)?\s*")
+
+
+def unit_of_field(name: str) -> MeasureUnit | None:
+    """Return the unit that a field's name ends in, None if it counts something else."""
+    for ending, unit in (
+        ("bytes_per_s", MeasureUnit.BYTES_PER_S),
+        ("flops_per_s", MeasureUnit.FLOPS_PER_S),
+        ("_bytes", MeasureUnit.BYTES),
+        ("_s", MeasureUnit.SECONDS),
+    ):
+        if name.endswith(ending):
+            return unit
+    return None
+
+
+def parse_quantity(text: str, unit: MeasureUnit | None) -> float:
+    """Return a text's number in `unit`; the message of a ValueError says what to write instead."""
+    found = _TEXT.fullmatch(text)
+    wanted = "a number" if unit is None else f"a number of {unit}, such as '{_EXAMPLES[unit]}'"
+    if found is None or len(text) > 100:
+        raise ValueError(wanted)
+    number, name = found.groups()
+    if name is None:
+        return float(number)
+    factor = None if unit is None else _FACTORS[unit].get(name)
+    if factor is None:
+        raise ValueError(wanted)
+    # In decimals, so that 20 us is 20e-6 to the last digit.
+    return float(Decimal(number) * Decimal(repr(factor)))

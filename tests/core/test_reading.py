@@ -15,8 +15,8 @@ from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.core.reading import parse_quantity, show, unit_of_field
-from lightning_hetero.core.reading.quantities import MeasureUnit
+from lightning_hetero.core.reading import MeasureUnit, parse_quantity, unit_of_field
+from lightning_hetero.core.texts import show
 
 CLUSTER = {
     "nodes": [{"device": "A100-80GB", "count": 4, "price_per_hour": 2.5}],

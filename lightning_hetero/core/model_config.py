@@ -1,17 +1,29 @@
-"""What trains of a model whose own weights are frozen, and the bits that those are stored in.
+"""What the `config.json` of a Hugging Face model says: sizes, and how weights are stored.
 
 LoRA (Hu et al. 2021) adds adapters to frozen matrices; QLoRA (Dettmers et al. 2023) stores these in
 4 bits, with scales for blocks of 64 values. Embedding, head and norms aren't quantized.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.reading import readable, show
+from lightning_hetero.core.reading import readable
+from lightning_hetero.core.texts import show
 
-__all__ = ["QUANTIZATIONS", "FineTuning", "Matrix", "matrices_of", "read_quantization"]
+__all__ = [
+    "DEFAULT_RANK",
+    "QUANTIZATIONS",
+    "FineTuning",
+    "cached_config",
+    "read_quantization",
+    "sizes_of_config",
+]
+
+DEFAULT_RANK = 16
+"""Rank of the adapters that a quantized model is planned with if none is named."""
 
 QUANTIZATIONS: Mapping[str, float] = {
     "nf4": 4 + 32 / 64,
@@ -44,20 +56,17 @@ class FineTuning:
     """Parameters after the last layer that train."""
     stored_bits: float | None = None
     """Bits per frozen weight of a layer's matrices; None if they are as wide as computations."""
-    spared_values: int = 0
-    """Values per token and layer that needn't be kept for a backward: inputs of matrices that have
-    neither gradients nor adapters."""
     method: str = "frozen weights"
     """What it is called in summaries."""
 
     def __post_init__(self) -> None:
-        sizes = self.added_params, self.embedding_params, self.head_params, self.spared_values
+        sizes = self.added_params, self.embedding_params, self.head_params
         bits = 1.0 if self.stored_bits is None else self.stored_bits
         if min(sizes) < 0 or self.layer_params < self.added_params or not 0 < bits <= 64:
             raise ModelError(
                 f"Fine-tuning has {self.layer_params} parameters a layer, {sizes} added, in the "
-                f"embedding, in the head and spared, in {bits} bits: numbers must be 0 or more, "
-                "the first the largest of a layer's, bits above 0."
+                f"embedding and in the head, in {bits} bits: numbers must be 0 or more, the first "
+                "the largest of a layer's, bits above 0."
             )
 
 
@@ -98,40 +107,59 @@ def _kind_of(config: Mapping[str, Any]) -> str:
     return method
 
 
-_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack")
-_OUTPUT = ("o_proj", "out_proj", "out_lin", "c_proj", "dense")
-_UP = ("up_proj", "gate_up_proj", "fc1", "c_fc", "lin1", "dense_h_to_4h", "dense")
-_DOWN = ("down_proj", "c_proj", "fc2", "lin2", "dense_4h_to_h", "dense")
+# Families with biases and learned positions; newer ones have neither.
+_CLASSIC_FAMILIES = frozenset(
+    {"bert", "roberta", "distilbert", "gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "gpt_bigcode"}
+)
+_INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 
 
-class Matrix(NamedTuple):
-    """One matrix of a layer."""
+def sizes_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that a config says.
 
-    names: tuple[str, ...]
-    """What families call it, alone or as a part of a wider one."""
-    num_inputs: int
-    num_outputs: int
-    reads: str
-    """What it multiplies; matrices that read the same keep it once for their backward."""
+    Raises:
+        ModelError: A size is missing, or weights are stored in an unknown way.
+    """
+    quantization = read_quantization(config, name)
+    nested = config.get("text_config")
+    config = nested if isinstance(nested, Mapping) else config
+    hidden = _first(config, "hidden_size", "n_embd", "d_model", name=name)
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads", name=name)
+    family = str(config.get("model_type", ""))
+    activation = config.get("hidden_act") or config.get("hidden_activation")
+    classic = family in _CLASSIC_FAMILIES
+    positions = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    inner = next((config[key] for key in _INNER_SIZES if config.get(key)), 4 * hidden)
+    return {
+        "num_layers": _first(config, "num_hidden_layers", "n_layer", "num_layers", name=name),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "intermediate_size": inner,
+        "vocab_size": _first(config, "vocab_size", name=name),
+        "gated_mlp": activation in ("silu", "swish") or family.startswith("gemma"),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", classic)),
+        "biases": classic,
+        "max_positions": positions if classic and family != "gpt_neox" else 0,
+        "causal": family not in ("bert", "roberta", "distilbert", "modernbert"),
+        "head_dim": config.get("head_dim"),
+        "tuning": quantization,
+    }
 
-    def is_named_by(self, targets: str | Sequence[str]) -> bool:
-        """Return whether names or a regular expression, as PEFT's `target_modules`, mean it."""
-        texts = [targets] if isinstance(targets, str) else targets
-        return any(re.search(rf"\b{n}\b", text) for n in self.names for text in texts)
+
+def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
+    for key in keys:
+        if isinstance(config.get(key), int) and not isinstance(config[key], bool):
+            return int(config[key])
+    raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
 
 
-def matrices_of(
-    hidden: int, query: int, key: int, inner: int, *, gated: bool
-) -> tuple[Matrix, ...]:
-    """Return the matrices of attention and MLP; sizes are the widths of `ModelSpec`."""
-    found = [
-        Matrix(("q_proj", "query", "q_lin", *_FUSED), hidden, query, "layer"),
-        Matrix(("k_proj", "key", "k_lin", *_FUSED), hidden, key, "layer"),
-        Matrix(("v_proj", "value", "v_lin", *_FUSED), hidden, key, "layer"),
-        Matrix(_OUTPUT, query, hidden, "attention"),
-        Matrix(_UP, hidden, inner, "mlp"),
-        Matrix(_DOWN, inner, hidden, "activation"),
-    ]
-    if gated:
-        found.append(Matrix(("gate_proj", "gate_up_proj"), hidden, inner, "mlp"))
-    return tuple(found)
+def cached_config(name: str) -> Path | None:
+    """Return the `config.json` of a Hugging Face model of that name; None if it isn't cached."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # Without the library, or no name of a model.
+        return None
+    return Path(found) if isinstance(found, str) else None
