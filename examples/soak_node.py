@@ -31,7 +31,7 @@ from lightning_hetero import (
     RunLog,
 )
 from lightning_hetero.callbacks.run import note
-from lightning_hetero.checkpoint import LocalStore, RetryPolicy
+from lightning_hetero.checkpoint import LocalStore
 from lightning_hetero.data import HeteroDataModule
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
@@ -195,7 +195,6 @@ def checkpoint_of(settings: Settings, node: str) -> LayerwiseCheckpoint:
         local_dir=settings.disk(node),
         replicas=2,
         storage_options={"fails": str(settings.store_fails)},
-        retry=RetryPolicy(attempts=3, first_pause_s=0.2),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -28,8 +29,6 @@ from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.checkpointing.recovery_report import (
     Found,
     StartTimes,
-    refuse_under_torchrun,
-    report_complete,
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
@@ -39,18 +38,16 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
     is_complete,
     restore,
-    restore_now,
 )
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
-    RetryPolicy,
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.places.retry import local_folder
+from lightning_hetero.checkpoint.places.store import local_folder
 from lightning_hetero.checkpoint.recovery.live import NothingLive
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
@@ -86,11 +83,8 @@ class LayerwiseCheckpoint(Checkpoint):
         lasting_within: How long training may go on while no disk and no store takes a checkpoint;
             then it ends with an error. A save that fails is tried anew with the next checkpoint.
         storage_options: Options of the URL's filesystem, such as an endpoint.
-        retry: When to try a failed remote operation again.
         skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
             may hold the newest checkpoint.
-        resume: Whether to go on from the newest checkpoint. If not, every start of the script
-            begins anew: old checkpoints stay, but no later start goes on from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -111,9 +105,7 @@ class LayerwiseCheckpoint(Checkpoint):
         timeout: timedelta = timedelta(minutes=5),
         lasting_within: timedelta = timedelta(minutes=30),
         storage_options: Mapping[str, Any] | None = None,
-        retry: RetryPolicy | None = None,
         skip_unreadable: bool = False,
-        resume: bool = True,
     ) -> None:
         if every_n_train_steps < 1:
             raise ConfigurationError(
@@ -128,7 +120,6 @@ class LayerwiseCheckpoint(Checkpoint):
             shared_memory=shared_memory,
             keep=keep,
             storage_options=storage_options or {},
-            retry=retry,
             # Shorter than the ranks' wait for each other: a place has failed then, not a rank.
             stall_s=stall_s / 2,
         )
@@ -139,7 +130,6 @@ class LayerwiseCheckpoint(Checkpoint):
         self._open = partial(Access, self.places, options=options, skip_unreadable=skip_unreadable)
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
-        self._resume = resume
         self._access: Access | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
@@ -162,8 +152,6 @@ class LayerwiseCheckpoint(Checkpoint):
         run = run_of(trainer)
         run.join(run.checkpoints, self)
         self._set_up_at_s = time.time()
-        if not self._resume:
-            refuse_under_torchrun()
         if stage == "fit":
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
@@ -181,14 +169,13 @@ class LayerwiseCheckpoint(Checkpoint):
         recovered = live if isinstance(live, Recovered) else None
         if recovered is None:
             access.take_leases(tidies=not goes_on)
-            if self._resume or goes_on:
-                recovered = access.recover(needs)
+            recovered = access.recover(needs)
             if recovered is None and why_not_live is not None:
                 raise CheckpointError(
                     f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
                     "there is nothing to go on from in place. Start again."
                 )
-            self._start = access.enter(recovered, anew=not (self._resume or goes_on))
+            self._start = access.enter(recovered)
         else:
             self._start = access.enter_later(recovered)
         if recovered is None:
@@ -212,19 +199,13 @@ class LayerwiseCheckpoint(Checkpoint):
             peers=self._peers.branch(),
         )
         if is_complete(trainer):
-            self._end_complete(trainer, pl_module, recovered)
-
-    def _end_complete(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, recovered: Recovered
-    ) -> None:
-        """End a run in which nothing is left to train: training will not start."""
-        self._report(trainer)
-        report_complete(self.places, recovered.id.step)
-        if recovered.report.place == "memory":
-            # The earlier run may have failed to save its end.
-            restore_now(trainer)
-            self._save(trainer, again=recovered)
-            self.on_train_end(trainer, pl_module)
+            # Training will not start.
+            self._report(trainer)
+            rank_zero_warn(
+                f"LayerwiseCheckpoint: this run is already complete at step {recovered.id.step}, "
+                "so nothing is trained. To go on, raise the Trainer's max_steps or max_epochs; to "
+                "train it anew, delete its folders (on all nodes)."
+            )
 
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
@@ -255,7 +236,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging swaps weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation()
+        self._live.begin_evaluation(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -302,21 +283,12 @@ class LayerwiseCheckpoint(Checkpoint):
             self._access.writer.upload_newest()
         return saved
 
-    def _save(
-        self,
-        trainer: pl.Trainer,
-        *,
-        leaving: Collection[str] = (),
-        again: Recovered | None = None,
-    ) -> SavedCheckpoint:
+    def _save(self, trainer: pl.Trainer, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
         assert self._access is not None
         writer = self._access.writer
         owned = OwnedState(trainer)
-        metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
         id_ = replace(self._start, step=trainer.global_step)
-        content = content_of(trainer, owned, id_, metadata)
-        if again is not None and again.rank_metadata:
-            content = replace(content, rank_metadata=again.rank_metadata)
+        content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
         self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
         return self.saved
@@ -332,7 +304,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if self._access is not None:
             # Raises, so that shared memory isn't freed, unless another place has the newest.
             self._access.close()
-        if trainer.local_rank == 0:
+        if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()
 

@@ -24,8 +24,13 @@ from lightning_hetero.checkpoint.notices import (
     SigtermNotice,
 )
 from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.retry import RetryingStore, RetryPolicy, open_store
-from lightning_hetero.checkpoint.places.store import FsspecStore, LocalStore, Store
+from lightning_hetero.checkpoint.places.store import (
+    FsspecStore,
+    LocalStore,
+    RetryingStore,
+    Store,
+    open_store,
+)
 from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind
 from lightning_hetero.checkpoint.recovery.from_files import begin_run, recover
 from lightning_hetero.checkpoint.recovery.taking import Recovered, RecoveryReport
@@ -49,7 +54,6 @@ __all__ = [
     "Recovered",
     "RecoveryReport",
     "RestoredSlice",
-    "RetryPolicy",
     "RetryingStore",
     "SavedCheckpoint",
     "SigtermNotice",

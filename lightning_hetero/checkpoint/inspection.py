@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.blocks import fault_in
 from lightning_hetero.checkpoint.format.content import (
     RestoredSlice,
     SliceNeed,
@@ -26,6 +25,7 @@ from lightning_hetero.checkpoint.format.manifest import (
     CheckpointId,
     FileEntry,
     PartManifest,
+    fault_in,
     name_of_unit,
 )
 from lightning_hetero.checkpoint.places.store import Store
@@ -34,12 +34,12 @@ from lightning_hetero.checkpoint.places.tiers import (
     Location,
     Tier,
     checkpoints_in,
-    read_manifest,
+    remove_checkpoints,
 )
-from lightning_hetero.checkpoint.recovery.fetching import Fetcher, FileRange
 from lightning_hetero.checkpoint.recovery.from_files import recover
 from lightning_hetero.checkpoint.recovery.inventory import (
     Inventory,
+    Manifests,
     choose_run,
     complete_checkpoints,
     locations_of_files,
@@ -51,19 +51,17 @@ from lightning_hetero.core.texts import format_table
 
 __all__ = [
     "View",
-    "describe_sources",
     "export_checkpoint",
     "format_bitmap",
     "list_checkpoints",
     "look",
+    "prune",
     "reject",
     "verify",
 ]
 
 _BLOCKS_AT_A_TIME = 16
 _NODE = "here"
-_LOOKS = 20
-"""Times to look again where a run that still writes deletes what was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +85,22 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
     Raises:
         CheckpointError: There is none.
     """
-    for _ in range(_LOOKS):
-        inventory = take_inventory(tiers, node=_NODE)
+    before: Inventory | None = None
+    while True:
+        manifests: Manifests = {}
+        inventory = take_inventory(tiers, node=_NODE, manifests=manifests)
         try:
-            return _look_at(inventory, tiers, step)
-        except (CheckpointError, OSError):
-            # What was seen may be gone because a run that still writes has pruned it meanwhile.
-            if take_inventory(tiers, node=_NODE) == inventory:
+            return _look_at(inventory, manifests, tiers, step)
+        except CheckpointError:
+            # A run that still writes may have pruned what was seen.
+            if inventory == before:
                 raise
-    return _look_at(take_inventory(tiers, node=_NODE), tiers, step)
+            before = inventory
 
 
-def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> View:
+def _look_at(
+    inventory: Inventory, manifests: Manifests, tiers: Sequence[Tier], step: int | None
+) -> View:
     closed = [why for item, why in inventory.unreadable if item is None]
     if closed:
         raise CheckpointError(
@@ -119,13 +121,14 @@ def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> V
         bad = (*inventory.broken, *(why for _, why in inventory.unreadable))
         broken = "".join(f" Broken: {item.rstrip('.')}." for item in bad)
         raise CheckpointError(f"There is no {what} in {places}; {steps}.{broken}")
-    size = complete.get(wanted[0])
-    manifests: dict[int, PartManifest] = {}
-    for held in inventory.held:
-        if held.id == wanted[0] and held.part not in manifests and size in (None, held.world_size):
-            store = _tier_of(held.location, tiers).store
-            manifests[held.part] = read_manifest(store, held.id, held.part)
-    return View(id=wanted[0], inventory=inventory, manifests=manifests)
+    sizes = [held.world_size for held in inventory.held if held.id == wanted[0]]
+    size = complete.get(wanted[0], sizes[0])
+    found = {
+        part: manifest
+        for (id_, world_size, part), manifest in manifests.items()
+        if (id_, world_size) == (wanted[0], size)
+    }
+    return View(id=wanted[0], inventory=inventory, manifests=found)
 
 
 def list_checkpoints(tiers: Sequence[Tier]) -> str:
@@ -147,34 +150,24 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
     return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
 
 
-def describe_sources(view: View) -> str:
-    """Return from where each layer would be read, for a reader that reaches every place."""
-    locations = locations_of_files(view.inventory, view.manifests)
-    needs = [
-        FileRange(part, entry.name, 0, entry.size_bytes)
-        for part, manifest in sorted(view.manifests.items())
-        for entry in manifest.files
-        if locations[part, entry.name]
+def prune(tier: Tier, *, keep: int) -> list[CheckpointId]:
+    """Delete what is older than each run's newest `keep` complete checkpoints; return what it was.
+
+    Args:
+        tier: A place that holds all ranks' parts.
+        keep: Complete checkpoints to keep of each run.
+    """
+    inventory, files = take_inventory([tier], node=_NODE), tier.store.list()
+    kept: dict[str, list[CheckpointId]] = defaultdict(list)
+    for item in complete_checkpoints(inventory):
+        kept[item.run].append(item)
+    gone = [
+        item
+        for item in checkpoints_in(files)
+        if len(kept[item.run]) >= keep and item < kept[item.run][keep - 1]
     ]
-    size: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
-    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda *_: None, turn=0)
-    for need in needs:
-        unit = view.manifests[need.part].file(need.file).unit
-        if unit is not None:
-            size[unit][fetcher.choose(need, 0)[1]] += need.stop
-    lost: dict[int, int] = defaultdict(int)
-    for (part, name), items in locations.items():
-        entry = view.manifests[part].file(name)
-        if not items and entry.unit is not None:
-            lost[entry.unit] += entry.size_bytes
-    num_layers = next(iter(view.manifests.values())).num_layers
-    rows = []
-    for unit in sorted({*size, *lost}):
-        sources = [f"{n / 1e6:.2f} MB from {h}" for h, n in sorted(size[unit].items())]
-        if lost[unit]:
-            sources.append(f"{lost[unit] / 1e6:.2f} MB nowhere")
-        rows.append((name_of_unit(unit, num_layers), ", ".join(sources)))
-    return format_table(("layer", "recovered from"), rows)
+    remove_checkpoints(tier.store, files, gone)
+    return gone
 
 
 def reject(tiers: Sequence[Tier], step: int) -> list[str]:

@@ -6,7 +6,6 @@ runtime executes it, and it can be written to JSON and read back.
 """
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,12 +111,6 @@ class PipelinePlan:
     def tp_degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degree of each stage."""
         return tuple(stage.tp_degree for stage in self.stages)
-
-    @property
-    def tp_degree(self) -> int:
-        """Deprecated: the largest of `tp_degrees`, because stages may differ."""
-        warnings.warn("Use PipelinePlan.tp_degrees instead.", DeprecationWarning, stacklevel=2)
-        return max(self.tp_degrees)
 
     @property
     def ranks(self) -> tuple[int, ...]:

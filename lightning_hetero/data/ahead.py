@@ -1,6 +1,6 @@
 """Assign iterations in the background, before their assignments are needed (Hydraulis §4).
 
-Rank 0 has a planning process (`core.process.answering`) that plans an iteration while earlier ones
+Rank 0 has a planning process (`core.process`) that plans an iteration while earlier ones
 train. A thread publishes its assignments, as texts, in a store that all ranks read. A rank that has
 waited too long plans the iteration itself. The first text published under a key counts for all
 ranks, and it depends only on the request: so planning late costs time but changes nothing. A text
@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_hetero.assign import iteration
 from lightning_hetero.assign.iteration import AssignmentRequest, plan_text, read_assignment
-from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 
 __all__ = ["AheadPlanner", "AssignmentStore", "open_store"]
 

@@ -19,10 +19,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero.assign.iteration import AssignmentRequest
-from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.candidates import Candidates, fill_empty
+from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Cursor, Drawn, IterationSource, Progress
 from lightning_hetero.data.samples import as_is
 from lightning_hetero.models.batches import AssignedBatch
@@ -37,7 +37,7 @@ class Ticket:
     """One rank's part of one iteration."""
 
     plan: ParallelPlan | None
-    """The plan that runs; None if each rank is a pipeline of its own."""
+    """The plan that runs; None on a single device without plans."""
     microbatches: tuple[tuple[Any, ...], ...]
     """For each micro-batch of the rank's pipeline its samples, as in `Drawn.samples`."""
     first_index: int
@@ -177,8 +177,6 @@ class TicketDealer:
 
     def _ticket(self, item: _Ahead) -> Ticket:
         assignment = self._planner.take(item.key, item.request)
-        if item.candidates.plans is None:
-            assignment = fill_empty(assignment)
         plan = (
             None if item.candidates.plans is None else item.candidates.plans[assignment.plan_index]
         )
@@ -365,7 +363,7 @@ class _Tickets:
 
 
 def _batch_of(ticket: Ticket, microbatches: tuple[Any, ...]) -> Any:
-    """Return the batch that the strategy runs; without plans the rank's only micro-batch."""
+    """Return the batch that the strategy runs; without plans the only micro-batch."""
     if ticket.plan is None:
         return microbatches[0]
     return AssignedBatch(

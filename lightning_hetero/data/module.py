@@ -2,7 +2,7 @@
 
 Every iteration draws samples up to a budget of tokens, assigns them under every candidate plan of
 the strategy and runs the best (Hydraulis §4), planned in the background while earlier iterations
-train. Under a strategy without plans (DDP, one device) each rank is a pipeline of its own.
+train. On a single device without `HeteroStrategy` each iteration is one batch.
 """
 
 import uuid
@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.strategies import ParallelStrategy
 from numpy.typing import ArrayLike
 from typing_extensions import override
 
@@ -24,10 +23,15 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader, TicketDealer
-from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
-from lightning_hetero.data.packed_models import let_models_attend_packed
-from lightning_hetero.data.samples import TokenSamples, cached_lengths
-from lightning_hetero.data.streaming import StreamOrder, is_stream
+from lightning_hetero.data.order import (
+    Cursor,
+    EpochOrder,
+    IterationSource,
+    Progress,
+    StreamOrder,
+    is_stream,
+)
+from lightning_hetero.data.samples import TokenSamples, cached_lengths, let_models_attend_packed
 from lightning_hetero.models import PackedCollate
 
 __all__ = ["HeteroDataModule"]
@@ -241,7 +245,7 @@ class HeteroDataModule(pl.LightningDataModule):
             if len(lengths) <= _NUM_SAMPLED:
                 return lengths
             return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
-        drawn = self._make_source("train", 1).draw(Cursor())
+        drawn = self._make_source("train").draw(Cursor())
         return np.concatenate([item.lengths for item in islice(drawn, _NUM_STREAMED)])
 
     # -- parts ----------------------------------------------------------------------------------
@@ -262,9 +266,7 @@ class HeteroDataModule(pl.LightningDataModule):
     def _find_lengths(self, split: str) -> ArrayLike:
         lengths = self._lengths[split]
         if lengths is None:
-            lengths = self._lengths[split] = cached_lengths(
-                self._datasets[split], num_workers=self._num_workers
-            )
+            lengths = self._lengths[split] = cached_lengths(self._datasets[split])
         return lengths
 
     def _new_progress(self) -> Progress:
@@ -277,9 +279,15 @@ class HeteroDataModule(pl.LightningDataModule):
         )
 
     def _find_candidates(self) -> Candidates:
-        return self._candidates or Candidates.equal_ranks(self._rank_and_count()[1])
+        if self._candidates is None and self.trainer is not None and self.trainer.world_size > 1:
+            raise ConfigurationError(
+                f"HeteroDataModule assigns samples to HeteroStrategy's pipelines, but "
+                f"{type(self.trainer.strategy).__name__} runs on {self.trainer.world_size} ranks. "
+                "Use Trainer(strategy=HeteroStrategy())."
+            )
+        return self._candidates or Candidates.alone()
 
-    def _make_source(self, split: str, min_samples: int) -> IterationSource:
+    def _make_source(self, split: str) -> IterationSource:
         training = split == "train"
         if split in self._samples:
             return EpochOrder(
@@ -287,26 +295,23 @@ class HeteroDataModule(pl.LightningDataModule):
                 tokens_per_step=self.tokens_per_step,
                 seed=self._seed,
                 shuffle=training and not self._overfits(),
-                min_samples=min_samples,
             )
         return StreamOrder(
             self._datasets[split],
             tokens_per_step=self.tokens_per_step,
             context_length=self.context_length,
-            min_samples=min_samples,
         )
 
     def _make_loader(
         self, split: str, candidates: Candidates, progress: Progress, **options: Any
     ) -> AssignedLoader:
-        by_pipeline = candidates.plans is not None
         self._num_loaders += 1
-        source = self._make_source(split, 1 if by_pipeline else len(candidates.costs[0]))
+        source = self._make_source(split)
         dealer = TicketDealer(
             source,
             self._open_planner(),
             candidates,
-            global_rank=self._rank_and_count()[0],
+            global_rank=0 if self.trainer is None else self.trainer.global_rank,
             name=f"{split}/{self._num_loaders}",
         )
         samples = self._samples.get(split)
@@ -334,19 +339,6 @@ class HeteroDataModule(pl.LightningDataModule):
                     num_ahead=self._num_ahead,
                 )
         return self._planner
-
-    def _rank_and_count(self) -> tuple[int, int]:
-        """Return this rank's index, and the number of ranks, among which samples are divided.
-
-        Without plans, ranks that share a model (tensor parallelism) count as one.
-        """
-        if self.trainer is None:
-            return 0, 1
-        strategy = self.trainer.strategy
-        by_rank = {"rank": self.trainer.global_rank, "num_replicas": self.trainer.world_size}
-        if self._candidates is None and isinstance(strategy, ParallelStrategy):
-            by_rank |= strategy.distributed_sampler_kwargs
-        return by_rank["rank"], by_rank["num_replicas"]
 
     def _overfits(self) -> bool:
         trainer: Any = self.trainer

@@ -11,18 +11,18 @@ is read, never a wrong assignment.
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch.utils.data import DataLoader
+from torch import nn
 
 from lightning_hetero.core.arrays import IntArray
-from lightning_hetero.core.errors import BatchError, ConfigurationError
-from lightning_hetero.core.process.cache import cache_folder, write_whole
+from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.models.packing import row_of, token_ids
 
 __all__ = [
@@ -31,12 +31,11 @@ __all__ = [
     "cached_lengths",
     "cut_sample",
     "lengths_file",
+    "let_models_attend_packed",
     "num_tokens",
-    "read_lengths",
 ]
 
 _NUM_PROBES = 64
-_CHUNK = 256
 
 
 class TokenSamples:
@@ -117,43 +116,14 @@ def _checked(lengths: ArrayLike, num_samples: int) -> IntArray:
     return array.astype(np.int64)
 
 
-class _Lengths:
-    """A dataset of the lengths of another dataset's samples."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> int:
-        return num_tokens(self._dataset[index])
-
-
-def read_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
-    """Read all samples of a map-style dataset, and return the tokens of each, [num_samples]."""
-    chunks: Any = DataLoader(
-        _Lengths(dataset),  # type: ignore[arg-type]
-        batch_size=_CHUNK,
-        collate_fn=as_is,
-        num_workers=num_workers,
-    )
-    return np.fromiter(chain.from_iterable(chunks), dtype=np.int64)
-
-
-def cached_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
-    """Return a dataset's lengths from their file; else read the dataset, and try to write the file.
-
-    Args:
-        dataset: A map-style dataset.
-        num_workers: Processes that read samples; 0 uses this process.
-    """
+def cached_lengths(dataset: Any) -> IntArray:
+    """Return a map-style dataset's lengths from their file; else read it, and try to write that."""
     path = lengths_file(dataset)
     with contextlib.suppress(OSError, ValueError):
         found: IntArray = np.load(path, allow_pickle=False)
         if found.shape == (len(dataset),):
             return found
-    lengths = read_lengths(dataset, num_workers=num_workers)
+    lengths = np.array([num_tokens(dataset[i]) for i in range(len(dataset))], dtype=np.int64)
     # If the folder can't be written, the next run reads the samples again.
     with contextlib.suppress(OSError):
         write_whole(path, lambda file: _save(file, lengths))
@@ -178,3 +148,31 @@ def lengths_file(dataset: Any) -> Path:
 def as_is(item: Any) -> Any:
     """Return the argument: the collate function of loaders that pass samples on unchanged."""
     return item
+
+
+def let_models_attend_packed(module: nn.Module) -> None:
+    """Call `use_packed_attention` on the Hugging Face models inside a module that need it.
+
+    Transformers isn't imported here first.
+
+    Raises:
+        ModelError: A model can't be set up: samples packed together would see each other.
+    """
+    # Every Hugging Face model's own module imports transformers: without it there is none.
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    from lightning_hetero.models.huggingface import use_packed_attention
+    from lightning_hetero.models.huggingface.packed import attends_packed
+
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or attends_packed(model):
+            continue
+        try:
+            use_packed_attention(model)
+        except ModelError as error:
+            raise ModelError(
+                f"HeteroDataModule packs samples end to end. {error} Give the data module a "
+                "`collate` that pads them."
+            ) from error

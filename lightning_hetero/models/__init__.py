@@ -2,8 +2,13 @@
 
 from lightning_hetero.models.attention import varlen_attention
 from lightning_hetero.models.llama import HeteroLM, LMConfig, LMLayer
-from lightning_hetero.models.loss import IGNORED_LABEL, packed_cross_entropy
-from lightning_hetero.models.packing import PackedBatch, PackedCollate, pack_samples
+from lightning_hetero.models.packing import (
+    IGNORED_LABEL,
+    PackedBatch,
+    PackedCollate,
+    pack_samples,
+    packed_cross_entropy,
+)
 
 __all__ = [
     "IGNORED_LABEL",

@@ -1,8 +1,11 @@
-"""Pack samples into a batch, and cut a packed batch into micro-batches.
+"""Pack samples into a batch, cut a packed batch into micro-batches, and the loss of packed samples.
 
 Samples lie end to end; `cu_seqlens` holds their boundaries (a micro-batch of Hydraulis, §6.1).
 `PackedBatch.split` is for ordinary DataLoaders: it evens out costs, longest samples first (LPT).
 The two-stage assignment to pipelines and devices is in `assign` and `data`.
+
+The runtime weights micro-batches by their target tokens. With a mean over these tokens as the loss,
+every plan gives the gradient that a single device would compute.
 
 A model that gets only token ids (`model(input_ids=...)`) can't tell packed samples from a single
 one. So packed ids are remembered by the address of their memory, which is also that of their views.
@@ -17,23 +20,29 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.models.loss import IGNORED_LABEL
 
 __all__ = [
+    "IGNORED_LABEL",
     "QUADRATIC_WEIGHT",
     "PackedBatch",
     "PackedCollate",
     "num_samples_seen",
     "pack_samples",
+    "packed_cross_entropy",
     "remember_packed",
     "row_of",
     "token_ids",
 ]
 
+IGNORED_LABEL = -100
+"""Label of positions without a target, which don't count in the loss."""
+_CHUNK_TOKENS = 1024
 QUADRATIC_WEIGHT = 1 / 12_288
 """Cost of a token's attention to one other token, relative to its matrix products.
 
@@ -185,10 +194,6 @@ class PackedBatch:
             return [self]
         costs = [length + quadratic_weight * length * length for length in self.lengths]
         return [self._select(group) for group in _even_groups(costs, num_microbatches)]
-
-    def repeat(self, times: int) -> Self:
-        """Return a batch that holds all samples several times."""
-        return self._select([*range(self.num_samples)] * times)
 
     def _select(self, samples: Sequence[int]) -> Self:
         offsets: list[int] = self.cu_seqlens.tolist()
@@ -347,3 +352,30 @@ def num_samples_seen(ids: object) -> int:
     start = ids.storage_offset() - known.storage_offset()
     starts: list[int] = _borders_of[known][:-1].tolist()
     return 1 + sum(start < border < start + ids.numel() for border in starts)
+
+
+def packed_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the mean cross entropy over labels that aren't ignored, in fp32; 0 if there are none.
+
+    16-bit logits are converted to fp32 a chunk of tokens at a time, and again in backward, so there
+    is never an fp32 copy of all logits.
+
+    Args:
+        logits_TV: Scores, (T, vocabulary).
+        labels_T: Targets, shifted already, (T,); `IGNORED_LABEL` for tokens without one.
+    """
+    if logits_TV.dtype in (torch.float16, torch.bfloat16):
+        pieces = (torch.split(tensor, _CHUNK_TOKENS) for tensor in (logits_TV, labels_T))
+        parts = [
+            checkpoint(_sum_fp32, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*pieces, strict=True)
+        ]
+        total = torch.stack(parts).sum()
+    else:
+        total = _sum_fp32(logits_TV, labels_T)
+    return total / (labels_T != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _sum_fp32(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    return F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORED_LABEL)

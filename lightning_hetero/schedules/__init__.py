@@ -4,8 +4,7 @@
 `solve_actions` turns it into the lists of actions that the runtime executes.
 """
 
-from lightning_hetero.schedules.dispatch import end_s
-from lightning_hetero.schedules.problem import Edge, ScheduleProblem
+from lightning_hetero.schedules.problem import Edge, ScheduleProblem, end_s
 from lightning_hetero.schedules.solve import (
     Schedule,
     Solution,

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.reading import Choice
-from lightning_hetero.schedules.dispatch import (
+from lightning_hetero.schedules.problem import (
     FORWARD,
     INPUT,
     WEIGHT,
     Dispatch,
+    Edge,
     Orders,
     Pass,
     Priorities,
     Rule,
+    ScheduleProblem,
     end_s,
     has_room,
 )
-from lightning_hetero.schedules.problem import Edge, ScheduleProblem
 
 __all__ = [
     "Schedule",

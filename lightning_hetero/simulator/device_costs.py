@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile
-from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile, TimeFit
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MicroBatchShape
 from lightning_hetero.simulator.stage import StageShape, StateLayout

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from lightning_hetero.assign.microbatch_shares import share_microbatches
 from lightning_hetero.core.neighbours import deal_pieces
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.planner.solvers.microbatch_shares import share_microbatches
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
 

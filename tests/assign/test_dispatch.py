@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_hetero.assign import dispatch
-from lightning_hetero.assign.dispatch import latency_bound_s
+from lightning_hetero.assign.iteration import latency_bound_s
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_hetero.assign import pack
-from lightning_hetero.assign.pack import microbatch_range
+from lightning_hetero.assign.iteration import microbatch_range
 from lightning_hetero.assign.pipeline_cost import as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, pack_cases

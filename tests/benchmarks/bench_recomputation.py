@@ -58,7 +58,7 @@ from lightning_hetero.core.recomputation import (
     peak_activation_bytes,
 )
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
-from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.simulator import ProfileCost, simulate
 from lightning_hetero.testing import EmulatedDevices

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
-from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.models.packing import packed_cross_entropy
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.toy import quiet

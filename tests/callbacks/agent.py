@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from examples.slow_parts import InjectFaults, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, StragglerMonitor
-from lightning_hetero.checkpoint import AwsSpotNotice, RetryPolicy, SavedCheckpoint
+from lightning_hetero.checkpoint import AwsSpotNotice, SavedCheckpoint
 from lightning_hetero.straggler import Mitigation, PolicyConfig
 from lightning_hetero.testing import EmulatedDevices
 from tests.callbacks.faults import arm
@@ -148,7 +148,6 @@ def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
         local_dir=FOLDER / NODE / "disk",
         replicas=settings.get("replicas", 1),
         storage_options=settings.get("storage_options"),
-        retry=RetryPolicy(attempts=3, first_pause_s=0.2),
     )
     link = FOLDER / NODE / "memory"
     if not link.is_symlink():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_hetero.checkpoint.format.blocks import Buffer
+from lightning_hetero.checkpoint.format.manifest import Buffer
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.store import Store
 

@@ -22,11 +22,11 @@ from lightning_hetero.checkpoint.format.manifest import (
     PartManifest,
     manifest_name,
 )
-from lightning_hetero.checkpoint.places.parts import prune, pull_part
-from lightning_hetero.checkpoint.places.tiers import checkpoints_in
+from lightning_hetero.checkpoint.inspection import prune
+from lightning_hetero.checkpoint.places.tiers import checkpoints_in, pull_part
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
 
@@ -176,13 +176,13 @@ def test_pruning_leaves_other_runs_alone() -> None:
     store = MemoryStore()
     writer = CheckpointWriter([Tier(kind=TierKind.REMOTE, store=store, keep=1)])
     alone = ParallelPlan.even(world_size=1, num_layers=4)
-    for run, step in (("old", 200), ("new", 50), ("new", 60)):
+    for run, step in (("1-old", 200), ("2-new", 50), ("2-new", 60)):
         content = contents(step, alone, 1)[0]
         id_ = replace(content.id, run=run)
         assert writer.save(replace(content, id=id_)).wait_until_uploaded(20)
     writer.close()
     found = {(item.run, item.step) for item in checkpoints_in(store.files)}
-    assert found == {("old", 200), ("new", 60)}
+    assert found == {("1-old", 200), ("2-new", 60)}
 
 
 def test_the_remote_tier_is_pruned_while_a_disk_is_the_first_to_have_each() -> None:

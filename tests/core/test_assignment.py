@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import AssignmentError
 
 

@@ -13,7 +13,7 @@ from lightning_hetero.autoplan.facts import AutoPlanned
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.batches import AssignedBatch
-from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.straggler.prediction import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.capped_memory import CappedMemory

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.iteration import AssignmentRequest
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
@@ -75,6 +76,13 @@ class Collects(L.LightningModule):
 def equal_costs(num_pipelines: int, **changes: Any) -> tuple[PipelineCost, ...]:
     fields = {"a": 1e-5, "b": 1e-3, "c": 0.0, "max_len": 200, "util_len": 100, "num_stages": 1}
     return (PipelineCost(**(fields | changes)),) * num_pipelines
+
+
+def equal_candidates(num_ranks: int) -> Candidates:
+    """Return one plan: each rank is a pipeline."""
+    plan = ParallelPlan.even(world_size=num_ranks, num_layers=1)
+    costs = equal_costs(num_ranks, max_len=10_000, util_len=10_000)
+    return Candidates(plans=(plan,), costs=(costs,))
 
 
 def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:

@@ -14,18 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
-from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
-from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
+from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import Ticket, TicketDealer
-from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.streaming import StreamOrder
+from lightning_hetero.data.order import Cursor, EpochOrder, StreamOrder
 from lightning_hetero.straggler.prediction import move_ranks
 from tests.core.sample_plans import random_plan
-from tests.data.rows import Rows, dealers, lengths_of
+from tests.data.rows import Rows, dealers, equal_candidates, lengths_of
 
 
 @st.composite
@@ -138,7 +136,7 @@ def test_ranks_that_draw_different_samples_are_told() -> None:
     ]
     for sources in (orders, streams):
         store = AssignmentStore()
-        first, second = (dealers(s, Candidates.equal_ranks(2), 2, store)[0] for s in sources)
+        first, second = (dealers(s, equal_candidates(2), 2, store)[0] for s in sources)
         assert next(first.deal(Cursor()))
         with pytest.raises(BatchError, match="different samples for the same iteration"):
             next(second.deal(Cursor()))
@@ -214,7 +212,7 @@ def planned_ahead(order: EpochOrder, num_ranks: int, patience_s: float) -> list[
     for rank in range(num_ranks):
         planner = AheadPlanner(store, global_rank=rank, world_size=num_ranks, num_ahead=4)
         planner._patience_s = patience_s
-        candidates = Candidates.equal_ranks(num_ranks)
+        candidates = equal_candidates(num_ranks)
         ranks.append(TicketDealer(order, planner, candidates, global_rank=rank))
     return ranks
 
@@ -252,9 +250,7 @@ def test_what_is_planned_ahead_and_never_dealt_leaves_hardly_anything_in_the_sto
 def test_used_keys_leave_the_store() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
     store = AssignmentStore()
-    ranks = [
-        dealer.deal(Cursor()) for dealer in dealers(order, Candidates.equal_ranks(2), 2, store)
-    ]
+    ranks = [dealer.deal(Cursor()) for dealer in dealers(order, equal_candidates(2), 2, store)]
     assert len(list(zip(*ranks, strict=True))) == len(order)
     assert not store._store.list_keys()
 
@@ -262,11 +258,11 @@ def test_used_keys_leave_the_store() -> None:
 def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
     lengths = lengths_of(400)
     order = EpochOrder(lengths, tokens_per_step=400)
-    ranks = dealers(order, Candidates.equal_ranks(2), 2)
+    ranks = dealers(order, equal_candidates(2), 2)
     shares: list[float] = []
     since: set[int] = set()
     for number, tickets in enumerate(zip(*(r.deal(Cursor()) for r in ranks), strict=True)):
-        tokens = [sum(lengths[i] for i in ticket.microbatches[0]) for ticket in tickets]
+        tokens = [sum(lengths[i] for b in t.microbatches for i in b) for t in tickets]
         shares.append(tokens[0] / sum(tokens))
         if number == 1:
             since = {dealer.set_slowdowns([3.0, 1.0]) for dealer in ranks}
@@ -287,20 +283,3 @@ def test_costs_that_nobody_measured_follow_layers_and_ranks() -> None:
         assert cost.max_len >= 64
     with pytest.raises(ConfigurationError, match="one cost a pipeline"):
         Candidates(plans=(plan,), costs=(costs * 2,))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(1, 5))
-def test_no_rank_stays_without_samples(pipeline_of: list[int], num_pipelines: int) -> None:
-    rows: list[list[Any]] = [[] for _ in range(num_pipelines)]
-    for sample, pipeline in enumerate(pipeline_of):
-        rows[pipeline % num_pipelines].append((sample,))
-    given_rows = tuple(tuple(row) for row in rows)
-    uneven = Assignment(plan_index=0, microbatches=given_rows, latency_s=1.0)
-    if len(pipeline_of) < num_pipelines:
-        with pytest.raises(ConfigurationError, match="larger tokens_per_step"):
-            fill_empty(uneven)
-        return
-    filled = fill_empty(uneven).microbatches
-    assert all(len(batches) == 1 and batches[0] for batches in filled)
-    assert sorted(i for ((*batch,),) in filled for i in batch) == list(range(len(pipeline_of)))

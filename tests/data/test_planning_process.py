@@ -12,15 +12,14 @@ import pytest
 
 from lightning_hetero.assign import iteration
 from lightning_hetero.assign.iteration import plan_text, read_assignment
+from lightning_hetero.core import process as core_process
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.process import answering
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
-from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder
-from tests.data.rows import dealers, lengths_of, request
+from tests.data.rows import dealers, equal_candidates, lengths_of, request
 
 
 def test_a_planning_process_says_what_planning_here_says() -> None:
@@ -39,7 +38,7 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
 
 def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     root = os.getcwd()
-    program = answering._PROGRAM.format(root=root, module=iteration.__name__)
+    program = core_process._PROGRAM.format(root=root, module=iteration.__name__)
     program = program.replace("serve()", "print(sorted(sys.modules))")
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -53,7 +52,7 @@ def test_a_killed_process_costs_no_sample_and_a_new_one_takes_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
-    candidates = Candidates.equal_ranks(2)
+    candidates = equal_candidates(2)
     expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
     planner = AheadPlanner(AssignmentStore(), num_ahead=6)
     planner._patience_s = 200.0

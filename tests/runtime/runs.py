@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
-from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.runtime.random_state import seeds_of
 from tests.toy import ADAM_EPS, CONTEXT, GPT, VOCABULARY, TokenRows, quiet
 

@@ -18,7 +18,7 @@ from lightning_hetero.schedules import (
     solve,
     solve_actions,
 )
-from lightning_hetero.schedules.dispatch import has_room
+from lightning_hetero.schedules.problem import has_room
 from tests.schedules.bound import lower_bound_s
 from tests.schedules.oracle import shortest_s
 

@@ -1,28 +1,18 @@
 """Say where a recovered state was found, what was lost, and how long each part of a start took."""
 
-import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import Peers, Recovered, Source
-from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.process.identity import machine_id
+from lightning_hetero.core.process import machine_id
 
-__all__ = [
-    "Found",
-    "StartTimes",
-    "refuse_under_torchrun",
-    "report_complete",
-    "report_recovery",
-]
+__all__ = ["Found", "StartTimes", "report_recovery"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +60,7 @@ def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float 
     rows = found.peers.gather(
         {
             "bytes": [[int(source), count] for source, count in own.items()],
-            "finished": None if noted is None else asdict(noted),
+            "finished": noted,
             # Identifies the node; names of nodes may not have been agreed on yet.
             "node": f"{machine_id()} {places.local_dir}",
         },
@@ -78,7 +68,10 @@ def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float 
     sources: Counter[Source] = Counter()
     for row in rows:
         sources.update({Source(source): count for source, count in row["bytes"]})
-    finished = _last_finished([row["finished"] for row in rows], run=recovered.id.run)
+    # What any remaining node has noted.
+    known = [FinishedStep(*row["finished"]) for row in rows if row["finished"] is not None]
+    ours = [item for item in known if item.run == recovered.id.run]
+    finished = max(ours, key=lambda item: item.at_s, default=None)
     lost, lost_steps = "", None
     if finished is not None:
         # Not below 0: the rank that notes steps may have been lost before it noted its last one.
@@ -103,33 +96,3 @@ def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float 
         why_not_live=found.why_not_live,
     )
     return None if finished is None else sum(seconds.values())
-
-
-def _last_finished(noted: Sequence[Mapping[str, Any] | None], *, run: str) -> FinishedStep | None:
-    """Return the newest finished step of a run that any remaining node has noted."""
-    known = [FinishedStep(**item) for item in noted if item is not None]
-    return max((item for item in known if item.run == run), key=lambda i: i.at_s, default=None)
-
-
-def report_complete(places: Places, step: int) -> None:
-    """Say on rank 0 that nothing is left to train, and how to train all the same."""
-    folders = " and ".join(item for item in (places.path_or_url, places.local_dir) if item)
-    rank_zero_warn(
-        f"LayerwiseCheckpoint: this run is already complete at step {step}, so nothing is trained. "
-        "To go on, raise the Trainer's max_steps or max_epochs; to train it anew, delete "
-        f"{folders} (on all nodes) or pass LayerwiseCheckpoint(resume=False)."
-    )
-
-
-def refuse_under_torchrun() -> None:
-    """Refuse to begin anew where a restart looks like a first start.
-
-    Raises:
-        ConfigurationError: torchrun started this process.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigurationError(
-            "Under torchrun LayerwiseCheckpoint(resume=False) would begin anew with every restart, "
-            "and lose what was trained. Give each run a folder or URL of its own, or delete the "
-            "old one."
-        )

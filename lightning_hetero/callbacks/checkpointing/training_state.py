@@ -20,7 +20,7 @@ from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_m
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.checkpoint.format.content import optimizer_state_dict
-from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.core.process import installed_version
 from lightning_hetero.runtime.random_state import RandomState
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "is_epoch_ending",
     "is_validation_due",
     "restore",
-    "restore_now",
 ]
 
 _OWN = "lightning_hetero"
@@ -157,13 +156,6 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     connector.restore_loops()
     # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
     trainer.fit_loop._combined_loader = None
-
-
-def restore_now(trainer: pl.Trainer) -> None:
-    """Restore at once what `restore` has left to Lightning, which then does it again."""
-    if run_of(trainer).strategy is not None:
-        _restore_modules(trainer)
-    trainer._checkpoint_connector.restore_training_state()
 
 
 def _restore_modules(trainer: pl.Trainer) -> None:

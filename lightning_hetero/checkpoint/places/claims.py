@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.format.manifest import CheckpointId
 from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.identity import machine_id, machine_namespace, membership_name
+from lightning_hetero.core.process import machine_id, machine_namespace, membership_name
 
 __all__ = ["OWNER_FILE", "RUN_FILE", "Lease", "OccupiedError", "mark_places", "new_run", "read_run"]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.blocks import Buffer
 from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed, is_sound, num_rows
 from lightning_hetero.checkpoint.format.encoding import SAFETENSORS_DTYPES
 from lightning_hetero.checkpoint.format.manifest import (
     SHARED_METADATA,
     WEIGHT,
+    Buffer,
     PartManifest,
     Scalar,
     SliceEntry,

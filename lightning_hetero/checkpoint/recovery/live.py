@@ -118,7 +118,7 @@ def _recover(
     if why := _missing(manifests):
         return NothingLive(why)
 
-    def reach(location: Location, _: int) -> Readable:
+    def reach(location: Location) -> Readable:
         if location.node == str(peers.global_rank):
             return peers.server.stores[_LIVE]
         return PeerFiles(addresses[location.node], _LIVE, peers.timeout_s)
@@ -133,7 +133,6 @@ def _recover(
         reach=reach,
         # Higher, so that checkpoints saved from now on are newer than the earlier ones.
         attempt=id_.attempt + 1,
-        place="memory",
     )
     taken = take(needs, parts, peers)
     return NothingLive(taken) if isinstance(taken, str) else taken

@@ -5,7 +5,7 @@ that state, or none does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed
@@ -17,7 +17,7 @@ from lightning_hetero.checkpoint.recovery.assembly import Assembly, RankNeeds
 from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["Parts", "Recovered", "RecoveryReport", "take"]
 
@@ -34,10 +34,6 @@ class RecoveryReport:
     """Sources that were struck off, and why."""
     attempt: int
     """Attempt number for the checkpoints that this run saves."""
-    place: str = ""
-    """The fastest kind of tier that has any of the checkpoint, on any node."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time of the phases "inventory", "manifests", "fetch"."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that couldn't be used, and why."""
 
@@ -46,8 +42,7 @@ class RecoveryReport:
             f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
             for source, count in sorted(self.bytes_by_source.items())
         )
-        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
-        text = f"recovered {self.id}: {sources or 'nothing needed'}; {phases}"
+        text = f"recovered {self.id}: {sources or 'nothing needed'}"
         if self.failures:
             text += f"; {len(self.failures)} sources failed"
         if self.skipped:
@@ -85,12 +80,10 @@ class Parts:
     """The part that this rank itself saved, or holds; None if it has none."""
     node: str
     """Where this rank is, as locations call it."""
-    reach: Callable[[Location, int], Readable | None]
+    reach: Callable[[Location], Readable | None]
     """See `Fetcher`."""
     attempt: int
     """Attempt number of the checkpoints that are saved next."""
-    place: str
-    """The fastest kind of tier that has any of it, on any node."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +147,6 @@ def _take(
         bytes_by_source=dict(fetcher.bytes_by_source),
         failures=tuple(fetcher.failures),
         attempt=parts.attempt,
-        place=parts.place,
     )
     return Recovered(
         id=parts.id,

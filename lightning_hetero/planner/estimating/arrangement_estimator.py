@@ -6,7 +6,6 @@ K micro-batches of a pipeline take `fill + slope·K`; shares equalise that (`mic
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, used_nodes
 from lightning_hetero.planner.estimating.pipeline_estimator import (
     PipelineEstimate,
@@ -14,6 +13,7 @@ from lightning_hetero.planner.estimating.pipeline_estimator import (
     StageRoom,
 )
 from lightning_hetero.planner.estimating.stage_times import PipelineKey
+from lightning_hetero.planner.solvers.microbatch_shares import deal_microbatches, share_microbatches
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
 from lightning_hetero.simulator.exchange import ExchangeTable

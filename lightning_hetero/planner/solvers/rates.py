@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.linear_program import LinearProgram, Solution
 from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.solvers.linear_program import LinearProgram, Solution
 
 __all__ = ["PipelineRates", "best_mix", "bottleneck_times_s", "choose_pipelines"]
 

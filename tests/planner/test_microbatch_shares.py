@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
+from lightning_hetero.planner.solvers.microbatch_shares import deal_microbatches, share_microbatches
 
 
 @settings(max_examples=200, deadline=None)
