@@ -195,6 +195,10 @@ class PackedBatch:
         costs = [length + quadratic_weight * length * length for length in self.lengths]
         return [self._select(group) for group in _even_groups(costs, num_microbatches)]
 
+    def repeat(self, times: int) -> Self:
+        """Return a batch that holds all samples several times; see `batches.concatenated`."""
+        return self._select([*range(self.num_samples)] * times)
+
     def _select(self, samples: Sequence[int]) -> Self:
         offsets: list[int] = self.cu_seqlens.tolist()
         spans = [slice(offsets[index], offsets[index + 1]) for index in samples]
