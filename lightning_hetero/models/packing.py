@@ -187,7 +187,7 @@ class PackedBatch:
         return [self._select(group) for group in _even_groups(costs, num_microbatches)]
 
     def repeat(self, times: int) -> Self:
-        """Return a batch that holds all samples several times."""
+        """Return a batch that holds all samples several times; see `batches.concatenated`."""
         return self._select([*range(self.num_samples)] * times)
 
     def _select(self, samples: Sequence[int]) -> Self:
