@@ -29,7 +29,6 @@ from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
@@ -104,8 +103,6 @@ class Engine:
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
         self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
-        self.rows = EmbeddingRows(module)
-        """Must be told of each batch before it runs."""
         self.plans = PlanSwitch(
             plan,
             self.store,
@@ -352,7 +349,6 @@ class Engine:
         self.logs.remove()
         self.boundary.remove()
         self._calls.remove()
-        self.rows.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

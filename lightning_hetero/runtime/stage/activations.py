@@ -61,7 +61,7 @@ class Handover:
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then side tensors of all layers before; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
-    """For each earlier layer what it returned and left, pickled; it gives tensors by index."""
+    """For each earlier layer what it returned and recorded, pickled; it gives tensors by index."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the form of the hidden state that it returned."""
     changes_input: bool = False

@@ -55,15 +55,6 @@ class LayerCall:
         """The arguments."""
         return (*self.args, *self.kwargs.values()) if self.kwargs else self.args
 
-    def versions(self) -> list[tuple[Tensor, int]]:
-        """Return each tensor argument that has a version counter, with its version."""
-        values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
-        return [
-            (value, value._version)
-            for value in values
-            if (type(value) is Tensor or isinstance(value, Tensor)) and not value.is_inference()
-        ]
-
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one argument replaced."""
         if isinstance(key, int):
