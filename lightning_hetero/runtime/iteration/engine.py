@@ -253,7 +253,7 @@ class Engine:
             running.weights,
             self._calls,
         ):
-            running.start_pull(self._calls)
+            running.start_pull()
             yield
 
     def _check_split(
@@ -309,7 +309,7 @@ class Engine:
     ) -> Tensor:
         """Keep the summed gradients for the optimizer; return the iteration's loss."""
         self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))
-        return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, self.plan, str(key))
+        return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, str(key))
 
     def settle(self) -> None:
         """Judge the last iteration's late numbers; called by every rank alike.

@@ -4,7 +4,6 @@ The usual case is a hook that generates a few words. Without this it would fail 
 model, with shapes that tell the user nothing.
 """
 
-from collections.abc import Callable
 from typing import Any, Self
 
 from torch import nn
@@ -24,12 +23,7 @@ class ModuleCalls:
     """
 
     def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
-        self._module = module
         self._are_allowed = False
-        self._begin: Callable[[], None] | None = None
-        """Called before the next call of the module, and only once."""
-        self._sees_all: bool | None = None
-        """Whether no part of the module is compiled; None until that is checked."""
         children = (item for item in module.children() if any(True for _ in item.parameters()))
         watched = (module, *children) if has_slices else ()
         self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
@@ -40,19 +34,7 @@ class ModuleCalls:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._are_allowed, self._begin = False, None
-
-    def before_first(self, begin: Callable[[], None]) -> bool:
-        """Call `begin` just before the module's first call in the context.
-
-        Returns whether it will be: compiled modules and unwatched ones are called unseen.
-        """
-        if self._sees_all is None:
-            # Not earlier: hooks of a fit's start may compile parts of the module.
-            self._sees_all = not any(map(_is_compiled, self._module.modules()))
-        if self._handles and self._sees_all:
-            self._begin = begin
-        return self._begin is not None
+        self._are_allowed = False
 
     def remove(self) -> None:
         """Stop watching: the module may be called anywhere."""
@@ -67,10 +49,3 @@ class ModuleCalls:
                 "validation_step, test_step or predict_step, or after a run with "
                 "HeteroStrategy(whole_after_run=True)."
             )
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
