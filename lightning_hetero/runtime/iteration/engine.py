@@ -46,13 +46,12 @@ from lightning_hetero.runtime.results.iteration_loss import NUM_TOTALS, without_
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
-from lightning_hetero.runtime.setup.frozen import find_frozen
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
+from lightning_hetero.runtime.setup.weight_sources import find_frozen
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
-from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.module_calls import ModuleCalls
+from lightning_hetero.runtime.stage.boundary import ModuleCalls, StageBoundary
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 

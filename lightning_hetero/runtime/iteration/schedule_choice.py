@@ -28,7 +28,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.stage.link_times import measure_edge
+from lightning_hetero.runtime.stage.activations import measure_edge
 from lightning_hetero.schedules import Edge, Schedule, StageTimes, solve_actions
 
 __all__ = ["ScheduleChoice", "StageSchedule"]

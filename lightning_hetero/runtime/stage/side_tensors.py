@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.stage.activations import Handover
-from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
+from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
 from lightning_hetero.runtime.unknown import Origin, Unknown, tensors_in
 
 __all__ = ["SideTensors", "num_recorded", "refuse_pieces"]

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.recomputation import LayerCall
 from lightning_hetero.runtime.stage.side_tensors import refuse_pieces
 from lightning_hetero.runtime.unknown import Unknown
 
