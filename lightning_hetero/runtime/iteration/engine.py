@@ -285,7 +285,7 @@ class Engine:
         report = Report(
             entries=self.logs.entries,
             missing=passes.missing() if results.is_training else (),
-            buffers=(place and self.buffers.report(running.layers, place.pipeline_index)) or (),
+            buffers=(place and self.buffers.report(running.layers)) or (),
             reads=tuple(sorted(running.reads or ())),
             measured=self._recomputation.measured,
         )

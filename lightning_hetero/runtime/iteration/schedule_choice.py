@@ -155,6 +155,8 @@ class ScheduleChoice:
         if plan in self._times:
             return
         own, last = self._own[plan], self._clock.last
+        if len(self._own) > MAX_KNOWN_PLANS:
+            self._own.pop(next(iter(self._own)))  # It is measured anew if it runs again.
         own.num_iterations += 1
         if timed is plan and own.num_iterations > 1 and last is not None:
             for action in last.actions:

@@ -145,22 +145,21 @@ class SideTensors:
     def _show_hooks(self, index: int) -> None:
         """Let hooks inside a skipped layer see unknown tensors."""
         unknown = _nothing_known(Origin(f"what layer {index} computes", _OF_HIDDEN))
-        for part, *both in self._hooks[index]:
-            for hooks, given in zip(both, (((unknown,),), ((unknown,), unknown)), strict=True):
-                for key, hook in hooks.items() if hooks else ():
-                    if str(getattr(hook, "__module__", "")).startswith(_HARMLESS):
-                        continue
-                    takes = key in part._forward_hooks_with_kwargs
-                    takes |= key in part._forward_pre_hooks_with_kwargs
-                    keywords: tuple[dict[str, Any], ...] = ({},) if takes else ()
-                    try:
-                        hook(part, given[0], *keywords, *given[1:])
-                    except Exception as error:
-                        raise ModelError(
-                            f"Layer {index} runs on another stage, and here hooks inside it see "
-                            f"unknown tensors, on which they can't run: {error} Take the hooks "
-                            f"out, {_ONE_STAGE}"
-                        ) from error
+        calls = [
+            (hook, (part, (unknown,), *output))
+            for part, before, after in self._hooks[index]
+            for hooks, output in ((before, ()), (after, (unknown,)))
+            for hook in hooks.values()
+            if not str(getattr(hook, "__module__", "")).startswith(_HARMLESS)
+        ]
+        for hook, given in calls:
+            try:
+                hook(*given)
+            except Exception as error:
+                raise ModelError(
+                    f"Layer {index} runs on another stage, and here hooks inside it see unknown "
+                    f"tensors, on which they can't run: {error} Take the hooks out, {_ONE_STAGE}"
+                ) from error
 
 
 def num_recorded() -> dict[str, int]:
