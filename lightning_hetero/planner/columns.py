@@ -1,0 +1,293 @@
+"""A column: one composition of a pipeline, its seconds and what it takes.
+
+With K micro-batches a pipeline ends at about f + K·t: t is the slowest circle of stages and links
+(`steady_round_s`), f all the rest: the first micro-batch's way through the stages, the first pull,
+the last push and the optimizer step. Both depend on the number D of pipelines, since each rank
+exchanges (D - 1)/D of what it holds, and on what placement keeps on a node.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.planner.balancing import balance_layers, level_layers
+from lightning_hetero.planner.placement import Group, MappingOrder
+from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.simulator.propagate import EqualTimes, propagate
+
+__all__ = ["Column", "ColumnTimes", "Rate", "steady_round_s"]
+
+
+class Column(NamedTuple):
+    """The composition of a pipeline: its stages, first to last."""
+
+    options: tuple[Option, ...]
+    """Class of nodes and TP degree of each."""
+    layers: tuple[int, ...]
+    """Layers of each."""
+    size: int = 1
+    """Sequences of a micro-batch."""
+
+    @property
+    def group(self) -> Group:
+        """The stages without layers, to be placed."""
+        kinds, degrees = zip(*self.options, strict=True)
+        return Group(degrees, kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class Rate:
+    """Seconds and needs of a column."""
+
+    slope_s: float
+    """Seconds of each further micro-batch."""
+    fill_s: float
+    """All other seconds of an iteration."""
+    uses: FloatArray
+    """[rows] what it takes of the nodes."""
+    room: float
+    """Parameters that it has room to own; 0 if holders own."""
+
+
+class ColumnTimes:
+    """Times columns for a number of pipelines and an order of placement.
+
+    Args:
+        stages: Times and memory of all stages.
+        ownership: Pipelines, and who owns.
+        order: What placement keeps together on a node.
+    """
+
+    def __init__(self, stages: Stages, ownership: Ownership, order: MappingOrder) -> None:
+        self.stages, self.ownership, self.order = stages, ownership, order
+        self.index = {option: i for i, option in enumerate(stages.options)}
+        self.hop_s = cache(self._hop_s)
+        self.unit_s = cache(self._unit_s)
+        self.rate = cache(self._rate)
+        self.uses = cache(self._uses)
+        self.is_recomputing = cache(self._is_recomputing)
+        self.balance = cache(self._balance)
+        share = stages.workload.num_microbatches / ownership.num_pipelines
+        self.usual = max(1, round(share))
+
+    def _is_recomputing(self, column: Column) -> bool:
+        """Return whether a stage recomputes a layer."""
+        last = len(column.layers) - 1
+        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            if table.levels[0, last - index, count] != 0:
+                return True
+        return False
+
+    def _stage_times(self, column: Column) -> list[tuple[float, float, float]] | None:
+        """Return (forward, backward, room) of each stage; None if one doesn't fit."""
+        found, last = [], len(column.layers) - 1
+        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            if last - index >= table.total_s.shape[1]:
+                return None
+            times_s = table.total_s[:, last - index, count]
+            variant = int(np.argmin(times_s))
+            total_s = float(times_s[variant])
+            if total_s == np.inf:
+                return None
+            forward_s = float(table.forward_s[count])
+            rooms = table.room[:, last - index, count]
+            found.append((forward_s, total_s - forward_s, float(rooms[variant])))
+        return found
+
+    def _uses(self, options: tuple[Option, ...]) -> FloatArray:
+        """Return [rows] what stages take of the nodes."""
+        found: FloatArray = self.stages.uses[[self.index[option] for option in options]].sum(axis=0)
+        return found
+
+    def _rate(self, column: Column) -> Rate | None:
+        """Return the seconds and needs of a column; None if it doesn't fit."""
+        stage_times = self._stage_times(column)
+        if stage_times is None:
+            return None
+        forward_s, backward_s, rooms = zip(*stage_times, strict=True)
+        hops = self._hops_s(column.options)
+        times = EqualTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_message_s=tuple([there for there, _ in hops]),
+            backward_message_s=tuple([back for _, back in hops]),
+            num_microbatches=self.usual,
+        )
+        blocking = self.stages.cost.layout.blocking_messages
+        slope_s = steady_round_s(times, blocking=blocking)
+        ends_s = self._ends_s(column, times, blocking=blocking)
+        fill_s = max(ends_s) - slope_s * self.usual
+        return Rate(slope_s, fill_s, self.uses(column.options), sum(rooms))
+
+    def _ends_s(self, column: Column, times: EqualTimes, *, blocking: bool) -> list[float]:
+        """Return when each stage has pulled, computed, pushed and stepped."""
+        devices: Counter[int] = Counter()
+        for kind, degree in column.options:
+            devices[kind] += degree
+        last = len(column.layers) - 1
+        starts_s, after_s = [], []
+        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
+            ends = index == 0, index == last
+            pull, push, step = self._exchange_s(option, count, devices[option.node_class], ends)
+            spread = 1 - 1 / (count + sum(ends))
+            starts_s.append(max(pull[0], pull[1] - times.forward_s[index] * spread))
+            after_s.append(max(push[0], push[1] - times.backward_s[index] * spread) + step)
+        run = propagate(times, starts_s, blocking=blocking)
+        return [end + after for end, after in zip(run.end_s, after_s, strict=True)]
+
+    def _exchange_s(
+        self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
+    ) -> tuple[tuple[float, float], tuple[float, float], float]:
+        """Return (one unit, all units) of a stage's pull, the same of its push, and its step."""
+        stages, layout = self.stages, self.stages.cost.layout
+        model, num = stages.cost.model, self.ownership.num_pipelines
+        shape = stages.shape(option, count, first=ends[0], last=ends[1])
+        step_s = stages.cost.update_s(shape, stages.cost.num_owned_params(shape, num))
+        if num == 1:
+            return (0.0, 0.0), (0.0, 0.0), step_s
+        latency_s, byte_s = self.unit_s(option, in_pipeline)
+        sizes = [model.params_per_layer] * count
+        sizes += [model.embedding_params] * ends[0] + [model.head_params] * ends[1]
+        total = sum(sizes) / option.tp_degree
+        edge = (sizes[-1] if ends[0] else sizes[0]) / option.tp_degree
+        pair = []
+        for width in (layout.weight_bytes * layout.sharded, layout.pushed_bytes):
+            factor = 1 if layout.sharded else 2 / (1 - 1 / num) * (1 - 1 / num)
+            one = (latency_s + edge * width * byte_s * factor) * bool(width)
+            pair.append((one, (len(sizes) * latency_s + total * width * byte_s * factor)))
+        return pair[0], pair[1], step_s
+
+    def _unit_s(self, option: Option, in_pipeline: int) -> tuple[float, float]:
+        """Return seconds of latency, and per byte of a holder's shard, to exchange with others.
+
+        Pipelines whose holders share a node exchange over its own links.
+        """
+        stages, num = self.stages, self.ownership.num_pipelines
+        size = max(stages.counts_of_class[option.node_class])
+        width = option.tp_degree if self.order is MappingOrder.STAGES_TOGETHER else in_pipeline
+        is_lone = sum(map(bool, stages.counts)) == 1
+        inside = num - 1 if is_lone else min(num, max(1, size // width)) - 1
+        rank = stages.cost.first_rank_of_node[stages.node_of_class[option.node_class]]
+        own_rate, own_latency_s = stages.cost.link(rank, rank)
+        cluster = stages.cost.cluster
+        rate, latency_s = cluster.inter_node_bytes_per_s, cluster.inter_node_latency_s
+        outside = num - 1 - inside
+        byte_s = (inside / own_rate + outside / rate) / num
+        return (latency_s if outside else own_latency_s), byte_s
+
+    def _balance(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
+        """Return the layers of a pipeline's stages by Eq. 4, or None if they don't fit."""
+        rows = self._seconds(options)
+        return balance_layers(rows, self.stages.num_layers) if rows else None
+
+    def level(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
+        """Return the layers that make a pipeline's stages as alike as can be, if any fit."""
+        rows = self._seconds(options)
+        return level_layers(rows, self.stages.num_layers) if rows else None
+
+    def _seconds(self, options: tuple[Option, ...]) -> list[FloatArray]:
+        """Return [layers] seconds of each stage; empty if so many stages don't fit."""
+        rows, last = [], len(options) - 1
+        for index, option in enumerate(options):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            place = last - index
+            if place >= table.total_s.shape[1]:
+                return []
+            rows.append(table.total_s[:, place].min(axis=0))
+        return rows
+
+    def _hops_s(self, options: tuple[Option, ...]) -> list[tuple[float, float]]:
+        """Return the seconds of all messages of a pipeline: stages fill one node after another."""
+        found, near = [], self.order is MappingOrder.PIPELINES_TOGETHER
+        left = {kind: max(self.stages.counts_of_class[kind]) for kind, _ in options}
+        left[options[0].node_class] -= options[0].tp_degree
+        for one, other in itertools.pairwise(options):
+            kind, degree = other
+            inside = near and one.node_class == kind and degree <= left[kind]
+            if degree > left[kind]:
+                left[kind] = max(self.stages.counts_of_class[kind])
+            left[kind] -= degree
+            found.append(self.hop_s(one, other, inside))
+        return found
+
+    def _hop_s(self, one: Option, other: Option, inside: bool) -> tuple[float, float]:  # noqa: FBT001
+        """Return seconds of a hidden state between two stages, and of its gradient back."""
+        stages, cost = self.stages, self.stages.cost
+        first = stages.node_of_class[one.node_class]
+        second = stages.node_of_class[other.node_class]
+        is_alone = len(stages.counts_of_class[one.node_class]) == 1
+        if first == second and not is_alone and not inside:
+            alike = (n for n, k in enumerate(stages.class_of_node) if k == one.node_class)
+            second = next(n for n in alike if n != first and stages.counts[n])
+        offset = one.tp_degree if first == second else 0
+        plans = []
+        for index, (node, degree) in enumerate(((first, one.tp_degree), (second, other.tp_degree))):
+            start = cost.first_rank_of_node[node] + offset * index
+            if start + degree > len(cost.node_of_rank):
+                start = cost.first_rank_of_node[node]
+            plans.append(
+                StagePlan(ranks=tuple(range(start, start + degree)), layers=range(index, index + 1))
+            )
+        tokens = stages.tokens
+        one_stage, next_stage = plans
+        return (
+            cost.activation_s(one_stage, next_stage, tokens),
+            cost.activation_s(next_stage, one_stage, tokens),
+        )
+
+    def first_s(self, option: Option) -> FloatArray:
+        """Return [layers] seconds of exchange and step that end a pipeline, for its first stage."""
+        found: FloatArray = np.zeros(self.stages.num_layers + 1)
+        times_s = self.stages.times_s(option, True, False)
+        for count in range(1, self.stages.num_layers + 1):
+            pull, push, step = self._exchange_s(option, count, option.tp_degree, (True, False))
+            hidden_s = times_s[1, count] * (1 - 1 / (count + 1))
+            found[count] = pull[0] + max(push[0], push[1] - hidden_s) + step
+        return found
+
+
+def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
+    """Return by how many seconds each further one of many micro-batches delays the pipeline's end.
+
+    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
+    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
+    sets the pace, or a link that is busy for longer.
+    """
+    work_s = np.add(times.forward_s, times.backward_s)
+    hops_s = np.add(times.forward_message_s, times.backward_message_s)
+    links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
+    return max(float(circle_s(work_s, hops_s, blocking=blocking)), *links_s)
+
+
+def circle_s(work_s: FloatArray, hops_s: FloatArray, *, blocking: bool = False) -> FloatArray:
+    """Return the seconds of a micro-batch in the slowest circle of stages.
+
+    Args:
+        work_s: Forward and backward of each stage, [..., stages].
+        hops_s: Messages between each two stages, there and back.
+        blocking: Whether a message keeps both its ends from computing.
+    """
+    done = np.zeros((*work_s.shape[:-1], work_s.shape[-1] + 1))
+    np.cumsum(work_s, axis=-1, out=done[..., 1:])
+    passed = np.cumsum([0.0, 0.0, *hops_s, 0.0])
+    first, last = _circles(work_s.shape[-1])
+    # A blocking message also keeps the circle's outer stages from computing.
+    outer = int(blocking)
+    messages_s = passed[last + 1 + outer] - passed[first + 1 - outer]
+    circles_s = done[..., last + 1] - done[..., first] + messages_s
+    slowest: FloatArray = (circles_s / (last - first + 1)).max(axis=-1)
+    return slowest
+
+
+@lru_cache
+def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
+    """Return the first and the last stage of every circle."""
+    return np.triu_indices(num_stages)

@@ -1,0 +1,308 @@
+"""Improve placed plans by local search: one neighbourhood, one driver, the simulator as judge.
+
+A neighbour differs by a layer, a micro-batch, a device, a TP degree, or by two places swapped. The
+search is best-first: the fastest plan whose neighbours are not known is looked at next. Slopes and
+fills rank its neighbours, the simulator judges the likeliest. So beyond a plan without a better
+neighbour, plans nearly as fast are looked at, until as much has been done as may be.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.planner.columns import Column, Rate
+from lightning_hetero.planner.judge import Candidate, Judge, deal
+from lightning_hetero.planner.placement import MappingOrder, PipelineNodes
+from lightning_hetero.planner.stages import Ownership
+
+__all__ = ["Improver"]
+
+_TRIED = 24
+"""Neighbours of a plan that are simulated, the likeliest."""
+_TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
+"""Neighbours of small plans that are simulated, with so many stages together."""
+_WORSE, _OF_STAGES = 1.03, 2.0
+"""An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
+stages by this share divided by their number."""
+_FAR = 1.04
+"""Plans so much slower than the best one are not looked at."""
+_LACKING = 1.02
+"""What more recomputation costs, about, where stages lack room to own all states."""
+_GAIN = 1e-4
+"""Least share of the seconds that a step must gain."""
+_FEW_STAGES = 12
+"""Stages of a pipeline up to which one is moved anywhere."""
+_MOST_NEIGHBOURS = 1_500
+"""Neighbours of a plan that are estimated, at about 0.2 ms each."""
+
+_Stages = tuple[tuple[int, int], ...]
+"""(node, TP degree) of every stage of a pipeline."""
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A pipeline whose layers may have to be chosen again."""
+
+    stages: _Stages
+    size: int
+    layers: tuple[int, ...] | None = None
+
+
+class Improver:
+    """Local search from candidates.
+
+    Args:
+        judge: Simulates plans.
+        most_work: Stages that may be simulated and neighbours that may be estimated, together.
+    """
+
+    def __init__(self, judge: Judge, most_work: int) -> None:
+        self.judge, self.most_work = judge, most_work
+        self.num_rated = 0
+
+    def improve(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the fastest plan found from some; None if none of them fits."""
+        serial = itertools.count()
+        waiting = [(self.judge.seconds(item), next(serial), item) for item in candidates]
+        waiting = [entry for entry in waiting if entry[0] < float("inf")]
+        heapq.heapify(waiting)
+        if not waiting:
+            return None
+        seen, begun = set(candidates), self._work()
+        best_s, _, best = waiting[0]
+        while waiting and self._work() - begun < self.most_work:
+            seconds, _, plan = heapq.heappop(waiting)
+            if seconds > best_s * _FAR:
+                break
+            for item in self._likeliest(plan, seen):
+                seen.add(item)
+                found_s = self.judge.seconds(item)
+                if found_s < best_s * _FAR:
+                    heapq.heappush(waiting, (found_s, next(serial), item))
+                if found_s < best_s * (1 - _GAIN):
+                    # Go on from there, and come back for the other neighbours later.
+                    heapq.heappush(waiting, (seconds, next(serial), plan))
+                    best_s, best = found_s, item
+                    break
+        return best
+
+    def _work(self) -> int:
+        return self.judge.work_done + self.num_rated
+
+    def _likeliest(self, plan: Candidate, seen: set[Candidate]) -> list[Candidate]:
+        """Return the neighbours of a plan that may be the fastest, those not seen."""
+        own = [
+            _Pipeline(nodes.stages, size, layers)
+            for nodes, size, layers in zip(plan.arrangement, plan.sizes, plan.layers, strict=True)
+        ]
+        estimate_s = self._fill(own, plan.counts)
+        if estimate_s is None:
+            return []
+        num_stages = sum(map(len, plan.layers))
+        most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
+        rated: dict[Candidate, float] = {}
+        for pipelines in itertools.islice(self._neighbours(own), _MOST_NEIGHBOURS):
+            filled = self._fill(pipelines, None)
+            self.num_rated += 1
+            if filled is not None and filled[1] < most_s:
+                rated.setdefault(filled[0], filled[1])
+        for counts in self._dealt(plan, estimate_s[2]):
+            filled = self._fill(own, counts)
+            if filled is not None:
+                rated.setdefault(filled[0], min(filled[1], estimate_s[1]))
+        tried = max(_TRIED, min(_TRIED_IF_SMALL, _TRIED_STAGES // num_stages))
+        likeliest = sorted(rated, key=rated.__getitem__)
+        return [item for item in likeliest if item not in seen][:tried]
+
+    def _fill(
+        self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None
+    ) -> tuple[Candidate, float, list[Rate]] | None:
+        """Return the candidate of some pipelines, its estimated seconds and its rates.
+
+        Holders own; where they then must recompute, owners may follow room instead.
+        """
+        found = self._filled(pipelines, counts, by_room=False)
+        if not self.judge.cost.layout.is_owned_by_room or (found and not found[3]):
+            return found and found[:3]
+        other = self._filled(pipelines, counts, by_room=True)
+        best = min((f for f in (found, other) if f), key=lambda item: item[1], default=None)
+        return best and best[:3]
+
+    def _filled(
+        self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None, *, by_room: bool
+    ) -> tuple[Candidate, float, list[Rate], bool] | None:
+        """Return candidate, seconds, rates and whether a stage recomputes, for one ownership."""
+        ownership, judge = Ownership(len(pipelines), by_room), self.judge
+        columns, rates, is_recomputing = [], [], False
+        for pipeline in pipelines:
+            times = judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
+            options = judge.options(pipeline.stages)
+            layers = pipeline.layers or times.balance(options)
+            column = Column(options, layers, pipeline.size) if layers else None
+            rate = times.rate(column) if column else None
+            if column is None or rate is None:
+                return None
+            columns.append(column)
+            rates.append(rate)
+            is_recomputing = is_recomputing or times.is_recomputing(column)
+        sizes, total = [p.size for p in pipelines], judge.workload.global_batch_size
+        if counts is None:
+            counts = deal(rates, sizes, total, equally=judge.equally)
+        if counts is None:
+            return None
+        candidate = Candidate(
+            arrangement=tuple(PipelineNodes.of_stages(p.stages) for p in pipelines),
+            layers=tuple(column.layers for column in columns),
+            sizes=tuple(sizes),
+            counts=tuple(counts),
+        )
+        seconds = max(r.fill_s + r.slope_s * k for r, k in zip(rates, counts, strict=True))
+        if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
+            seconds *= _LACKING
+        return candidate, seconds, rates, is_recomputing
+
+    def _dealt(self, plan: Candidate, rates: Sequence[Rate]) -> Iterator[tuple[int, ...]]:
+        """Yield other micro-batches: one from any pipeline to any other of another kind."""
+        if self.judge.equally:
+            return
+        kinds: dict[object, int] = {}
+        rows = zip(plan.arrangement, plan.layers, plan.sizes, plan.counts, strict=True)
+        for index, row in enumerate(rows):
+            kinds.setdefault(row, index)
+        for giver, taker in itertools.permutations(list(kinds.values())[:12], 2):
+            if plan.counts[giver] > 1 and plan.sizes[giver] == plan.sizes[taker]:
+                counts = list(plan.counts)
+                counts[giver] -= 1
+                counts[taker] += 1
+                yield tuple(counts)
+
+    # -- the neighbourhood ----------------------------------------------------------------------
+
+    def _neighbours(self, own: list[_Pipeline]) -> Iterator[list[_Pipeline]]:
+        first_of: dict[_Pipeline, int] = {}
+        for index, pipeline in enumerate(own):
+            first_of.setdefault(pipeline, index)
+        firsts = list(first_of.values())
+        free = list(self.judge.any_stages.counts)
+        for pipeline in own:
+            for node, degree in pipeline.stages:
+                free[node] -= degree
+        yield from self._layers_moved(own, firsts)
+        for index in firsts:
+            for stages in self._changed(own[index].stages, free):
+                yield self._with(own, {index: stages})
+        yield from self._between(own, firsts)
+        for node in self._distinct_nodes(free):
+            for degree in self._degrees(node, free[node]):
+                yield [*own, replace(own[firsts[0]], stages=((node, degree),), layers=None)]
+
+    def _with(self, own: list[_Pipeline], changed: dict[int, _Stages]) -> list[_Pipeline]:
+        """Return pipelines with other stages; those without any are left out."""
+        return [
+            replace(pipeline, stages=changed[index], layers=None) if index in changed else pipeline
+            for index, pipeline in enumerate(own)
+            if index not in changed or changed[index]
+        ]
+
+    def _layers_moved(
+        self, own: list[_Pipeline], firsts: Sequence[int]
+    ) -> Iterator[list[_Pipeline]]:
+        """Yield plans with a layer moved, in one pipeline or in all that are like it."""
+        for index in firsts:
+            layers = own[index].layers or ()
+            for giver, taker in itertools.permutations(range(len(layers)), 2):
+                if layers[giver] > 1 and (len(layers) <= 8 or abs(giver - taker) == 1):
+                    moved = list(layers)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    kind, new = self._shape(own[index]), tuple(moved)
+                    like = [i for i, p in enumerate(own) if self._shape(p) == kind]
+                    for chosen in (like, [index]) if len(like) > 1 else (like,):
+                        yield [
+                            replace(p, layers=new) if i in chosen else p for i, p in enumerate(own)
+                        ]
+
+    def _shape(self, pipeline: _Pipeline) -> object:
+        kinds = self.judge.any_stages.class_of_node
+        same = [a[0] == b[0] for a, b in itertools.pairwise(pipeline.stages)]
+        degrees = [(kinds[node], degree) for node, degree in pipeline.stages]
+        return degrees, same, pipeline.layers, pipeline.size
+
+    def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
+        """Return nodes with free devices, one of each class and number of them."""
+        kinds = self.judge.any_stages.class_of_node
+        found: dict[tuple[int, int], int] = {}
+        for node, count in enumerate(free):
+            if count:
+                found.setdefault((kinds[node], count), node)
+        return list(found.values())
+
+    def _degrees(self, node: int, most: int) -> list[int]:
+        stages = self.judge.any_stages
+        kind = stages.class_of_node[node]
+        return [o.tp_degree for o in stages.options if o.node_class == kind and o.tp_degree <= most]
+
+    def _changed(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
+        """Yield one pipeline's stages with one left out, added, resized, moved, or two swapped."""
+        for place, (node, degree) in enumerate(stages):
+            before, after = stages[:place], stages[place + 1 :]
+            if len(stages) > 1:
+                yield before + after
+            for other in self._degrees(node, degree + free[node]):
+                if other != degree:
+                    yield (*before, (node, other), *after)
+                if other * 2 == degree:
+                    yield (*before, (node, other), (node, other), *after)
+        yield from self._added_or_swapped(stages, free)
+        if len(stages) <= _FEW_STAGES:
+            for place, other in itertools.permutations(range(len(stages)), 2):
+                if abs(other - place) > 1 and stages[other] != stages[place]:
+                    rest = stages[:place] + stages[place + 1 :]
+                    yield (*rest[:other], stages[place], *rest[other:])
+
+    def _added_or_swapped(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
+        """Yield a pipeline's stages with one added, or two swapped or joined."""
+        for node in self._distinct_nodes(free):
+            for degree in self._degrees(node, free[node]):
+                for place in range(len(stages) + 1):
+                    yield (*stages[:place], (node, degree), *stages[place:])
+        for one, other in itertools.combinations(range(len(stages)), 2):
+            if stages[one] != stages[other] and (len(stages) <= 8 or other == one + 1):
+                swapped = list(stages)
+                swapped[one], swapped[other] = swapped[other], swapped[one]
+                yield tuple(swapped)
+        for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
+            joined = degree + next_degree
+            if node == near and joined in self._degrees(node, joined):
+                yield (*stages[:place], (node, joined), *stages[place + 2 :])
+
+    def _between(self, own: list[_Pipeline], firsts: Sequence[int]) -> Iterator[list[_Pipeline]]:
+        """Yield plans with stages of two pipelines moved or swapped, or both joined."""
+        for one, other in itertools.permutations(firsts, 2):
+            if own[one].size != own[other].size:
+                continue
+            a, b = own[one].stages, own[other].stages
+            if one < other:
+                yield self._with(own, {one: a + b, other: ()})
+                for i, j in itertools.product(range(len(a)), range(len(b))):
+                    if a[i] != b[j]:
+                        yield self._with(
+                            own,
+                            {
+                                one: (*a[:i], b[j], *a[i + 1 :]),
+                                other: (*b[:j], a[i], *b[j + 1 :]),
+                            },
+                        )
+            for i in range(len(a)):
+                for place in sorted({0, len(b) // 2, len(b)}):
+                    rest = (*b[:place], a[i], *b[place:])
+                    yield self._with(own, {one: a[:i] + a[i + 1 :], other: rest})
+        for index in firsts:
+            stages = own[index].stages
+            for place in range(1, len(stages)):
+                halves = [
+                    replace(own[index], stages=part, layers=None)
+                    for part in (stages[:place], stages[place:])
+                ]
+                yield [*own[:index], *halves, *own[index + 1 :]]
