@@ -15,6 +15,8 @@ cheapest pipeline for every K; if K ≤ θ·(its price) for all, no mix of pipel
 which only lowers it.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lightning_hetero.assign.linear_program import LinearProgram
@@ -25,12 +27,13 @@ __all__ = ["bound_price", "bound_time_s"]
 
 _PER_LAYER = 4
 """Steps of a layer in which partly placed layers are counted, rounded up."""
-_GROWTH = 1.02
+_GROWTH = 1.03
 """Numbers of micro-batches from 50 on grow by this factor: a bound loses up to half of it."""
 _CLOSE = 2e-3
-"""Share of T at which bisection ends."""
-_CUTS = 12
-"""Rounds of pricing for each T."""
+"""Share of T up to which the bound is looked for."""
+_STEPS, _GUESSES, _CUTS = 16, 2, 8
+"""Times T that are tried at most, how many of them are guessed before the rest is halved, and
+rounds of pricing for each."""
 
 
 def bound_time_s(stages: Stages, upper_s: float) -> float:
@@ -41,15 +44,24 @@ def bound_time_s(stages: Stages, upper_s: float) -> float:
         upper_s: Seconds of a plan that exists.
     """
     bound = _Bound(stages)
-    low_s, high_s = bound.work_s, max(upper_s, bound.work_s)
-    if low_s >= upper_s:
-        return upper_s
-    while high_s - low_s > _CLOSE * upper_s:
-        middle_s = (low_s + high_s) / 2
-        if bound.is_too_short(middle_s):
-            low_s = middle_s
-        else:
-            high_s = middle_s
+    low_s = min(bound.work_s, upper_s)
+    for whole in (False, True):
+        known: list[tuple[float, FloatArray]] = []
+        time_s = high_s = upper_s
+        for step in range(_STEPS):
+            most = bound.most_finished(time_s, known, whole=whole)
+            if most < bound.total * (1 - 1e-9):
+                low_s = max(low_s, time_s)
+            else:
+                high_s = time_s
+            if high_s < low_s * (1 + _CLOSE):
+                break
+            # In a time shorter by some factor, about so many fewer micro-batches are finished.
+            next_s = time_s * bound.total / most * (1 - _CLOSE / 4) if most else 0.0
+            if step >= _GUESSES or not low_s * (1 + _CLOSE / 4) < next_s < high_s:
+                next_s = (low_s + high_s) / 2
+            known = [(count * next_s / time_s, takes) for count, takes in known]
+            time_s = next_s
     return low_s
 
 
@@ -125,38 +137,48 @@ class _Bound:
             most = max(most, int(np.flatnonzero(fits).max(initial=0)))
         return most
 
-    def is_too_short(self, time_s: float) -> bool:
-        """Return whether no plan ends by a time."""
-        return self._is_too_short(time_s, whole=False) or self._is_too_short(time_s, whole=True)
+    def most_finished(
+        self, time_s: float, known: list[tuple[float, FloatArray]], *, whole: bool
+    ) -> float:
+        """Return micro-batches that no mix of pipelines exceeds by a time.
 
-    def _is_too_short(self, time_s: float, *, whole: bool) -> bool:
-        prices = self._per_device() / max(self.stages.num_layers, 1) * time_s
-        known: list[tuple[float, FloatArray]] = []
+        Any prices give such a number, those of the least one are looked for.
+
+        Args:
+            time_s: Seconds of an iteration.
+            known: Pipelines as (micro-batches, devices of each class), to which new ones are added.
+            whole: Whether stages hold whole layers, or any part of them.
+        """
+        most = np.inf
+        prices = self._prices(known)[1] if known else self._per_device()
         for _ in range(_CUTS):
             worth, found = self._cheapest(time_s, prices, whole=whole)
-            most = worth * float(prices @ self.devices)
-            if most < self.total * (1 - 1e-9):
-                return True
+            most = min(most, worth * float(prices @ self.devices))
             known += found
-            if not known:
-                return True
-            value = np.array([count for count, _ in known])
-            takes = np.array([row for _, row in known])
-            program = LinearProgram()
-            x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
-            for column, limit in zip(takes.T, self.devices, strict=True):
-                program.add_row(x, column, upper=limit)
-            solution = program.minimize()
-            if -solution.objective >= self.total:
-                return False
-            prices = np.maximum(-solution.row_duals, 1e-12)
-        return False
+            if not known or most < self.total * (1 - _CLOSE):
+                break
+            value, prices = self._prices(known)
+            if value > min(self.total, most * (1 - _CLOSE / 4)):
+                break
+        return most
+
+    def _prices(self, known: Sequence[tuple[float, FloatArray]]) -> tuple[float, FloatArray]:
+        """Return what mixes of some pipelines finish, and prices at which none of them pays."""
+        program = LinearProgram()
+        value = np.array([count for count, _ in known])
+        x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
+        for column, limit in zip(np.array([t for _, t in known]).T, self.devices, strict=True):
+            program.add_row(x, column, upper=limit)
+        solution = program.minimize()
+        return -solution.objective, np.maximum(-solution.row_duals, 1e-12)
 
     def _cheapest(
         self, time_s: float, prices: FloatArray, *, whole: bool
     ) -> tuple[float, list[tuple[float, FloatArray]]]:
         """Return the most micro-batches for a price of 1, and the best pipelines as columns."""
-        layers = (self.stages.num_layers + (0.0 if whole else self.extra)) * _PER_LAYER
+        # Whole layers are counted in whole steps.
+        extra, steps_of_layer = (0.0, 1) if whole else (self.extra, _PER_LAYER)
+        layers = (self.stages.num_layers + extra) * steps_of_layer
         size = int(np.floor(layers + 1e-9)) + 1
         count = len(self.tops)
         cost = np.full((count, size), np.inf)
@@ -204,7 +226,7 @@ class _Bound:
                 np.minimum(np.searchsorted(row[1:], each_s * (1 + 1e-9), side="right"), most)
                 for row, most in zip(self.times_s, self.most_layers, strict=True)
             ]
-            return np.array(rows) * _PER_LAYER
+            return np.array(rows)
         left = (1 - 1 / self.tops) ** position if position else np.ones(len(self.tops))
         placed = self.speeds[:, None] * (time_s / self.least * left)[None] * _PER_LAYER
         found: IntArray = np.ceil(placed - 1e-9).astype(np.int64)

@@ -8,6 +8,7 @@ exchanges (D - 1)/D of what it holds, and on what placement keeps on a node.
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -19,9 +20,14 @@ from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.balancing import balance_layers, level_layers
 from lightning_hetero.planner.placement import Group, MappingOrder
 from lightning_hetero.planner.stages import Option, Ownership, Stages
-from lightning_hetero.simulator.propagate import EqualTimes, propagate
 
-__all__ = ["Column", "ColumnTimes", "Rate", "steady_round_s"]
+__all__ = ["Column", "ColumnTimes", "Rate", "finish_1f1b_s", "steady_round_s"]
+
+_ROUNDS = 4
+"""Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
+
+_Stages = list[tuple[float, float, float]]
+"""(forward, backward, room) of every stage of a pipeline."""
 
 
 class Column(NamedTuple):
@@ -69,7 +75,9 @@ class ColumnTimes:
         self.index = {option: i for i, option in enumerate(stages.options)}
         self.hop_s = cache(self._hop_s)
         self.unit_s = cache(self._unit_s)
-        self.rate = cache(self._rate)
+        self.exchange_s = cache(self._exchange_s)
+        self.hops_s = cache(self._hops_s)
+        self._known: dict[Column, Rate | None] = {}
         self.uses = cache(self._uses)
         self.is_recomputing = cache(self._is_recomputing)
         self.balance = cache(self._balance)
@@ -85,7 +93,7 @@ class ColumnTimes:
                 return True
         return False
 
-    def _stage_times(self, column: Column) -> list[tuple[float, float, float]] | None:
+    def _stage_times(self, column: Column) -> _Stages | None:
         """Return (forward, backward, room) of each stage; None if one doesn't fit."""
         found, last = [], len(column.layers) - 1
         for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
@@ -107,41 +115,58 @@ class ColumnTimes:
         found: FloatArray = self.stages.uses[[self.index[option] for option in options]].sum(axis=0)
         return found
 
-    def _rate(self, column: Column) -> Rate | None:
+    def rate(self, column: Column) -> Rate | None:
         """Return the seconds and needs of a column; None if it doesn't fit."""
-        stage_times = self._stage_times(column)
-        if stage_times is None:
-            return None
-        forward_s, backward_s, rooms = zip(*stage_times, strict=True)
-        hops = self._hops_s(column.options)
-        times = EqualTimes(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            forward_message_s=tuple([there for there, _ in hops]),
-            backward_message_s=tuple([back for _, back in hops]),
-            num_microbatches=self.usual,
-        )
-        blocking = self.stages.cost.layout.blocking_messages
-        slope_s = steady_round_s(times, blocking=blocking)
-        ends_s = self._ends_s(column, times, blocking=blocking)
-        fill_s = max(ends_s) - slope_s * self.usual
-        return Rate(slope_s, fill_s, self.uses(column.options), sum(rooms))
+        return self.rates([column])[0]
 
-    def _ends_s(self, column: Column, times: EqualTimes, *, blocking: bool) -> list[float]:
-        """Return when each stage has pulled, computed, pushed and stepped."""
+    def rates(self, columns: Sequence[Column]) -> list[Rate | None]:
+        """Return the seconds and needs of columns; None for one that doesn't fit."""
+        new = [column for column in dict.fromkeys(columns) if column not in self._known]
+        alike: dict[int, list[tuple[Column, _Stages]]] = {}
+        for column in new:
+            stages = self._stage_times(column)
+            self._known[column] = None
+            if stages is not None:
+                alike.setdefault(len(stages), []).append((column, stages))
+        for pairs in alike.values():
+            self._time([column for column, _ in pairs], [stages for _, stages in pairs])
+        return [self._known[column] for column in columns]
+
+    def _time(self, columns: Sequence[Column], stages: Sequence[_Stages]) -> None:
+        """Time columns with equally many stages."""
+        rows = np.array(stages)
+        forward_s, backward_s, rooms = rows[..., 0], rows[..., 1], rows[..., 2]
+        hops = [self.hops_s(column.options) for column in columns]
+        there_s, back_s = np.moveaxis(np.array(hops).reshape(len(columns), -1, 2), -1, 0)
+        exchange = np.array([self._ends(column) for column in columns])
+        pull, pulls, push, pushes, step, spread = np.moveaxis(exchange, -1, 0)
+        start_s = np.maximum(pull, pulls - forward_s * spread)
+        after_s = np.maximum(push, pushes - backward_s * spread) + step
+        slope_s = steady_round_s(forward_s + backward_s, there_s, back_s)
+        messages = there_s, back_s
+        end_s = finish_1f1b_s((forward_s, backward_s), messages, start_s, self.usual, slope_s)
+        fill_s = (end_s + after_s).max(axis=1) - slope_s * self.usual
+        for index, column in enumerate(columns):
+            rate = Rate(
+                float(slope_s[index]),
+                float(fill_s[index]),
+                self.uses(column.options),
+                float(rooms[index].sum()),
+            )
+            self._known[column] = rate
+
+    def _ends(self, column: Column) -> list[tuple[float, ...]]:
+        """Return (pull of a unit, of all, push of a unit, of all, step, share hidden) by stage."""
         devices: Counter[int] = Counter()
         for kind, degree in column.options:
             devices[kind] += degree
+        found: list[tuple[float, ...]] = []
         last = len(column.layers) - 1
-        starts_s, after_s = [], []
         for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
             ends = index == 0, index == last
-            pull, push, step = self._exchange_s(option, count, devices[option.node_class], ends)
-            spread = 1 - 1 / (count + sum(ends))
-            starts_s.append(max(pull[0], pull[1] - times.forward_s[index] * spread))
-            after_s.append(max(push[0], push[1] - times.backward_s[index] * spread) + step)
-        run = propagate(times, starts_s, blocking=blocking)
-        return [end + after for end, after in zip(run.end_s, after_s, strict=True)]
+            pull, push, step = self.exchange_s(option, count, devices[option.node_class], ends)
+            found.append((*pull, *push, step, 1 - 1 / (count + sum(ends))))
+        return found
 
     def _exchange_s(
         self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
@@ -248,43 +273,82 @@ class ColumnTimes:
         found: FloatArray = np.zeros(self.stages.num_layers + 1)
         times_s = self.stages.times_s(option, True, False)
         for count in range(1, self.stages.num_layers + 1):
-            pull, push, step = self._exchange_s(option, count, option.tp_degree, (True, False))
+            pull, push, step = self.exchange_s(option, count, option.tp_degree, (True, False))
             hidden_s = times_s[1, count] * (1 - 1 / (count + 1))
             found[count] = pull[0] + max(push[0], push[1] - hidden_s) + step
         return found
 
 
-def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
-    """Return by how many seconds each further one of many micro-batches delays the pipeline's end.
+def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
+    """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
 
     In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
     u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
     sets the pace, or a link that is busy for longer.
-    """
-    work_s = np.add(times.forward_s, times.backward_s)
-    hops_s = np.add(times.forward_message_s, times.backward_message_s)
-    links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
-    return max(float(circle_s(work_s, hops_s, blocking=blocking)), *links_s)
-
-
-def circle_s(work_s: FloatArray, hops_s: FloatArray, *, blocking: bool = False) -> FloatArray:
-    """Return the seconds of a micro-batch in the slowest circle of stages.
 
     Args:
-        work_s: Forward and backward of each stage, [..., stages].
-        hops_s: Messages between each two stages, there and back.
-        blocking: Whether a message keeps both its ends from computing.
+        work_s: Forward and backward of each stage, [pipelines, stages].
+        there_s: Messages from each stage to the next, [pipelines, stages - 1].
+        back_s: Messages back from it.
     """
-    done = np.zeros((*work_s.shape[:-1], work_s.shape[-1] + 1))
-    np.cumsum(work_s, axis=-1, out=done[..., 1:])
-    passed = np.cumsum([0.0, 0.0, *hops_s, 0.0])
-    first, last = _circles(work_s.shape[-1])
-    # A blocking message also keeps the circle's outer stages from computing.
-    outer = int(blocking)
-    messages_s = passed[last + 1 + outer] - passed[first + 1 - outer]
-    circles_s = done[..., last + 1] - done[..., first] + messages_s
-    slowest: FloatArray = (circles_s / (last - first + 1)).max(axis=-1)
+    first, last = _circles(work_s.shape[1])
+    done_s = np.pad(np.cumsum(work_s, axis=1), ((0, 0), (1, 0)))
+    passed_s = np.pad(np.cumsum(there_s + back_s, axis=1), ((0, 0), (1, 0)))
+    circle_s = done_s[:, last + 1] - done_s[:, first] + passed_s[:, last] - passed_s[:, first]
+    slowest: FloatArray = (circle_s / (last - first + 1)).max(axis=1)
+    for links_s in (there_s, back_s):
+        slowest = np.maximum(slowest, links_s.max(axis=1, initial=0.0))
     return slowest
+
+
+def finish_1f1b_s(
+    work_s: tuple[FloatArray, FloatArray],
+    messages_s: tuple[FloatArray, FloatArray],
+    start_s: FloatArray,
+    num_microbatches: int,
+    round_s: FloatArray,
+) -> FloatArray:
+    """Return when each stage ends in 1F1B with equal micro-batches, [pipelines, stages].
+
+    These are the rounds of `simulator.propagate`, for many pipelines at once; rounds after the
+    first few of them take `round_s` each.
+
+    Args:
+        work_s: Forward and backward of each stage, [pipelines, stages] each.
+        messages_s: Messages to the next stage, and back, [pipelines, stages - 1] each.
+        start_s: When each stage may begin.
+        num_microbatches: Micro-batches of every pipeline.
+        round_s: Seconds of a round in the long run, [pipelines].
+    """
+    (forward_s, backward_s), (there_s, back_s) = work_s, messages_s
+    num, last = start_s.shape[0], start_s.shape[1] - 1
+    free_s, arrived_s = start_s.copy(), np.zeros_like(start_s)
+    link_s = np.zeros_like(there_s), np.zeros_like(back_s)
+    # A gradient passes stages and links in turn, from the last stage to the first.
+    chain = np.empty((num, 2 * last + 1))
+    chain[:, ::2], chain[:, 1::2] = backward_s[:, ::-1], back_s[:, ::-1]
+    passed_s = np.cumsum(chain, axis=1)
+    ready_s = np.empty_like(chain)
+    skipped = max(0, num_microbatches - last - _ROUNDS * (last + 1))
+    resume = num_microbatches - skipped
+    for index in range(resume + last):
+        begin, end = max(0, index - resume + 1), min(last, index) + 1
+        free_s[:, begin:end] = np.maximum(free_s[:, begin:end], arrived_s[:, begin:end])
+        free_s[:, begin:end] += forward_s[:, begin:end]
+        end = min(end, last)
+        link_s[0][:, begin:end] = np.maximum(free_s[:, begin:end], link_s[0][:, begin:end])
+        link_s[0][:, begin:end] += there_s[:, begin:end]
+        arrived_s[:, begin + 1 : end + 1] = link_s[0][:, begin:end]
+        if index >= last:
+            ready_s[:, ::2], ready_s[:, 1::2] = free_s[:, ::-1], link_s[1][:, ::-1]
+            ready_s += chain - passed_s
+            np.maximum.accumulate(ready_s, axis=1, out=ready_s)
+            ready_s += passed_s
+            free_s, link_s = ready_s[:, ::-2].copy(), (link_s[0], ready_s[:, -2::-2].copy())
+        if index == resume - 1 and skipped:
+            for row in (free_s, arrived_s, *link_s):
+                row += (skipped * round_s)[:, None]
+    return free_s
 
 
 @lru_cache

@@ -8,8 +8,9 @@ neighbour, plans nearly as fast are looked at, until as much has been done as ma
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lightning_hetero.planner.columns import Column, Rate
 from lightning_hetero.planner.judge import Candidate, Judge, deal
@@ -49,6 +50,15 @@ class _Pipeline:
     layers: tuple[int, ...] | None = None
 
 
+class _Timed(NamedTuple):
+    """A pipeline with its layers, seconds and needs."""
+
+    nodes: PipelineNodes
+    layers: tuple[int, ...]
+    rate: Rate
+    is_recomputing: bool
+
+
 class Improver:
     """Local search from candidates.
 
@@ -60,6 +70,7 @@ class Improver:
     def __init__(self, judge: Judge, most_work: int) -> None:
         self.judge, self.most_work = judge, most_work
         self.num_rated = 0
+        self._known: dict[Ownership, dict[_Pipeline, _Timed | None]] = {}
 
     def improve(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the fastest plan found from some; None if none of them fits."""
@@ -102,7 +113,10 @@ class Improver:
         num_stages = sum(map(len, plan.layers))
         most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
         rated: dict[Candidate, float] = {}
-        for pipelines in itertools.islice(self._neighbours(own), _MOST_NEIGHBOURS):
+        neighbours = list(itertools.islice(self._neighbours(own), _MOST_NEIGHBOURS))
+        for number, alike in itertools.groupby(sorted(neighbours, key=len), key=len):
+            self._time(itertools.chain.from_iterable(alike), Ownership(number))
+        for pipelines in neighbours:
             filled = self._fill(pipelines, None)
             self.num_rated += 1
             if filled is not None and filled[1] < most_s:
@@ -134,33 +148,49 @@ class Improver:
     ) -> tuple[Candidate, float, list[Rate], bool] | None:
         """Return candidate, seconds, rates and whether a stage recomputes, for one ownership."""
         ownership, judge = Ownership(len(pipelines), by_room), self.judge
-        columns, rates, is_recomputing = [], [], False
-        for pipeline in pipelines:
-            times = judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
-            options = judge.options(pipeline.stages)
-            layers = pipeline.layers or times.balance(options)
-            column = Column(options, layers, pipeline.size) if layers else None
-            rate = times.rate(column) if column else None
-            if column is None or rate is None:
-                return None
-            columns.append(column)
-            rates.append(rate)
-            is_recomputing = is_recomputing or times.is_recomputing(column)
+        self._time(pipelines, ownership)
+        known = self._known[ownership]
+        timed = [item for p in pipelines if (item := known[p]) is not None]
+        if len(timed) < len(pipelines):
+            return None
         sizes, total = [p.size for p in pipelines], judge.workload.global_batch_size
+        rates = [item.rate for item in timed]
         if counts is None:
             counts = deal(rates, sizes, total, equally=judge.equally)
         if counts is None:
             return None
         candidate = Candidate(
-            arrangement=tuple(PipelineNodes.of_stages(p.stages) for p in pipelines),
-            layers=tuple(column.layers for column in columns),
+            arrangement=tuple([item.nodes for item in timed]),
+            layers=tuple([item.layers for item in timed]),
             sizes=tuple(sizes),
             counts=tuple(counts),
         )
         seconds = max(r.fill_s + r.slope_s * k for r, k in zip(rates, counts, strict=True))
         if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
             seconds *= _LACKING
-        return candidate, seconds, rates, is_recomputing
+        return candidate, seconds, rates, any(item.is_recomputing for item in timed)
+
+    def _time(self, pipelines: Iterable[_Pipeline], ownership: Ownership) -> None:
+        """Time those of many pipelines that aren't known, all at once."""
+        known = self._known.setdefault(ownership, {})
+        new = [p for p in dict.fromkeys(pipelines) if p not in known]
+        columns: dict[int, dict[_Pipeline, Column]] = {}
+        for pipeline in new:
+            known[pipeline] = None
+            times = self.judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
+            options = self.judge.options(pipeline.stages)
+            layers = pipeline.layers or times.balance(options)
+            if layers:
+                column = Column(options, layers, pipeline.size)
+                columns.setdefault(pipeline.size, {})[pipeline] = column
+        for size, column_of in columns.items():
+            times = self.judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)
+            rates = times.rates(list(column_of.values()))
+            for (pipeline, column), rate in zip(column_of.items(), rates, strict=True):
+                if rate is not None:
+                    nodes = PipelineNodes.of_stages(pipeline.stages)
+                    is_recomputing = times.is_recomputing(column)
+                    known[pipeline] = _Timed(nodes, column.layers, rate, is_recomputing)
 
     def _dealt(self, plan: Candidate, rates: Sequence[Rate]) -> Iterator[tuple[int, ...]]:
         """Yield other micro-batches: one from any pipeline to any other of another kind."""

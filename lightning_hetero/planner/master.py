@@ -15,7 +15,7 @@ cost, with whole micro-batches where each pipeline runs few.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,9 +51,9 @@ _WHOLE = 200
 """Columns of least reduced cost among which whole numbers are chosen."""
 _NODES = 60
 """Nodes of branch and bound for whole numbers: half a second at most."""
-_SHIFTS, _FEW_STAGES, _FEW_BLOCKS = 1_500, 10, 3
-"""Stages of a column that are timed for other splits of layers; stages up to which layers move
-anywhere; blocks of equal stages up to which every order is tried."""
+_MOVES, _FEW_STAGES, _FEW_BLOCKS = 24, 10, 3
+"""Moves of layers in a column at most; stages up to which layers move anywhere; blocks of equal
+stages up to which every order is tried."""
 _SHIFTED = 6
 """Columns of least reduced cost whose layers are moved."""
 _ALIKE = 3
@@ -105,9 +105,9 @@ class Master:
     def add(self, columns: Sequence[Column]) -> int:
         """Add columns that fit; return how many were new."""
         before = len(self.pool)
-        for column in columns:
-            if column not in self.pool:
-                rate = self.times[column.size].rate(column)
+        for size, times in self.times.items():
+            new = [c for c in columns if c.size == size and c not in self.pool]
+            for column, rate in zip(new, times.rates(new), strict=True):
                 if rate is not None and (rate.uses <= self.stages.limits).all():
                     self.pool[column] = rate
         return len(self.pool) - before
@@ -344,12 +344,16 @@ class Master:
         return Mix(tuple(pairs), (self.total + before) / per_s)
 
     def _shifted(self, column: Column, share: float) -> Column:
-        """Return the column with the order of stages and the layers that end `share` soonest."""
+        """Return the column with the order of stages and the layers that end `share` soonest.
+
+        From each of the best three orders, layers move from stage to stage: of all moves of 8, 4,
+        2 or 1 layers the best one each time.
+        """
         times = self.times[column.size]
 
-        def ends_s(item: Column) -> float:
-            rate = times.rate(item)
-            return rate.fill_s + rate.slope_s * share if rate else np.inf
+        def ends_s(items: Sequence[Column]) -> list[float]:
+            rates = times.rates(items)
+            return [r.fill_s + r.slope_s * share if r else np.inf for r in rates]
 
         turned = [
             column._replace(options=options, layers=layers)
@@ -357,30 +361,19 @@ class Master:
             for layers in (times.balance(options), times.level(options))
             if layers
         ]
-        begin = [column, *sorted(turned, key=ends_s)[:2]]
-        return min((self._climbed(item, ends_s) for item in begin), key=ends_s)
-
-    @staticmethod
-    def _climbed(column: Column, ends_s: Callable[[Column], float]) -> Column:
-        """Return the column after moves of layers from stage to stage, each of which is better."""
-        best, best_s, moved_at = column, ends_s(column), 0
-        left = _SHIFTS // len(column.layers)
-        pairs = list(itertools.permutations(range(len(column.layers)), 2))
-        if len(column.layers) > _FEW_STAGES:
-            pairs = [pair for pair in pairs if abs(pair[0] - pair[1]) == 1]
-        every = list(itertools.product(pairs, (8, 4, 2, 1)))
-        for at, ((giver, taker), number) in enumerate(itertools.cycle(every)):
-            if at - moved_at >= len(every) or left <= 0:
-                break
-            if number < best.layers[giver]:
-                layers = list(best.layers)
-                layers[giver] -= number
-                layers[taker] += number
-                item = column._replace(layers=tuple(layers))
-                found_s, left = ends_s(item), left - 1
-                if found_s < best_s * (1 - 1e-6):
-                    best, best_s, moved_at = item, found_s, at
-        return best
+        begin = [column, *_best(turned, ends_s(turned), 2)]
+        climbed = []
+        for item in begin:
+            best, best_s = item, ends_s([item])[0]
+            for _ in range(_MOVES):
+                moved = _layers_moved(best)
+                seconds = ends_s(moved)
+                if min(seconds, default=np.inf) >= best_s * (1 - 1e-6):
+                    break
+                best_s = min(seconds)
+                best = moved[seconds.index(best_s)]
+            climbed.append(best)
+        return _best(climbed, ends_s(climbed), 1)[0]
 
     def _whole(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
         slope = _slopes(columns, rates)
@@ -423,6 +416,27 @@ class Master:
                     used = x * (value > 0)
                     found.append(_mix(columns, used, middle_s))
         return found
+
+
+def _best(items: Sequence[Column], seconds: Sequence[float], number: int) -> list[Column]:
+    order = sorted(range(len(items)), key=seconds.__getitem__)
+    return [items[index] for index in order[:number]]
+
+
+def _layers_moved(column: Column) -> list[Column]:
+    """Return the column with 8, 4, 2 or 1 layers moved from any stage to another one.
+
+    Of many stages, only neighbours give layers to each other.
+    """
+    found, few = [], len(column.layers) <= _FEW_STAGES
+    for giver, taker in itertools.permutations(range(len(column.layers)), 2):
+        for number in (8, 4, 2, 1) if few or abs(giver - taker) == 1 else ():
+            if number < column.layers[giver]:
+                layers = list(column.layers)
+                layers[giver] -= number
+                layers[taker] += number
+                found.append(column._replace(layers=tuple(layers)))
+    return found
 
 
 def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:

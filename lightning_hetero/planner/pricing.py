@@ -176,12 +176,17 @@ class Pricing:
             prices = (duals.rows + raised[open_levels]) @ self.stages.uses.T
             found = self._price(wait, levels[open_levels], time_s, duals, prices)
             left = []
+            fitting = [
+                column for _, column in found if (self.times.uses(column.options) <= limits).all()
+            ]
+            self._value(fitting, time_s, duals, exact)
             for index, column in found:
                 level = int(open_levels[index])
                 uses = self.times.uses(column.options)
                 over = uses - limits
                 if (over <= 0).all():
-                    values[level] = max(values[level], self._valued(column, time_s, duals, exact))
+                    worth = max(exact.get(c, -np.inf) for c in self._balanced(column))
+                    values[level] = max(values[level], worth)
                     if not raised[level].any():
                         continue
                 # A subgradient step: dearer where too much is taken, cheaper where some is left.
@@ -193,18 +198,21 @@ class Pricing:
                 break
         return values
 
-    def _valued(
-        self, column: Column, time_s: float, duals: Duals, exact: dict[Column, float]
-    ) -> float:
-        """Add a column, and the same stages with balanced layers, to `exact`; return its value."""
+    def _balanced(self, column: Column) -> list[Column]:
+        """Return a column, and the same stages with balanced layers."""
         layers = self.times.balance(column.options)
-        every = [column] if layers is None else [column, column._replace(layers=layers)]
-        for item in every:
-            rate = self.times.rate(item) if item not in exact else None
+        return [column] if layers is None else [column, column._replace(layers=layers)]
+
+    def _value(
+        self, columns: list[Column], time_s: float, duals: Duals, exact: dict[Column, float]
+    ) -> None:
+        """Add columns, and ones with balanced layers, to `exact` with their reduced values."""
+        every = dict.fromkeys(item for column in columns for item in self._balanced(column))
+        new = [item for item in every if item not in exact]
+        for item, rate in zip(new, self.times.rates(new), strict=True):
             if rate is not None:
                 needs = float(rate.uses @ duals.rows) + duals.pipeline - duals.room * rate.room
                 exact[item] = (time_s - rate.fill_s) / rate.slope_s - needs
-        return max(exact.get(item, -np.inf) for item in every)
 
     def smallest(self) -> Column | None:
         """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
@@ -244,7 +252,8 @@ class Pricing:
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
             best = np.where(better, value, best)
-            stale = 0 if better.any() else stale + 1
+            # Until one fits, more stages may yet.
+            stale = 0 if better.any() or np.isinf(best).all() else stale + 1
             at[better] = position
             closing.append(edge)
             values.append(value)
