@@ -39,6 +39,8 @@ class Column(NamedTuple):
     """Layers of each."""
     size: int = 1
     """Sequences of a micro-batch."""
+    inside: tuple[bool, ...] | None = None
+    """Whether each two stages share a node; None until they are placed."""
 
     @property
     def group(self) -> Group:
@@ -136,7 +138,7 @@ class ColumnTimes:
         """Time columns with equally many stages."""
         rows = np.array(stages)
         forward_s, backward_s, rooms = rows[..., 0], rows[..., 1], rows[..., 2]
-        hops = [self.hops_s(column.options) for column in columns]
+        hops = [self.hops_s(column.options, column.inside) for column in columns]
         there_s, back_s = np.moveaxis(np.array(hops).reshape(len(columns), -1, 2), -1, 0)
         exchange = np.array([self._ends(column) for column in columns])
         pull, pulls, push, pushes, step, spread = np.moveaxis(exchange, -1, 0)
@@ -197,9 +199,13 @@ class ColumnTimes:
         """
         stages, num = self.stages, self.ownership.num_pipelines
         size = max(stages.counts_of_class[option.node_class])
-        width = option.tp_degree if self.order is MappingOrder.STAGES_TOGETHER else in_pipeline
+        inside = size // option.tp_degree
+        if self.order is MappingOrder.PIPELINES_TOGETHER:
+            # Other pipelines of the mix may be longer, so a node holds its share of all at most.
+            share = num * size / sum(stages.devices.values())
+            inside = min(size // in_pipeline, max(1, round(share)))
         is_lone = sum(map(bool, stages.counts)) == 1
-        inside = num - 1 if is_lone else min(num, max(1, size // width)) - 1
+        inside = num - 1 if is_lone else min(num, max(1, inside)) - 1
         rank = stages.cost.first_rank_of_node[stages.node_of_class[option.node_class]]
         own_rate, own_latency_s = stages.cost.link(rank, rank)
         cluster = stages.cost.cluster
@@ -229,19 +235,28 @@ class ColumnTimes:
             rows.append(table.total_s[:, place].min(axis=0))
         return rows
 
-    def _hops_s(self, options: tuple[Option, ...]) -> list[tuple[float, float]]:
+    def _hops_s(
+        self, options: tuple[Option, ...], placed: tuple[bool, ...] | None
+    ) -> list[tuple[float, float]]:
         """Return the seconds of all messages of a pipeline: stages fill one node after another."""
-        found, near = [], self.order is MappingOrder.PIPELINES_TOGETHER
+        if placed is None:
+            placed = self._inside(options)
+        pairs = zip(itertools.pairwise(options), placed, strict=True)
+        return [self.hop_s(one, other, inside) for (one, other), inside in pairs]
+
+    def _inside(self, options: tuple[Option, ...]) -> tuple[bool, ...]:
+        """Return which neighbouring stages share a node if stages fill one node after another."""
+        if self.order is MappingOrder.STAGES_TOGETHER:
+            return (False,) * (len(options) - 1)
+        found = []
         left = {kind: max(self.stages.counts_of_class[kind]) for kind, _ in options}
         left[options[0].node_class] -= options[0].tp_degree
-        for one, other in itertools.pairwise(options):
-            kind, degree = other
-            inside = near and one.node_class == kind and degree <= left[kind]
+        for one, (kind, degree) in itertools.pairwise(options):
+            found.append(one.node_class == kind and degree <= left[kind])
             if degree > left[kind]:
                 left[kind] = max(self.stages.counts_of_class[kind])
             left[kind] -= degree
-            found.append(self.hop_s(one, other, inside))
-        return found
+        return tuple(found)
 
     def _hop_s(self, one: Option, other: Option, inside: bool) -> tuple[float, float]:  # noqa: FBT001
         """Return seconds of a hidden state between two stages, and of its gradient back."""

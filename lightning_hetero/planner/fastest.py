@@ -249,12 +249,18 @@ class FastestPlans:
             )
             fitting = ((found, row) for found, row in placed if found is not None)
             arrangement, columns = next(fitting, (None, narrow[0][1]))
+        if arrangement is None:
+            return None
+        columns = [
+            column._replace(inside=pipeline.inside)
+            for column, pipeline in zip(columns, arrangement, strict=True)
+        ]
         rates = [master.times[column.size].rate(column) for column in columns]
         known = [rate for rate in rates if rate is not None]
         sizes = [column.size for column in columns]
         total = self.any_stages.workload.global_batch_size
         dealt = deal(known, sizes, total, equally=self.judge.equally)
-        if arrangement is None or dealt is None:
+        if dealt is None:
             return None
         return Candidate(
             arrangement=arrangement,

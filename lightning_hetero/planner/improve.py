@@ -181,7 +181,8 @@ class Improver:
             options = self.judge.options(pipeline.stages)
             layers = pipeline.layers or times.balance(options)
             if layers:
-                column = Column(options, layers, pipeline.size)
+                inside = PipelineNodes.of_stages(pipeline.stages).inside
+                column = Column(options, layers, pipeline.size, inside)
                 columns.setdefault(pipeline.size, {})[pipeline] = column
         for size, column_of in columns.items():
             times = self.judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)

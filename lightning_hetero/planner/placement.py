@@ -12,7 +12,6 @@ cross. Both orders are starting points that the simulator judges.
 import itertools
 from collections.abc import Sequence
 from enum import StrEnum
-from operator import itemgetter
 from typing import NamedTuple, Self
 
 from lightning_hetero.core.cluster import Cluster
@@ -42,6 +41,11 @@ class PipelineNodes(NamedTuple):
     def stages(self) -> tuple[tuple[int, int], ...]:
         """(node, devices) of every stage."""
         return tuple(zip(self.nodes, self.tp_degrees, strict=True))
+
+    @property
+    def inside(self) -> tuple[bool, ...]:
+        """Whether each two neighbouring stages share a node."""
+        return tuple([one == other for one, other in itertools.pairwise(self.nodes)])
 
     @classmethod
     def of_stages(cls, stages: Sequence[tuple[int, int]]) -> Self:
@@ -143,8 +147,9 @@ def place(
 ) -> Arrangement | None:
     """Return an arrangement of the groups, in their order, or None if the nodes can't hold them.
 
-    The widest stages come first. A stage takes the first node with room, or for PIPELINES_TOGETHER
-    that of the stage before, else the node with the most room.
+    The widest stages come first. For STAGES_TOGETHER a stage takes the first node with room. For
+    PIPELINES_TOGETHER it stays on the node of the stage before; else it takes the node that all the
+    stages of its class which follow fill best, or the one with the most room.
 
     Args:
         groups: The pipelines.
@@ -152,15 +157,24 @@ def place(
         counts: Devices of every node.
         order: What to keep together.
     """
-    free = list(counts)
     nodes_of: dict[int, list[int]] = {}
     for node, kind in enumerate(classes):
         nodes_of.setdefault(kind, []).append(node)
-    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.classes))]
     is_near = order is MappingOrder.PIPELINES_TOGETHER
-    if not is_near:
-        slots.sort(key=itemgetter(1))
-    slots.sort(key=lambda slot: -groups[slot[0]].tp_degrees[slot[1]])
+    found = (_pipelines_together if is_near else _stages_together)(groups, nodes_of, list(counts))
+    if found is None:
+        return None
+    return tuple(
+        PipelineNodes(group.tp_degrees, tuple(nodes))
+        for group, nodes in zip(groups, found, strict=True)
+    )
+
+
+def _stages_together(
+    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+) -> list[list[int]] | None:
+    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.classes))]
+    slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[1]))
     placed = [[-1] * len(group.classes) for group in groups]
     for g, s in slots:
         tp_degree = groups[g].tp_degrees[s]
@@ -168,15 +182,37 @@ def place(
         # Nodes are filled one after the other; a full one is dropped from the front for good.
         while candidates and free[candidates[0]] < 1:
             candidates.pop(0)
-        before = placed[g][s - 1] if s else -1
-        if is_near and before >= 0 and classes[before] == groups[g].classes[s]:
-            candidates = [before, *candidates]
         chosen = next((node for node in candidates if free[node] >= tp_degree), None)
         if chosen is None:
             return None
         free[chosen] -= tp_degree
         placed[g][s] = chosen
-    return tuple(
-        PipelineNodes(group.tp_degrees, tuple(nodes))
-        for group, nodes in zip(groups, placed, strict=True)
+    return placed
+
+
+def _pipelines_together(
+    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+) -> list[list[int]] | None:
+    placed = [[-1] * len(group.classes) for group in groups]
+    wide_first = sorted(
+        range(len(groups)), key=lambda g: (-max(groups[g].tp_degrees), -sum(groups[g].tp_degrees))
     )
+    for g in wide_first:
+        group, chosen = groups[g], -1
+        for s, (tp_degree, kind) in enumerate(zip(*group, strict=True)):
+            near = s and group.classes[s - 1] == kind and free[chosen] >= tp_degree
+            if not near:
+                rest = zip(group.tp_degrees[s:], group.classes[s:], strict=True)
+                needed = sum(degree for degree, of in rest if of == kind)
+                room = [node for node in nodes_of.get(kind, []) if free[node] >= tp_degree]
+                if not room:
+                    return None
+                holding = [node for node in room if free[node] >= needed]
+                chosen = (
+                    min(holding, key=free.__getitem__)
+                    if holding
+                    else max(room, key=free.__getitem__)
+                )
+            free[chosen] -= tp_degree
+            placed[g][s] = chosen
+    return placed
