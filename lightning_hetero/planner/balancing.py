@@ -14,7 +14,6 @@ among the splits that reach it. If times rise with layers, as they nearly always
 the least maximum.
 """
 
-import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["balance_layers", "level_layers", "split_layers"]
+__all__ = ["balance_layers", "split_layers"]
 
 
 def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:
@@ -41,25 +40,6 @@ def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int,
     if slowest is None:
         return None
     return split_layers(np.where(tables <= slowest, tables, np.inf), num_layers, np.add)
-
-
-def level_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:
-    """Return layers of which each went to the stage that is then the fastest; None if none fit.
-
-    Where times rise with layers the maximum is least, too, and the next ones after it, which is
-    what stages that wait for slow links need. Arguments are those of `balance_layers`.
-    """
-    queue = [(float(table[1]), stage) for stage, table in enumerate(times_s)]
-    heapq.heapify(queue)
-    layers = [0] * len(times_s)
-    for _ in range(num_layers):
-        seconds, stage = heapq.heappop(queue)
-        if seconds == np.inf:
-            return None
-        layers[stage] += 1
-        next_s = times_s[stage][layers[stage] + 1] if layers[stage] < num_layers else np.inf
-        heapq.heappush(queue, (float(next_s), stage))
-    return tuple(layers) if min(layers) else None
 
 
 def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:

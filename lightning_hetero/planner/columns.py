@@ -17,14 +17,23 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.planner.balancing import balance_layers, level_layers
+from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.placement import Group, MappingOrder
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
-__all__ = ["Column", "ColumnTimes", "Rate", "finish_1f1b_s", "steady_round_s"]
+__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate", "finish_1f1b_s", "steady_round_s"]
 
 _ROUNDS = 4
 """Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
+
+_LEVELS, _LOOSEST = 24, 12.0
+"""Bottlenecks for which layers are split, and the highest in units of the least one, less 1."""
+
+_MOVES, _FEW_STAGES = 8, 10
+"""Moves of layers after that, at most, and stages up to which layers move anywhere."""
+
+FEW_MICROBATCHES = 4
+"""Micro-batches of a pipeline up to which each of them is timed."""
 
 _Stages = list[tuple[float, float, float]]
 """(forward, backward, room) of every stage of a pipeline."""
@@ -61,6 +70,14 @@ class Rate:
     """[rows] what it takes of the nodes."""
     room: float
     """Parameters that it has room to own; 0 if holders own."""
+    early_s: tuple[float, ...] = ()
+    """Exact ends of 1, 2, ... micro-batches, where pipelines run few."""
+
+    def ends_s(self, count: int) -> float:
+        """Return when so many micro-batches have ended."""
+        if count <= len(self.early_s):
+            return self.early_s[count - 1]
+        return self.fill_s + self.slope_s * count
 
 
 class ColumnTimes:
@@ -77,12 +94,14 @@ class ColumnTimes:
         self.index = {option: i for i, option in enumerate(stages.options)}
         self.hop_s = cache(self._hop_s)
         self.unit_s = cache(self._unit_s)
-        self.exchange_s = cache(self._exchange_s)
+        self.exchange = cache(self._exchange)
+        self.exchange_rows = cache(self._exchange_rows)
         self.hops_s = cache(self._hops_s)
         self._known: dict[Column, Rate | None] = {}
         self.uses = cache(self._uses)
         self.is_recomputing = cache(self._is_recomputing)
         self.balance = cache(self._balance)
+        self.split = cache(self._split)
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
 
@@ -140,35 +159,63 @@ class ColumnTimes:
         forward_s, backward_s, rooms = rows[..., 0], rows[..., 1], rows[..., 2]
         hops = [self.hops_s(column.options, column.inside) for column in columns]
         there_s, back_s = np.moveaxis(np.array(hops).reshape(len(columns), -1, 2), -1, 0)
-        exchange = np.array([self._ends(column) for column in columns])
-        pull, pulls, push, pushes, step, spread = np.moveaxis(exchange, -1, 0)
-        start_s = np.maximum(pull, pulls - forward_s * spread)
-        after_s = np.maximum(push, pushes - backward_s * spread) + step
-        slope_s = steady_round_s(forward_s + backward_s, there_s, back_s)
-        messages = there_s, back_s
-        end_s = finish_1f1b_s((forward_s, backward_s), messages, start_s, self.usual, slope_s)
-        fill_s = (end_s + after_s).max(axis=1) - slope_s * self.usual
+        exchange = np.moveaxis(np.array([self._exchanges(column) for column in columns]), -1, 0)
+        work_s = forward_s, backward_s
+        slope_s, ends_s = self._finish(work_s, (there_s, back_s), exchange, self.usual)
+        fill_s = ends_s - slope_s * self.usual
+        numbers = range(1, self.usual + 3) if self.usual <= FEW_MICROBATCHES else ()
+        early = [self._finish(work_s, (there_s, back_s), exchange, n)[1] for n in numbers]
         for index, column in enumerate(columns):
-            rate = Rate(
+            self._known[column] = Rate(
                 float(slope_s[index]),
                 float(fill_s[index]),
                 self.uses(column.options),
                 float(rooms[index].sum()),
+                tuple([float(row[index]) for row in early]),
             )
-            self._known[column] = rate
 
-    def _ends(self, column: Column) -> list[tuple[float, ...]]:
-        """Return (pull of a unit, of all, push of a unit, of all, step, share hidden) by stage."""
-        devices: Counter[int] = Counter()
-        for kind, degree in column.options:
-            devices[kind] += degree
-        found: list[tuple[float, ...]] = []
-        last = len(column.layers) - 1
-        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
-            ends = index == 0, index == last
-            pull, push, step = self.exchange_s(option, count, devices[option.node_class], ends)
-            found.append((*pull, *push, step, 1 - 1 / (count + sum(ends))))
+    @staticmethod
+    def _finish(
+        work_s: tuple[FloatArray, FloatArray],
+        messages_s: tuple[FloatArray, FloatArray],
+        exchange: Sequence[FloatArray] | FloatArray,
+        count: int,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return [pipelines] slopes and ends, given [pipelines, stages] of all seconds."""
+        pull, pulls, push, pushes, step, hidden = exchange
+        forward_s, backward_s = work_s
+        start_s = np.maximum(pull, pulls - forward_s * hidden)
+        after_s = np.maximum(push, pushes - backward_s * hidden) + step
+        slope_s = steady_round_s(forward_s + backward_s, *messages_s)
+        end_s = finish_1f1b_s(work_s, messages_s, start_s, count, slope_s)
+        return slope_s, (end_s + after_s).max(axis=1)
+
+    def _exchanges(self, column: Column) -> list[tuple[float, ...]]:
+        """Return what `_exchange` gives for each stage."""
+        devices, last = self._devices(column.options), len(column.layers) - 1
+        return [
+            self.exchange(option, count, devices[option.node_class], (index == 0, index == last))
+            for index, (option, count) in enumerate(zip(*column[:2], strict=True))
+        ]
+
+    @staticmethod
+    def _devices(options: Sequence[Option]) -> Counter[int]:
+        """Return a pipeline's devices of each class."""
+        found: Counter[int] = Counter()
+        for kind, degree in options:
+            found[kind] += degree
         return found
+
+    def _exchange(
+        self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
+    ) -> tuple[float, ...]:
+        """Return seconds of a stage's exchange, and the share of them that layers hide.
+
+        They are those of the pull of one unit and of all, of the push of one and of all, and of the
+        step.
+        """
+        pull, push, step_s = self._exchange_s(option, count, in_pipeline, ends)
+        return *pull, *push, step_s, 1 - 1 / (count + sum(ends))
 
     def _exchange_s(
         self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
@@ -219,10 +266,76 @@ class ColumnTimes:
         rows = self._seconds(options)
         return balance_layers(rows, self.stages.num_layers) if rows else None
 
-    def level(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
-        """Return the layers that make a pipeline's stages as alike as can be, if any fit."""
-        rows = self._seconds(options)
-        return level_layers(rows, self.stages.num_layers) if rows else None
+    def _split(
+        self, options: tuple[Option, ...], placed: tuple[bool, ...] | None, count: int
+    ) -> tuple[int, ...] | None:
+        """Return the layers with which a pipeline of few micro-batches ends soonest; None if none.
+
+        With a bottleneck t the fastest stages take as many layers as t allows, and the others one.
+        Balanced stages have the least t, but not the least sum of stages, which fills a pipeline:
+        so several t are tried. From the best one, layers move while the pipeline ends sooner.
+        """
+        balanced = self.balance(options)
+        if balanced is None or len(options) == 1:
+            return balanced
+        seconds = np.array(self._seconds(options))
+        least_s = float(seconds[np.arange(len(options)), balanced].max())
+        levels = least_s * (1 + _LOOSEST * np.linspace(0, 1, _LEVELS) ** 3)
+        rising = np.maximum.accumulate(seconds[:, 1:], axis=1)
+        most = np.stack([np.searchsorted(row, levels, side="right") for row in rising], axis=1)
+        splits = np.ones_like(most)
+        left = np.full(len(levels), self.stages.num_layers - len(options))
+        per_layer = [float(row[n - 1] / n) for row, n in zip(rising, most[-1], strict=True)]
+        for stage in np.argsort(per_layer, kind="stable").tolist():
+            more = np.minimum(np.maximum(most[:, stage] - 1, 0), left)
+            splits[:, stage] += more
+            left -= more
+        splits = np.unique(np.vstack([splits[left == 0], balanced]), axis=0)
+        best, best_s = splits[0], np.inf
+        for _ in range(_MOVES):
+            ends_s = self._ends_s(options, placed, splits, count)
+            index = int(np.argmin(ends_s))
+            if not ends_s[index] < best_s * (1 - 1e-6):
+                break
+            best, best_s = splits[index], float(ends_s[index])
+            splits = best + _moves(len(options))
+            splits = splits[(splits > 0).all(axis=1)]
+        return tuple(best.tolist())
+
+    def _ends_s(
+        self,
+        options: tuple[Option, ...],
+        placed: tuple[bool, ...] | None,
+        splits: IntArray,
+        count: int,
+    ) -> FloatArray:
+        """Return [splits] when pipelines with the same stages and other layers end."""
+        last, devices = len(options) - 1, self._devices(options)
+        rows = []
+        for index, option in enumerate(options):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            total_s = table.total_s[:, last - index].min(axis=0)
+            ends = index == 0, index == last
+            exchange = self.exchange_rows(option, devices[option.node_class], ends)
+            stacked = np.vstack([table.forward_s, total_s - table.forward_s, exchange])
+            rows.append(stacked[:, splits[:, index]])
+        forward_s, backward_s, *rest = np.stack(rows, axis=2)
+        hops = np.array(self.hops_s(options, placed)).T
+        there_s, back_s = np.broadcast_to(hops[:, None], (2, len(splits), last))
+        fits = np.isfinite(backward_s)
+        work_s = forward_s, np.where(fits, backward_s, 0.0)
+        _, ends_s = self._finish(work_s, (there_s, back_s), rest, count)
+        ends_s[~fits.all(axis=1)] = np.inf
+        return ends_s
+
+    def _exchange_rows(
+        self, option: Option, in_pipeline: int, ends: tuple[bool, bool]
+    ) -> FloatArray:
+        """Return [6, layers] what `_exchange` gives for each number of layers."""
+        found = np.zeros((6, self.stages.num_layers + 1))
+        for count in range(1, self.stages.num_layers + 1):
+            found[:, count] = self._exchange(option, count, in_pipeline, ends)
+        return found
 
     def _seconds(self, options: tuple[Option, ...]) -> list[FloatArray]:
         """Return [layers] seconds of each stage; empty if so many stages don't fit."""
@@ -288,7 +401,7 @@ class ColumnTimes:
         found: FloatArray = np.zeros(self.stages.num_layers + 1)
         times_s = self.stages.times_s(option, True, False)
         for count in range(1, self.stages.num_layers + 1):
-            pull, push, step = self.exchange_s(option, count, option.tp_degree, (True, False))
+            pull, push, step = self._exchange_s(option, count, option.tp_degree, (True, False))
             hidden_s = times_s[1, count] * (1 - 1 / (count + 1))
             found[count] = pull[0] + max(push[0], push[1] - hidden_s) + step
         return found
@@ -364,6 +477,21 @@ def finish_1f1b_s(
             for row in (free_s, arrived_s, *link_s):
                 row += (skipped * round_s)[:, None]
     return free_s
+
+
+@lru_cache
+def _moves(num_stages: int) -> IntArray:
+    """Return [moves, stages] layers that stages take from others: 1, 2 or 4 of them.
+
+    Of many stages, only neighbours give layers to each other.
+    """
+    rows = []
+    for giver, taker in itertools.permutations(range(num_stages), 2):
+        for number in (1, 2, 4) if num_stages <= _FEW_STAGES or abs(giver - taker) == 1 else ():
+            row = [0] * num_stages
+            row[giver], row[taker] = -number, number
+            rows.append(row)
+    return np.array(rows)
 
 
 @lru_cache

@@ -163,8 +163,11 @@ class FastestPlans:
                 rooms[number] = self._solve(Ownership(number, True), orders[0], sizes, upper_s)
             return rooms[number]
 
-        if least_s < np.inf and solve_by_room(best) > least_s * (1 - _SAME_ORDER):
-            return min(least_s, rooms[best])
+        # Owners by room may help the best number, or make more pipelines fit.
+        lacking = [n for (n, order), seconds in times.items() if n > best and seconds == np.inf]
+        near = [best, *([min(lacking)] if lacking else [])]
+        if least_s < np.inf and min(map(solve_by_room, near)) > least_s * (1 - _SAME_ORDER):
+            return min(least_s, *rooms.values())
         self._scan(solve_by_room, _numbers(top))
         best = min(rooms, key=rooms.__getitem__)
         other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])

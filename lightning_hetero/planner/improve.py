@@ -26,7 +26,7 @@ _TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
 _WORSE, _OF_STAGES = 1.03, 2.0
 """An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
 stages by this share divided by their number."""
-_FAR = 1.04
+_FAR = 1.10
 """Plans so much slower than the best one are not looked at."""
 _LACKING = 1.02
 """What more recomputation costs, about, where stages lack room to own all states."""
@@ -34,6 +34,8 @@ _GAIN = 1e-4
 """Least share of the seconds that a step must gain."""
 _FEW_STAGES = 12
 """Stages of a pipeline up to which one is moved anywhere."""
+_KINDS = 12
+"""Kinds of pipelines among which micro-batches move."""
 _MOST_NEIGHBOURS = 1_500
 """Neighbours of a plan that are estimated, at about 0.2 ms each."""
 
@@ -48,6 +50,8 @@ class _Pipeline:
     stages: _Stages
     size: int
     layers: tuple[int, ...] | None = None
+    count: int = 0
+    """Micro-batches for which layers are chosen; 0 for the average of all pipelines."""
 
 
 class _Timed(NamedTuple):
@@ -104,8 +108,10 @@ class Improver:
     def _likeliest(self, plan: Candidate, seen: set[Candidate]) -> list[Candidate]:
         """Return the neighbours of a plan that may be the fastest, those not seen."""
         own = [
-            _Pipeline(nodes.stages, size, layers)
-            for nodes, size, layers in zip(plan.arrangement, plan.sizes, plan.layers, strict=True)
+            _Pipeline(nodes.stages, size, layers, count)
+            for nodes, size, layers, count in zip(
+                plan.arrangement, plan.sizes, plan.layers, plan.counts, strict=True
+            )
         ]
         estimate_s = self._fill(own, plan.counts)
         if estimate_s is None:
@@ -121,8 +127,8 @@ class Improver:
             self.num_rated += 1
             if filled is not None and filled[1] < most_s:
                 rated.setdefault(filled[0], filled[1])
-        for counts in self._dealt(plan, estimate_s[2]):
-            filled = self._fill(own, counts)
+        for dealt, counts in self._dealt(plan, own):
+            filled = self._fill(dealt, counts)
             if filled is not None:
                 rated.setdefault(filled[0], min(filled[1], estimate_s[1]))
         tried = max(_TRIED, min(_TRIED_IF_SMALL, _TRIED_STAGES // num_stages))
@@ -165,7 +171,7 @@ class Improver:
             sizes=tuple(sizes),
             counts=tuple(counts),
         )
-        seconds = max(r.fill_s + r.slope_s * k for r, k in zip(rates, counts, strict=True))
+        seconds = max(r.ends_s(k) for r, k in zip(rates, counts, strict=True))
         if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
             seconds *= _LACKING
         return candidate, seconds, rates, any(item.is_recomputing for item in timed)
@@ -179,9 +185,9 @@ class Improver:
             known[pipeline] = None
             times = self.judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
             options = self.judge.options(pipeline.stages)
-            layers = pipeline.layers or times.balance(options)
+            inside = PipelineNodes.of_stages(pipeline.stages).inside
+            layers = pipeline.layers or times.split(options, inside, pipeline.count or times.usual)
             if layers:
-                inside = PipelineNodes.of_stages(pipeline.stages).inside
                 column = Column(options, layers, pipeline.size, inside)
                 columns.setdefault(pipeline.size, {})[pipeline] = column
         for size, column_of in columns.items():
@@ -193,20 +199,29 @@ class Improver:
                     is_recomputing = times.is_recomputing(column)
                     known[pipeline] = _Timed(nodes, column.layers, rate, is_recomputing)
 
-    def _dealt(self, plan: Candidate, rates: Sequence[Rate]) -> Iterator[tuple[int, ...]]:
-        """Yield other micro-batches: one from any pipeline to any other of another kind."""
+    def _dealt(
+        self, plan: Candidate, own: Sequence[_Pipeline]
+    ) -> Iterator[tuple[Sequence[_Pipeline], tuple[int, ...]]]:
+        """Yield other micro-batches: one from any pipeline to any other of another kind.
+
+        Layers stay, or are chosen again for the new numbers.
+        """
         if self.judge.equally:
             return
         kinds: dict[object, int] = {}
         rows = zip(plan.arrangement, plan.layers, plan.sizes, plan.counts, strict=True)
         for index, row in enumerate(rows):
             kinds.setdefault(row, index)
-        for giver, taker in itertools.permutations(list(kinds.values())[:12], 2):
+        for giver, taker in itertools.permutations(list(kinds.values())[:_KINDS], 2):
             if plan.counts[giver] > 1 and plan.sizes[giver] == plan.sizes[taker]:
                 counts = list(plan.counts)
                 counts[giver] -= 1
                 counts[taker] += 1
-                yield tuple(counts)
+                yield own, tuple(counts)
+                split = list(own)
+                for index in (giver, taker):
+                    split[index] = replace(own[index], layers=None, count=counts[index])
+                yield split, tuple(counts)
 
     # -- the neighbourhood ----------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def deal(
     num = len(rates)
     if equally:
         base, rest = divmod(total // sizes[0], num)
-        order = sorted(range(num), key=lambda i: rates[i].fill_s + rates[i].slope_s * base)
+        order = sorted(range(num), key=lambda i: rates[i].ends_s(base))
         return [base + (i in order[:rest]) for i in range(num)] if base else None
     busy, time_s = list(range(num)), 0.0
     while busy:
@@ -51,32 +51,32 @@ def deal(
         per_s = sum(sizes[i] / rates[i].slope_s for i in busy)
         before = sum(rates[i].fill_s * sizes[i] / rates[i].slope_s for i in busy)
         time_s = (rest + before) / per_s
-        late = [i for i in busy if time_s < rates[i].fill_s + rates[i].slope_s]
+        late = [i for i in busy if time_s < rates[i].ends_s(1)]
         if not late:
             break
         busy = [i for i in busy if i not in late]
     counts = [
-        max(1, int((time_s - r.fill_s) / r.slope_s) - 1) if i in busy else 1
+        max(1, int((time_s - r.fill_s) / r.slope_s) - 2) if i in busy else 1
         for i, r in enumerate(rates)
     ]
     left = total - sum(map(int.__mul__, counts, sizes))
     while left < 0:
-        most = max(range(num), key=lambda i: rates[i].fill_s + rates[i].slope_s * counts[i])
+        most = max(range(num), key=lambda i: rates[i].ends_s(counts[i]))
         more = [i for i in range(num) if counts[i] > 1]
         if not more:
             return None
         if counts[most] == 1:
-            most = max(more, key=lambda i: rates[i].fill_s + rates[i].slope_s * counts[i])
+            most = max(more, key=lambda i: rates[i].ends_s(counts[i]))
         counts[most] -= 1
         left += sizes[most]
-    queue = [(r.fill_s + r.slope_s * (counts[i] + 1), i) for i, r in enumerate(rates)]
+    queue = [(r.ends_s(counts[i] + 1), i) for i, r in enumerate(rates)]
     heapq.heapify(queue)
     while left and queue:
-        ends_s, i = heapq.heappop(queue)
+        _, i = heapq.heappop(queue)
         if sizes[i] <= left:
             counts[i] += 1
             left -= sizes[i]
-            heapq.heappush(queue, (ends_s + rates[i].slope_s, i))
+            heapq.heappush(queue, (rates[i].ends_s(counts[i] + 1), i))
     return None if left else counts
 
 

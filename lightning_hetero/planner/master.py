@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_hetero.assign.linear_program import LinearProgram, Solution
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.columns import Column, ColumnTimes, Rate
+from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.memory import idle_capacity
 from lightning_hetero.planner.pricing import Duals, Pricing
 from lightning_hetero.planner.stages import Option
@@ -317,14 +317,19 @@ class Master:
             number = min(self.most, int((self.stages.limits[used] // rate.uses[used]).min()))
             if number and not (self.by_room and number * rate.room < self.needed_room):
                 count = -(-self.total // (column.size * number))
-                found.append(Mix(((column, number),), rate.fill_s + rate.slope_s * count))
+                found.append(Mix(((column, number),), rate.ends_s(count)))
         return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
 
     def shift_best(self) -> None:
         """Add the columns that run with layers moved between stages, and solve again."""
         number = max(1.0, sum(count for _, count in self.best_columns()))
         best = self.promising()[:_SHIFTED]
-        shifted = [self.shift(c, self.total / (c.size * number)) for c in best]
+        shifted = []
+        for column in best:
+            share = self.total / (column.size * number)
+            # Pipelines with few micro-batches have one more or less.
+            more = (0, 1, 2) if share <= FEW_MICROBATCHES else (0,)
+            shifted += [self.shift(column, max(1.0, share // 1 + n)) for n in more]
         if self.add(shifted):
             self._newton()
 
@@ -349,16 +354,16 @@ class Master:
         From each of the best three orders, layers move from stage to stage: of all moves of 8, 4,
         2 or 1 layers the best one each time.
         """
-        times = self.times[column.size]
+        times, count = self.times[column.size], max(1, round(share))
 
         def ends_s(items: Sequence[Column]) -> list[float]:
             rates = times.rates(items)
-            return [r.fill_s + r.slope_s * share if r else np.inf for r in rates]
+            return [r.ends_s(count) if r else np.inf for r in rates]
 
         turned = [
             column._replace(options=options, layers=layers)
             for options in _turned(column.options)
-            for layers in (times.balance(options), times.level(options))
+            for layers in (times.balance(options), times.split(options, None, count))
             if layers
         ]
         begin = [column, *_best(turned, ends_s(turned), 2)]
