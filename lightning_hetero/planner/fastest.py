@@ -151,7 +151,7 @@ class FastestPlans:
         best = near[0]
         other = solve(best, orders[1])
         if not abs(other / times[best, orders[0]] - 1) < _SAME_ORDER:
-            self._scan(lambda n: solve(n, orders[1]), numbers)
+            self._descend(lambda n: solve(n, orders[1]), numbers, best)
         least_s = min(times.values())
         if not self.judge.cost.layout.is_owned_by_room:
             return least_s
@@ -168,7 +168,7 @@ class FastestPlans:
         near = [best, *([min(lacking)] if lacking else [])]
         if least_s < np.inf and min(map(solve_by_room, near)) > least_s * (1 - _SAME_ORDER):
             return min(least_s, *rooms.values())
-        self._scan(solve_by_room, _numbers(top))
+        self._descend(solve_by_room, sorted({*numbers, *near}), min(near, key=solve_by_room))
         best = min(rooms, key=rooms.__getitem__)
         other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])
         return min(least_s, rooms[best], other)
@@ -182,6 +182,22 @@ class FastestPlans:
             worse = [seconds > _FAR * best for seconds in known.values()]
             if len(worse) > _FAR_IN_A_ROW and all(worse[-_FAR_IN_A_ROW:]) and best < np.inf:
                 break
+        self._refine(solve, known)
+        return sorted(known)
+
+    def _descend(self, solve: Callable[[int], float], numbers: Sequence[int], start: int) -> None:
+        """Try the numbers on both sides of one, as long as they are better, and those between."""
+        known = {start: solve(start)}
+        place = numbers.index(start)
+        for side in (numbers[place + 1 :], numbers[:place][::-1]):
+            for number in side:
+                known[number] = solve(number)
+                if known[number] > min(known.values()):
+                    break
+        self._refine(solve, known)
+
+    def _refine(self, solve: Callable[[int], float], known: dict[int, float]) -> None:
+        """Try numbers halfway between the best one and those next to it."""
         for _ in range(3):
             ordered = sorted(known)
             place = ordered.index(min(known, key=lambda n: (known[n], n)))
@@ -192,7 +208,6 @@ class FastestPlans:
                 break
             for number in sorted(new):
                 known[number] = solve(number)
-        return sorted(known)
 
     def _solve(
         self, ownership: Ownership, order: MappingOrder, sizes: Sequence[int], upper_s: float

@@ -36,11 +36,21 @@ _FEW_STAGES = 12
 """Stages of a pipeline up to which one is moved anywhere."""
 _KINDS = 12
 """Kinds of pipelines among which micro-batches move."""
-_MOST_NEIGHBOURS = 1_500
-"""Neighbours of a plan that are estimated, at about 0.2 ms each."""
+_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 30_000
+"""Neighbours of a plan that are estimated, and their pipelines; a pipeline takes 4 µs."""
+_CHEAP = 16
+"""Pipelines that are estimated in the time of a simulated stage."""
 
 _Stages = tuple[tuple[int, int], ...]
 """(node, TP degree) of every stage of a pipeline."""
+
+
+_Pattern = tuple[tuple[int, int], ...]
+"""(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
+
+
+def _placed(pattern: _Pattern, stages: _Stages) -> _Stages:
+    return tuple([(stages[place][0], degree) for place, degree in pattern])
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,13 @@ class Improver:
         num_stages = sum(map(len, plan.layers))
         most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
         rated: dict[Candidate, float] = {}
-        neighbours = list(itertools.islice(self._neighbours(own), _MOST_NEIGHBOURS))
+        most = max(_FEWEST_NEIGHBOURS, min(_MOST_NEIGHBOURS, _ESTIMATED // len(own)))
+        neighbours = list(itertools.islice(self._neighbours(own), most))
         for number, alike in itertools.groupby(sorted(neighbours, key=len), key=len):
             self._time(itertools.chain.from_iterable(alike), Ownership(number))
         for pipelines in neighbours:
             filled = self._fill(pipelines, None)
-            self.num_rated += 1
+            self.num_rated += 1 + len(own) // _CHEAP
             if filled is not None and filled[1] < most_s:
                 rated.setdefault(filled[0], filled[1])
         for dealt, counts in self._dealt(plan, own):
@@ -236,7 +247,12 @@ class Improver:
                 free[node] -= degree
         yield from self._layers_moved(own, firsts)
         for index in firsts:
-            for stages in self._changed(own[index].stages, free):
+            kind = self._kind(own[index])
+            like = [i for i, pipeline in enumerate(own) if self._kind(pipeline) == kind]
+            for pattern in self._patterns(own[index].stages):
+                for chosen in (like, [index]) if len(like) > 1 else (like,):
+                    yield self._with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
+            for stages in self._grown(own[index].stages, free):
                 yield self._with(own, {index: stages})
         yield from self._between(own, firsts)
         for node in self._distinct_nodes(free):
@@ -270,10 +286,14 @@ class Improver:
                         ]
 
     def _shape(self, pipeline: _Pipeline) -> object:
+        return self._kind(pipeline), pipeline.layers
+
+    def _kind(self, pipeline: _Pipeline) -> object:
+        """Return what pipelines have in common that differ in their nodes and layers only."""
         kinds = self.judge.any_stages.class_of_node
         same = [a[0] == b[0] for a, b in itertools.pairwise(pipeline.stages)]
         degrees = [(kinds[node], degree) for node, degree in pipeline.stages]
-        return degrees, same, pipeline.layers, pipeline.size
+        return degrees, same, pipeline.size
 
     def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
         """Return nodes with free devices, one of each class and number of them."""
@@ -289,39 +309,50 @@ class Improver:
         kind = stages.class_of_node[node]
         return [o.tp_degree for o in stages.options if o.node_class == kind and o.tp_degree <= most]
 
-    def _changed(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
-        """Yield one pipeline's stages with one left out, added, resized, moved, or two swapped."""
+    def _patterns(self, stages: _Stages) -> Iterator[_Pattern]:
+        """Yield changes on a pipeline's own devices.
+
+        A stage is left out, narrower, halved or joined to the next one, or the order is another.
+        """
+        own = tuple((place, degree) for place, (_, degree) in enumerate(stages))
         for place, (node, degree) in enumerate(stages):
-            before, after = stages[:place], stages[place + 1 :]
+            before, after = own[:place], own[place + 1 :]
             if len(stages) > 1:
                 yield before + after
-            for other in self._degrees(node, degree + free[node]):
-                if other != degree:
-                    yield (*before, (node, other), *after)
+            for other in self._degrees(node, degree - 1):
+                yield (*before, (place, other), *after)
                 if other * 2 == degree:
-                    yield (*before, (node, other), (node, other), *after)
-        yield from self._added_or_swapped(stages, free)
+                    yield (*before, (place, other), (place, other), *after)
+        for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
+            joined = degree + next_degree
+            if node == near and joined in self._degrees(node, joined):
+                yield (*own[:place], (place, joined), *own[place + 2 :])
+        yield from self._reordered(stages, own)
+
+    @staticmethod
+    def _reordered(stages: _Stages, own: _Pattern) -> Iterator[_Pattern]:
+        """Yield a pipeline with two stages swapped, or one moved."""
+        for one, other in itertools.combinations(range(len(stages)), 2):
+            if stages[one] != stages[other] and (len(stages) <= 8 or other == one + 1):
+                swapped = list(own)
+                swapped[one], swapped[other] = swapped[other], swapped[one]
+                yield tuple(swapped)
         if len(stages) <= _FEW_STAGES:
             for place, other in itertools.permutations(range(len(stages)), 2):
                 if abs(other - place) > 1 and stages[other] != stages[place]:
-                    rest = stages[:place] + stages[place + 1 :]
-                    yield (*rest[:other], stages[place], *rest[other:])
+                    rest = own[:place] + own[place + 1 :]
+                    yield (*rest[:other], own[place], *rest[other:])
 
-    def _added_or_swapped(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
-        """Yield a pipeline's stages with one added, or two swapped or joined."""
+    def _grown(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
+        """Yield one pipeline's stages with free devices: one is wider, or there is one more."""
+        for place, (node, degree) in enumerate(stages):
+            for other in self._degrees(node, degree + free[node]):
+                if other > degree:
+                    yield (*stages[:place], (node, other), *stages[place + 1 :])
         for node in self._distinct_nodes(free):
             for degree in self._degrees(node, free[node]):
                 for place in range(len(stages) + 1):
                     yield (*stages[:place], (node, degree), *stages[place:])
-        for one, other in itertools.combinations(range(len(stages)), 2):
-            if stages[one] != stages[other] and (len(stages) <= 8 or other == one + 1):
-                swapped = list(stages)
-                swapped[one], swapped[other] = swapped[other], swapped[one]
-                yield tuple(swapped)
-        for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
-            joined = degree + next_degree
-            if node == near and joined in self._degrees(node, joined):
-                yield (*stages[:place], (node, joined), *stages[place + 2 :])
 
     def _between(self, own: list[_Pipeline], firsts: Sequence[int]) -> Iterator[list[_Pipeline]]:
         """Yield plans with stages of two pipelines moved or swapped, or both joined."""

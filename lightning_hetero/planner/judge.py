@@ -44,40 +44,57 @@ def deal(
         base, rest = divmod(total // sizes[0], num)
         order = sorted(range(num), key=lambda i: rates[i].ends_s(base))
         return [base + (i in order[:rest]) for i in range(num)] if base else None
-    busy, time_s = list(range(num)), 0.0
-    while busy:
-        # Pipelines that could not end one micro-batch by then get one, and the others the rest.
-        rest = total - sum(sizes[i] for i in range(num) if i not in busy)
-        per_s = sum(sizes[i] / rates[i].slope_s for i in busy)
-        before = sum(rates[i].fill_s * sizes[i] / rates[i].slope_s for i in busy)
-        time_s = (rest + before) / per_s
-        late = [i for i in busy if time_s < rates[i].ends_s(1)]
-        if not late:
-            break
-        busy = [i for i in busy if i not in late]
-    counts = [
-        max(1, int((time_s - r.fill_s) / r.slope_s) - 2) if i in busy else 1
-        for i, r in enumerate(rates)
-    ]
-    left = total - sum(map(int.__mul__, counts, sizes))
+    return _dealt_freely(rates, sizes, total)
+
+
+def _dealt_freely(rates: Sequence[Rate], sizes: Sequence[int], total: int) -> list[int] | None:
+    kinds: dict[tuple[Rate, int], list[int]] = {}
+    for index, kind in enumerate(zip(rates, sizes, strict=True)):
+        kinds.setdefault(kind, []).append(index)
+    time_s = _common_end_s({kind: len(members) for kind, members in kinds.items()}, total)
+    counts, left = [0] * len(rates), total
+    for (rate, size), members in kinds.items():
+        # Some too few, and the rest one after another.
+        early = max(1, int((time_s - rate.fill_s) / rate.slope_s) - 2)
+        for index in members:
+            counts[index] = early
+        left -= early * size * len(members)
     while left < 0:
-        most = max(range(num), key=lambda i: rates[i].ends_s(counts[i]))
-        more = [i for i in range(num) if counts[i] > 1]
+        more = [kind for kind, members in kinds.items() if counts[members[0]] > 1]
         if not more:
             return None
-        if counts[most] == 1:
-            most = max(more, key=lambda i: rates[i].ends_s(counts[i]))
-        counts[most] -= 1
-        left += sizes[most]
-    queue = [(r.ends_s(counts[i] + 1), i) for i, r in enumerate(rates)]
+        kind = max(more, key=lambda kind: kind[0].ends_s(counts[kinds[kind][0]]))
+        for index in kinds[kind]:
+            counts[index] -= 1
+            left += kind[1]
+    queue = [(kind[0].ends_s(counts[m[0]] + 1), m[0], kind) for kind, m in kinds.items()]
     heapq.heapify(queue)
     while left and queue:
-        _, i = heapq.heappop(queue)
-        if sizes[i] <= left:
-            counts[i] += 1
-            left -= sizes[i]
-            heapq.heappush(queue, (rates[i].ends_s(counts[i] + 1), i))
+        _, first, (rate, size) = heapq.heappop(queue)
+        members = kinds[rate, size][: left // size]
+        for index in members:
+            counts[index] += 1
+        left -= size * len(members)
+        if members:
+            heapq.heappush(queue, (rate.ends_s(counts[first] + 1), first, (rate, size)))
     return None if left else counts
+
+
+def _common_end_s(kinds: dict[tuple[Rate, int], int], total: int) -> float:
+    """Return when all pipelines end if parts of micro-batches count, and each runs one at least."""
+    busy, rest, time_s = dict(kinds), total, 0.0
+    while busy:
+        per_s = sum(number * size / rate.slope_s for (rate, size), number in busy.items())
+        before = sum(
+            number * size * rate.fill_s / rate.slope_s for (rate, size), number in busy.items()
+        )
+        time_s = (rest + before) / per_s
+        late = [kind for kind in busy if time_s < kind[0].ends_s(1)]
+        if not late:
+            break
+        for kind in late:
+            rest -= busy.pop(kind) * kind[1]
+    return time_s
 
 
 class Judge:
@@ -142,7 +159,7 @@ class Judge:
         found = []
         kinds = set(zip(candidate.arrangement, candidate.layers, candidate.counts, strict=True))
         for plan in settle_memory(bare, cost, workload.microbatch, idle_may_own=self.idle_may_own):
-            self.work_done += sum(len(layers) for _, layers, _ in kinds)
+            self.work_done += sum(len(layers) for _, layers, _ in kinds) + len(plan.pipelines) // 8
             simulation = self.simulate(plan)
             if simulation.fits:
                 found.append((plan, simulation))

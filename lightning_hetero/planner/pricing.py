@@ -25,13 +25,13 @@ from lightning_hetero.planner.stages import Option
 
 __all__ = ["Duals", "Pricing"]
 
-_LEVELS = 24
+_LEVELS = 16
 """Levels of the bottleneck priced at once."""
 _SLOW_LINK = 0.02
 """Links that take so much of a pipeline's seconds decide its composition."""
 _OF_LENGTH = 3
 """Pipelines of each number of stages that begin a search."""
-_RAISES = 6
+_RAISES = 4
 """Times that a level's prices are raised at most, until its pipeline fits."""
 _CARRY = 0.5
 """Share of raised prices with which the levels beside a level begin."""
@@ -267,7 +267,7 @@ class Pricing:
                 break
         chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
         for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
-            every = np.argsort(-row, kind="stable")[:_OF_LENGTH].tolist()
+            every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
         return [
             (level, self._column(paths, edges, closing[position], level, position))
