@@ -35,18 +35,21 @@ _STEPS, _GUESSES, _CUTS = 16, 2, 8
 """Times T that are tried at most, how many of them are guessed before the rest is halved, and
 rounds of pricing for each."""
 
+_Taking = tuple[float, FloatArray]
+"""What a pipeline finishes, and the devices of each class that it takes."""
 
-def bound_time_s(stages: Stages, upper_s: float) -> float:
+
+def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
     """Return seconds that every plan's iteration takes at least.
 
     Args:
-        stages: Times and memory of all stages.
+        every: Times and memory of all stages, for each size of micro-batches that is allowed.
         upper_s: Seconds of a plan that exists.
     """
-    bound = _Bound(stages)
+    bound = _Mixed([_Bound(stages) for stages in every])
     low_s = min(bound.work_s, upper_s)
     for whole in (False, True):
-        known: list[tuple[float, FloatArray]] = []
+        known: list[_Taking] = []
         time_s = high_s = upper_s
         for step in range(_STEPS):
             most = bound.most_finished(time_s, known, whole=whole)
@@ -56,7 +59,7 @@ def bound_time_s(stages: Stages, upper_s: float) -> float:
                 high_s = time_s
             if high_s < low_s * (1 + _CLOSE):
                 break
-            # In a time shorter by some factor, about so many fewer micro-batches are finished.
+            # In a time shorter by some factor, about so many fewer samples are finished.
             next_s = time_s * bound.total / most * (1 - _CLOSE / 4) if most else 0.0
             if step >= _GUESSES or not low_s * (1 + _CLOSE / 4) < next_s < high_s:
                 next_s = (low_s + high_s) / 2
@@ -107,7 +110,7 @@ class _Bound:
             [[o.tp_degree * (o.node_class == kind) for kind in self.kinds] for o in stages.options],
             dtype=float,
         )
-        power = max(1e-300, float(self.devices @ self._per_device()))
+        power = max(1e-300, float(self.devices @ self.per_device()))
         self.work_s = self.total * stages.num_layers / power
         self.most_layers = np.array([self._most_layers(option) for option in stages.options])
         times_s = [stages.times_s(o, False, False).sum(axis=0) for o in stages.options]
@@ -122,7 +125,7 @@ class _Bound:
         self.least: IntArray = np.append(1, tops[:-1] + 1)
         """The fewest of each."""
 
-    def _per_device(self) -> FloatArray:
+    def per_device(self) -> FloatArray:
         best = np.zeros(len(self.kinds))
         for row, speed in zip(self.takes, self.speeds, strict=True):
             best = np.maximum(best, np.where(row > 0, speed / np.maximum(row, 1), 0.0))
@@ -137,42 +140,7 @@ class _Bound:
             most = max(most, int(np.flatnonzero(fits).max(initial=0)))
         return most
 
-    def most_finished(
-        self, time_s: float, known: list[tuple[float, FloatArray]], *, whole: bool
-    ) -> float:
-        """Return micro-batches that no mix of pipelines exceeds by a time.
-
-        Any prices give such a number, those of the least one are looked for.
-
-        Args:
-            time_s: Seconds of an iteration.
-            known: Pipelines as (micro-batches, devices of each class), to which new ones are added.
-            whole: Whether stages hold whole layers, or any part of them.
-        """
-        most = np.inf
-        prices = self._prices(known)[1] if known else self._per_device()
-        for _ in range(_CUTS):
-            worth, found = self._cheapest(time_s, prices, whole=whole)
-            most = min(most, worth * float(prices @ self.devices))
-            known += found
-            if not known or most < self.total * (1 - _CLOSE):
-                break
-            value, prices = self._prices(known)
-            if value > min(self.total, most * (1 - _CLOSE / 4)):
-                break
-        return most
-
-    def _prices(self, known: Sequence[tuple[float, FloatArray]]) -> tuple[float, FloatArray]:
-        """Return what mixes of some pipelines finish, and prices at which none of them pays."""
-        program = LinearProgram()
-        value = np.array([count for count, _ in known])
-        x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
-        for column, limit in zip(np.array([t for _, t in known]).T, self.devices, strict=True):
-            program.add_row(x, column, upper=limit)
-        solution = program.minimize()
-        return -solution.objective, np.maximum(-solution.row_duals, 1e-12)
-
-    def _cheapest(
+    def cheapest(
         self, time_s: float, prices: FloatArray, *, whole: bool
     ) -> tuple[float, list[tuple[float, FloatArray]]]:
         """Return the most micro-batches for a price of 1, and the best pipelines as columns."""
@@ -248,3 +216,49 @@ class _Bound:
             found += self.takes[option]
             left = max(0, left - int(steps[place][option, index]))
         return found
+
+
+class _Mixed:
+    """Pipelines of any size of micro-batches: what is finished is counted in samples."""
+
+    def __init__(self, bounds: Sequence[_Bound]) -> None:
+        self.bounds, self.devices = bounds, bounds[0].devices
+        self.total = bounds[0].stages.workload.global_batch_size
+        self.work_s = min(bound.work_s for bound in bounds)
+
+    def most_finished(self, time_s: float, known: list[_Taking], *, whole: bool) -> float:
+        """Return samples that no mix of pipelines exceeds by a time.
+
+        Any prices give such a number, those of the least one are looked for.
+
+        Args:
+            time_s: Seconds of an iteration.
+            known: Pipelines, to which new ones are added.
+            whole: Whether stages hold whole layers, or any part of them.
+        """
+        most = np.inf
+        prices = self._prices(known)[1] if known else self.bounds[0].per_device()
+        for _ in range(_CUTS):
+            worth = 0.0
+            for bound in self.bounds:
+                size = bound.stages.workload.sequences_per_microbatch
+                own, found = bound.cheapest(time_s, prices, whole=whole)
+                worth = max(worth, own * size)
+                known += [(count * size, takes) for count, takes in found]
+            most = min(most, worth * float(prices @ self.devices))
+            if not known or most < self.total * (1 - _CLOSE):
+                break
+            value, prices = self._prices(known)
+            if value > min(self.total, most * (1 - _CLOSE / 4)):
+                break
+        return most
+
+    def _prices(self, known: Sequence[_Taking]) -> tuple[float, FloatArray]:
+        """Return what mixes of some pipelines finish, and prices at which none of them pays."""
+        program = LinearProgram()
+        value = np.array([count for count, _ in known])
+        x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
+        for column, limit in zip(np.array([t for _, t in known]).T, self.devices, strict=True):
+            program.add_row(x, column, upper=limit)
+        solution = program.minimize()
+        return -solution.objective, np.maximum(-solution.row_duals, 1e-12)

@@ -293,6 +293,8 @@ class ColumnTimes:
         splits = np.unique(np.vstack([splits[left == 0], balanced]), axis=0)
         best, best_s = splits[0], np.inf
         for _ in range(_MOVES):
+            if not len(splits):
+                break
             ends_s = self._ends_s(options, placed, splits, count)
             index = int(np.argmin(ends_s))
             if not ends_s[index] < best_s * (1 - 1e-6):

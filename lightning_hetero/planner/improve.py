@@ -1,9 +1,10 @@
 """Improve placed plans by local search: one neighbourhood, one driver, the simulator as judge.
 
-A neighbour differs by a layer, a micro-batch, a device, a TP degree, or by two places swapped. The
-search is best-first: the fastest plan whose neighbours are not known is looked at next. Slopes and
-fills rank its neighbours, the simulator judges the likeliest. So beyond a plan without a better
-neighbour, plans nearly as fast are looked at, until as much has been done as may be.
+A neighbour differs by a layer, a micro-batch or its size, a device, a TP degree, or by two places
+swapped. The search is best-first: the fastest plan whose neighbours are not known is looked at
+next. Slopes and fills rank its neighbours, the simulator judges the likeliest. So beyond a plan
+without a better neighbour, plans nearly as fast are looked at, until as much has been done as may
+be.
 """
 
 import heapq
@@ -254,10 +255,19 @@ class Improver:
                     yield self._with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
             for stages in self._grown(own[index].stages, free):
                 yield self._with(own, {index: stages})
+        yield from self._resized(own, firsts)
         yield from self._between(own, firsts)
         for node in self._distinct_nodes(free):
             for degree in self._degrees(node, free[node]):
                 yield [*own, replace(own[firsts[0]], stages=((node, degree),), layers=None)]
+
+    def _resized(self, own: list[_Pipeline], firsts: Sequence[int]) -> Iterator[list[_Pipeline]]:
+        """Yield plans in which a pipeline's micro-batches hold other numbers of samples."""
+        for index, size in itertools.product(firsts, self.judge.stages):
+            if size != own[index].size:
+                count = max(1, own[index].count * own[index].size // size)
+                other = replace(own[index], size=size, layers=None, count=count)
+                yield [*own[:index], other, *own[index + 1 :]]
 
     def _with(self, own: list[_Pipeline], changed: dict[int, _Stages]) -> list[_Pipeline]:
         """Return pipelines with other stages; those without any are left out."""

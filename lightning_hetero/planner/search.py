@@ -123,13 +123,17 @@ def _search(
         if found is None:
             raise PlanningError(explain_no_room(cost, workload, degrees))
         return found
-    on_hosts = _Search(replace(task, cost=relaxed), sizes).run(None)
+    # The fastest plans may need more of a host than it has, so all of them are kept.
+    every = replace(options, num_candidates=_ON_HOSTS)
+    on_hosts = _Search(replace(task, cost=relaxed, options=every), sizes).run(None)
     if on_hosts is None:
         if found is None:
             raise PlanningError(explain_no_room(relaxed, workload, degrees))
         return found
     try:
-        kept = replace(on_hosts, candidates=candidates_on_hosts(on_hosts, cost))
+        kept = replace(
+            on_hosts, candidates=candidates_on_hosts(on_hosts, cost)[: options.num_candidates]
+        )
     except PlanningError:
         if found is None:
             raise
@@ -140,6 +144,8 @@ def _search(
     return replace(min(found, kept, key=lambda item: item.score), lower_bound_s=bound_s)
 
 
+_ON_HOSTS = 1_000
+"""Plans with states on hosts of which those are kept whose hosts have room."""
 _HOSTS_GAP = 0.1
 """Gap to the bound from which plans with states on hosts are tried, too."""
 
@@ -202,25 +208,16 @@ class _Search:
         seconds = min(item.simulation.iteration_time_s for item in ranked)
         price_bounds = [bound_price(stages) for stages in every.values()]
         prices = [price for price in price_bounds if price is not None]
-        bounds = [bound_time_s(stages, seconds) for stages in every.values()]
         workload = task.workload
         own = {p.microbatch_size or workload.sequences_per_microbatch for p in best.plan.pipelines}
         if len(own) == 1:
             (size,) = own
             workload = replace(workload, sequences_per_microbatch=size)
-        bound_s = min(bounds)
-        if len(own) > 1:
-            # Pipelines of different sizes together may finish more than those of any one.
-            work = [
-                stages.workload.global_batch_size / seconds_of
-                for stages, seconds_of in zip(every.values(), bounds, strict=True)
-            ]
-            bound_s = min(bound_s, workload.global_batch_size / sum(work))
         task.progress("Done", 1.0)
         return PlanningResult(
             candidates=tuple(ranked[: task.options.num_candidates]),
             workload=workload,
-            lower_bound_s=bound_s,
+            lower_bound_s=bound_time_s(list(every.values()), seconds),
             lower_bound_price=min(prices, default=None),
             objective=task.options.objective,
             num_estimated=self.num_columns,
