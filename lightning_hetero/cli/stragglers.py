@@ -28,8 +28,8 @@ from lightning_hetero.straggler import (
     read_times,
 )
 from lightning_hetero.straggler.any_job import is_event_log
-from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
-from lightning_hetero.straggler.operations.what_if import Layout, answer, explain
+from lightning_hetero.straggler.traces import Layout, OperationTrace, read_operations
+from lightning_hetero.straggler.what_if import answer, explain
 
 __all__ = ["add_arguments", "run_stragglers", "summarise"]
 
