@@ -210,8 +210,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            seconds = report_recovery(trainer, found, self.places)
-            run_of(trainer).note_restart(seconds, in_place=_is_in_place(found))
+            report_recovery(trainer, found, self.places)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -330,7 +329,7 @@ class LayerwiseCheckpoint(Checkpoint):
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Count the seconds of the start that follows from now on; see `Run.restart_s`."""
+        """Count the seconds of the start that follows from now on."""
         self._made_at_s = time.time()
 
     @override
@@ -351,10 +350,6 @@ def _reset_metrics(module: pl.LightningModule) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()
-
-
-def _is_in_place(found: Found) -> bool:
-    return found.is_live or found.why_not_live is not None
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

@@ -43,12 +43,8 @@ class Found:
     """All ranks."""
 
 
-def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float | None:
-    """Print and log a recovery on rank 0, once the state is loaded; collective.
-
-    Returns:
-        The seconds since the last finished step; None if no rank knows of one.
-    """
+def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> None:
+    """Print and log a recovery on rank 0, once the state is loaded; collective."""
     recovered, times = found.recovered, found.times
     seconds = {
         "meet": times.set_up_s - times.made_s,
@@ -95,4 +91,3 @@ def report_recovery(trainer: pl.Trainer, found: Found, places: Places) -> float 
         is_live=found.is_live,
         why_not_live=found.why_not_live,
     )
-    return None if finished is None else sum(seconds.values())
