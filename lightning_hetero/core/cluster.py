@@ -45,15 +45,10 @@ class Node:
     """Bandwidth of that memory, shared by all optimizer steps on the host, bytes/s."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+        if type(self.count) is not int or not 1 <= self.count <= _MOST_DEVICES:
             raise ClusterError(
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
-                "more. Leave a node without devices out."
-            )
-        if self.count > _MOST_DEVICES:
-            raise ClusterError(
-                f"Node of {self.device} has count {self.count}; it must be {_MOST_DEVICES:,} or "
-                "less."
+                f"more, {_MOST_DEVICES:,} at most. Leave a node without devices out."
             )
         host = self.host_memory_bytes
         if not (host is None or host > 0) or not self.host_memory_bytes_per_s > 0:
