@@ -11,7 +11,7 @@ import typing
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from lightning_hetero.core.cluster import Cluster, Link, MessageRate, Node
+from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
@@ -32,7 +32,7 @@ This page is made from the dataclasses by `make docs`.
 _FILES = (
     (
         "A cluster file",
-        (Cluster, Node, Link, MessageRate, DeviceSpec),
+        (Cluster, Node, Link, DeviceSpec),
         """```yaml
 nodes:
   - {device: A100-80GB, count: 4, price_per_hour: 16}
@@ -41,9 +41,6 @@ nodes:
 inter_node_bytes_per_s: 400 Gbit/s
 links:
   - {nodes: [0, 1], bytes_per_s: 12.5 GB/s, latency_s: 20 us}
-inter_node_rates:
-  - {message_bytes: 64 KiB, bytes_per_s: 4 GB/s}
-  - {message_bytes: 16 MiB, bytes_per_s: 45 GB/s}
 devices:
   - name: mine
     peak_flops_per_s: 100 TFLOP/s

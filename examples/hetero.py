@@ -39,7 +39,6 @@ class SourceData(HeteroDataModule):
             tokens_per_step=tokens_per_step,
             context_length=context_length,
             lengths=[len(sample) for sample in train.samples],
-            val_lengths=[len(sample) for sample in val.samples],
             seed=seed,
         )
 

@@ -22,6 +22,7 @@ import torch
 from hetero import SourceData
 from lightning.pytorch.loggers import CSVLogger
 from local_nodes import launch, quiet_trainer, write_to
+from slow_parts import Fault, InjectFaults, SlowLink, SlowRank
 from text_data import VOCAB_SIZE
 from train_text import TextLM
 
@@ -36,7 +37,7 @@ from lightning_hetero import (
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import AwsSpotNotice
 from lightning_hetero.models.batches import AssignedBatch
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank
+from lightning_hetero.testing import EmulatedDevices
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
 
@@ -197,7 +198,7 @@ def work(settings: Settings, node: str, slowdown: float) -> None:
             *first,
             EmulatedDevices(slowdown, memory_bytes=settings.memory_bytes),
             checkpoint_of(settings, node),
-            ElasticRestart(notice, poll_interval_s=0.5),
+            ElasticRestart(notice),
             StragglerMonitor(recheck_share=0.3),  # A small model's links are soon probed.
             RunMetrics(),
             Orders(settings.orders, run_log),

@@ -31,8 +31,8 @@ from lightning_hetero import (
     RunLog,
 )
 from lightning_hetero.callbacks.run import note
-from lightning_hetero.checkpoint import LocalStore, RetryPolicy
-from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.checkpoint import LocalStore
+from lightning_hetero.data import HeteroDataModule
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
 
@@ -195,7 +195,6 @@ def checkpoint_of(settings: Settings, node: str) -> LayerwiseCheckpoint:
         local_dir=settings.disk(node),
         replicas=2,
         storage_options={"fails": str(settings.store_fails)},
-        retry=RetryPolicy(attempts=3, first_pause_s=0.2),
     )
 
 
@@ -218,7 +217,7 @@ def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> N
         tokens_per_step=256,
         context_length=64,
         lengths=[len(sample) for sample in TEXT.samples],
-        ahead=AheadOptions(num_producers=0),
+        num_ahead=0,
     )
     trainer.fit(model, data)
 

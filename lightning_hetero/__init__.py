@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_hetero.autoplan import AutoPlan
     from lightning_hetero.callbacks import (
-        CollectGarbage,
         ElasticRestart,
         LayerwiseCheckpoint,
         RunLog,
@@ -21,13 +20,12 @@ if TYPE_CHECKING:
         TraceOperations,
     )
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-    from lightning_hetero.data import HeteroDataModule, TwoStageBatchSampler
+    from lightning_hetero.data import HeteroDataModule
     from lightning_hetero.runtime.slices.rows import own_rows
     from lightning_hetero.strategy import HeteroStrategy
 
 __all__ = [
     "AutoPlan",
-    "CollectGarbage",
     "ElasticRestart",
     "HeteroDataModule",
     "HeteroStrategy",
@@ -39,13 +37,11 @@ __all__ = [
     "StagePlan",
     "StragglerMonitor",
     "TraceOperations",
-    "TwoStageBatchSampler",
     "own_rows",
 ]
 
 _HOMES = {
     "AutoPlan": "autoplan",
-    "CollectGarbage": "callbacks",
     "ElasticRestart": "callbacks",
     "HeteroDataModule": "data",
     "HeteroStrategy": "strategy",
@@ -57,7 +53,6 @@ _HOMES = {
     "StagePlan": "core.plan",
     "StragglerMonitor": "callbacks",
     "TraceOperations": "callbacks",
-    "TwoStageBatchSampler": "data",
     "own_rows": "runtime.slices.rows",
 }
 

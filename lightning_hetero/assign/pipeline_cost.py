@@ -24,7 +24,6 @@ __all__ = [
     "NEVER_RECOMPUTED",
     "UNFIT_S",
     "CostTable",
-    "KindTimes",
     "PipelineCost",
     "as_lengths",
     "microbatch_times_s",
@@ -71,17 +70,14 @@ class PipelineCost:
                 f"A pipeline has a={self.a}, b={self.b}, c={self.c}; a and c must be 0 or more "
                 "and b above 0. Profile the pipeline again."
             )
-        if self.max_len < 1 or self.util_len < 1 or self.num_stages < 1:
+        if min(self.max_len, self.util_len, self.num_stages, self.kept_len) < 1:
             raise AssignmentError(
                 f"A pipeline has max_len={self.max_len}, util_len={self.util_len}, "
-                f"num_stages={self.num_stages}; each must be 1 or more. A pipeline that has no "
-                "memory for a single token belongs in no plan."
+                f"num_stages={self.num_stages}, kept_len={self.kept_len}; each must be 1 or more. "
+                "A pipeline that has no memory for a single token belongs in no plan."
             )
-        if self.kept_len < 1 or not 0 <= self.recompute_share < np.inf:
-            raise AssignmentError(
-                f"A pipeline has kept_len={self.kept_len}, recompute_share={self.recompute_share}; "
-                "the first must be 1 or more, the second 0 or more."
-            )
+        if not 0 <= self.recompute_share < np.inf:
+            raise AssignmentError(f"recompute_share is {self.recompute_share}; give 0 or more.")
 
     def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
         """Return by which factor recomputation lengthens micro-batches of these tokens."""
@@ -151,20 +147,13 @@ class CostTable:
         """Return Eq. 1 of sequences [...] that have a pipeline to themselves, [..., D]."""
         return self.times_s(lengths) + self.lost_s(lengths)
 
-    def ends_s(
-        self,
-        work_s: FloatArray,
-        longest_s: FloatArray,
-        tokens: FloatArray,
-        pipelines: IntArray | slice | int = slice(None),
-    ) -> FloatArray:
-        """Return the latency of loads on the given pipelines by Eq. 2 with c; 0 without tokens.
+    def ends_s(self, work_s: FloatArray, longest_s: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Return the latency of loads [..., D] by Eq. 2 with c; 0 without tokens.
 
         It counts the fewest micro-batches that hold the tokens.
         """
-        count = np.maximum(np.ceil(tokens / self.max_len[pipelines] - 1e-9), 1.0)
-        bubbles = self.num_bubbles[pipelines]
-        total_s = work_s + bubbles * longest_s + self.c[pipelines] * (bubbles + count)
+        count = np.maximum(np.ceil(tokens / self.max_len - 1e-9), 1.0)
+        total_s = work_s + self.num_bubbles * longest_s + self.c * (self.num_bubbles + count)
         result: FloatArray = np.where(tokens > 0.5, total_s, 0.0)
         return result
 
@@ -174,21 +163,6 @@ class CostTable:
         A pipeline whose longest sequence has `longest` tokens loses at least this.
         """
         return self.num_bubbles * self.times_s(longest) + self.c * (self.num_bubbles + 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KindTimes:
-    """Seconds of B sequences on D pipelines of K kinds, stored as B·K numbers."""
-
-    by_kind: FloatArray
-    """[B, K] from `CostTable.fitting_times_s`."""
-    kind_of: IntArray
-    """[D] kind of each pipeline."""
-
-    def of(self, sequences: IntArray, pipelines: IntArray | slice | int) -> FloatArray:
-        """Return the seconds of sequences on pipelines; both indices are broadcast."""
-        found: FloatArray = self.by_kind[sequences, self.kind_of[pipelines]]
-        return found
 
 
 def as_lengths(lengths: ArrayLike) -> IntArray:

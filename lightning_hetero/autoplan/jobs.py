@@ -20,7 +20,7 @@ from lightning_hetero.autoplan.facts import AutoPlan, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import PlanningOptions, Workload, contingency
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, Task

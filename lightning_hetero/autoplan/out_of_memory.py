@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.simulator import TERM_NAMES, MemoryCorrection, MemoryTerms
 

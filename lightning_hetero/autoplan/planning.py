@@ -31,7 +31,7 @@ from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError, PlanError, PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.identity import membership_name
+from lightning_hetero.core.process import membership_name
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidateOptions, PlanningResult
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, ProposalTask

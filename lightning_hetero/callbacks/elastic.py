@@ -22,8 +22,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed import is_torchelastic_launched
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.training_state import has_finished_epoch
-from lightning_hetero.callbacks.joiners import JoinersOfRun
+from lightning_hetero.callbacks.checkpointing.training_state import (
+    has_finished_epoch,
+    is_epoch_ending,
+)
 from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
@@ -41,6 +43,8 @@ __all__ = ["ElasticRestart"]
 
 _log = logging.getLogger(__name__)
 
+_AGAIN_S = 60.0
+"""Seconds for which joiners wait where a save for them wasn't safe."""
 _SETTLE_S = 5.0
 """Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
 
@@ -80,7 +84,6 @@ class ElasticRestart(Callback):
         drain_timeout_s: How long to wait at the end until the checkpoint is safe: on the nodes, or,
             if all nodes go, in the remote store. Providers give 30 s (GCP, Azure) or 120 s (AWS),
             torchrun 30 s after its SIGTERM.
-        poll_interval_s: Seconds between two questions to the provider.
         in_place: Go on without lost ranks in the other processes, with a plan for those that are
             left and as many samples per iteration as before. With `HeteroStrategy(redundancy=1)`
             they go on from their own slices, and no step is lost; but from the newest checkpoint,
@@ -96,7 +99,7 @@ class ElasticRestart(Callback):
             after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
 
     Raises:
-        ConfigurationError: There is no LayerwiseCheckpoint, a number isn't above 0, or `in_place`
+        ConfigurationError: There is no LayerwiseCheckpoint, a number is too small, or `in_place`
             doesn't work here.
     """
 
@@ -105,16 +108,12 @@ class ElasticRestart(Callback):
         preemption_notice: PreemptionNotice | Sequence[PreemptionNotice] | None = None,
         *,
         drain_timeout_s: float = 25.0,
-        poll_interval_s: float = 2.0,
         in_place: bool = False,
         heartbeat_timeout: timedelta = timedelta(seconds=2),
         replace_lost: bool = True,
     ) -> None:
-        if drain_timeout_s <= 0 or poll_interval_s <= 0:
-            raise ConfigurationError(
-                f"drain_timeout_s is {drain_timeout_s} and poll_interval_s {poll_interval_s}; both "
-                "must be above 0."
-            )
+        if drain_timeout_s <= 0:
+            raise ConfigurationError(f"drain_timeout_s is {drain_timeout_s}; it must be above 0.")
         notices = [] if preemption_notice is None else preemption_notice
         self._notices = list(notices) if isinstance(notices, Sequence) else [notices]
         if heartbeat_timeout.total_seconds() < 0.5:
@@ -126,7 +125,6 @@ class ElasticRestart(Callback):
         self.heartbeat_timeout = heartbeat_timeout
         self.replace_lost = replace_lost
         self._drain_timeout_s = drain_timeout_s
-        self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None
         self._between: SigtermNotice | None = None
         """Notes a SIGTERM between the end of a fit and the start of training in the next one."""
@@ -137,7 +135,8 @@ class ElasticRestart(Callback):
         self._is_excluded = False
         self._change: GenerationChange | None = None
         """Raised before the next step, to end this generation."""
-        self._joiners = JoinersOfRun()
+        self._holds_back = False
+        self._lets_in_at_s = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -171,7 +170,7 @@ class ElasticRestart(Callback):
         was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
         self._sigterm = self._hear_sigterm(told=was_told)
         if self._notices and trainer.local_rank == 0:
-            self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
+            self._watcher = NoticeWatcher(self._notices)
             self._watcher.start()
 
     @override
@@ -183,8 +182,21 @@ class ElasticRestart(Callback):
             raise change
         strategy = run_of(trainer).strategy
         if strategy is not None:
-            waits = self._joiners.may_come_in(trainer, self._saved)
-            strategy.engine.tell(is_leaving=self.is_leaving, sees_joiners=waits)
+            strategy.engine.tell(
+                is_leaving=self.is_leaving, sees_joiners=self._sees_joiners(trainer)
+            )
+
+    def _sees_joiners(self, trainer: pl.Trainer) -> bool:
+        """Whether rank 0, which this is, sees joiners that may come in after this step.
+
+        They may not after the last step of an epoch, since a checkpoint from before the epoch's end
+        would lack what that end changes; a step later they may, even if that ends an epoch, too.
+        """
+        strategy = run_of(trainer).strategy
+        members = None if strategy is None else strategy.processes.membership
+        waits = trainer.is_global_zero and members is not None and members.look_for_joiners()
+        self._holds_back = waits and not self._holds_back and is_epoch_ending(trainer)
+        return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -219,10 +231,6 @@ class ElasticRestart(Callback):
         assert self._checkpoint is not None
         node_of_rank = self._checkpoint.node_of_rank
         return self._checkpoint.save(trainer, leaving={node_of_rank[rank] for rank in leaving})
-
-    @property
-    def _saved(self) -> SavedCheckpoint | None:
-        return None if self._checkpoint is None else self._checkpoint.saved
 
     @property
     def is_leaving(self) -> bool:
@@ -272,11 +280,8 @@ class ElasticRestart(Callback):
             saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
-                self._joiners.refuse_after(saved)
-                rank_zero_warn(
-                    f"Joiners wait for the next checkpoint, since {saved.id} isn't safe: "
-                    f"{errors[0]}"
-                )
+                self._lets_in_at_s = time.monotonic() + _AGAIN_S
+                rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
                 return
         reason = f"{len(leaving)} ranks leave on a notice" if leaving else "joiners are let in"
         if leaving:
@@ -351,7 +356,7 @@ class ElasticRestart(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # After the loss of a rank another fit follows, which acts on a SIGTERM that came before it.
-        self._change, self._joiners = None, JoinersOfRun()
+        self._change, self._holds_back = None, False
         self._stop_watching()
         # Lightning has just restored the SIGTERM handler from before this fit.
         if self._between is not None:

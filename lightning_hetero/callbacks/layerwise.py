@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -24,12 +25,11 @@ from typing_extensions import override
 from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
-from lightning_hetero.callbacks.checkpointing.recovery_report import (
+from lightning_hetero.callbacks.checkpointing.places import (
+    FinishedStep,
     Found,
-    StartTimes,
-    refuse_under_torchrun,
-    report_complete,
+    Places,
+    probe,
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
@@ -39,18 +39,16 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
     is_complete,
     restore,
-    restore_now,
 )
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
-    RetryPolicy,
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.places.retry import local_folder
+from lightning_hetero.checkpoint.places.store import local_folder
 from lightning_hetero.checkpoint.recovery.live import NothingLive
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
@@ -86,11 +84,8 @@ class LayerwiseCheckpoint(Checkpoint):
         lasting_within: How long training may go on while no disk and no store takes a checkpoint;
             then it ends with an error. A save that fails is tried anew with the next checkpoint.
         storage_options: Options of the URL's filesystem, such as an endpoint.
-        retry: When to try a failed remote operation again.
         skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
             may hold the newest checkpoint.
-        resume: Whether to go on from the newest checkpoint. If not, every start of the script
-            begins anew: old checkpoints stay, but no later start goes on from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -111,9 +106,7 @@ class LayerwiseCheckpoint(Checkpoint):
         timeout: timedelta = timedelta(minutes=5),
         lasting_within: timedelta = timedelta(minutes=30),
         storage_options: Mapping[str, Any] | None = None,
-        retry: RetryPolicy | None = None,
         skip_unreadable: bool = False,
-        resume: bool = True,
     ) -> None:
         if every_n_train_steps < 1:
             raise ConfigurationError(
@@ -128,7 +121,6 @@ class LayerwiseCheckpoint(Checkpoint):
             shared_memory=shared_memory,
             keep=keep,
             storage_options=storage_options or {},
-            retry=retry,
             # Shorter than the ranks' wait for each other: a place has failed then, not a rank.
             stall_s=stall_s / 2,
         )
@@ -139,7 +131,6 @@ class LayerwiseCheckpoint(Checkpoint):
         self._open = partial(Access, self.places, options=options, skip_unreadable=skip_unreadable)
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
-        self._resume = resume
         self._access: Access | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
@@ -148,7 +139,6 @@ class LayerwiseCheckpoint(Checkpoint):
         """The state that is being restored, until training starts."""
         self._live = LiveSteps()
         self._made_at_s = time.time()
-        self._set_up_at_s = 0.0
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
@@ -161,9 +151,6 @@ class LayerwiseCheckpoint(Checkpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         run = run_of(trainer)
         run.join(run.checkpoints, self)
-        self._set_up_at_s = time.time()
-        if not self._resume:
-            refuse_under_torchrun()
         if stage == "fit":
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
@@ -172,7 +159,6 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        start_s = time.time()
         is_first, goes_on = trainer.local_rank == 0, _goes_on(trainer)
         self._access = access = self._open(self._peers, is_first_of_node=is_first)
         needs = OwnedState(trainer).needs()
@@ -181,14 +167,13 @@ class LayerwiseCheckpoint(Checkpoint):
         recovered = live if isinstance(live, Recovered) else None
         if recovered is None:
             access.take_leases(tidies=not goes_on)
-            if self._resume or goes_on:
-                recovered = access.recover(needs)
+            recovered = access.recover(needs)
             if recovered is None and why_not_live is not None:
                 raise CheckpointError(
                     f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
                     "there is nothing to go on from in place. Start again."
                 )
-            self._start = access.enter(recovered, anew=not (self._resume or goes_on))
+            self._start = access.enter(recovered)
         else:
             self._start = access.enter_later(recovered)
         if recovered is None:
@@ -200,37 +185,24 @@ class LayerwiseCheckpoint(Checkpoint):
             _reset_metrics(pl_module)
         self._found = Found(
             recovered=recovered,
-            times=StartTimes(
-                made_s=self._made_at_s,
-                set_up_s=self._set_up_at_s,
-                planned_s=start_s,
-                fetched_s=time.time(),
-            ),
             is_live=live is recovered,
             why_not_live=why_not_live,
             # Of its own: the writer may be made in the background meanwhile.
             peers=self._peers.branch(),
         )
         if is_complete(trainer):
-            self._end_complete(trainer, pl_module, recovered)
-
-    def _end_complete(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, recovered: Recovered
-    ) -> None:
-        """End a run in which nothing is left to train: training will not start."""
-        self._report(trainer)
-        report_complete(self.places, recovered.id.step)
-        if recovered.report.place == "memory":
-            # The earlier run may have failed to save its end.
-            restore_now(trainer)
-            self._save(trainer, again=recovered)
-            self.on_train_end(trainer, pl_module)
+            # Training will not start.
+            self._report(trainer)
+            rank_zero_warn(
+                f"LayerwiseCheckpoint: this run is already complete at step {recovered.id.step}, "
+                "so nothing is trained. To go on, raise the Trainer's max_steps or max_epochs; to "
+                "train it anew, delete its folders (on all nodes)."
+            )
 
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            seconds = report_recovery(trainer, found, self.places)
-            run_of(trainer).note_restart(seconds, in_place=_is_in_place(found))
+            report_recovery(trainer, found, self.places, self._made_at_s)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -255,7 +227,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging swaps weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation()
+        self._live.begin_evaluation(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -302,21 +274,12 @@ class LayerwiseCheckpoint(Checkpoint):
             self._access.writer.upload_newest()
         return saved
 
-    def _save(
-        self,
-        trainer: pl.Trainer,
-        *,
-        leaving: Collection[str] = (),
-        again: Recovered | None = None,
-    ) -> SavedCheckpoint:
+    def _save(self, trainer: pl.Trainer, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
         assert self._access is not None
         writer = self._access.writer
         owned = OwnedState(trainer)
-        metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
         id_ = replace(self._start, step=trainer.global_step)
-        content = content_of(trainer, owned, id_, metadata)
-        if again is not None and again.rank_metadata:
-            content = replace(content, rank_metadata=again.rank_metadata)
+        content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
         self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
         return self.saved
@@ -332,7 +295,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if self._access is not None:
             # Raises, so that shared memory isn't freed, unless another place has the newest.
             self._access.close()
-        if trainer.local_rank == 0:
+        if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()
 
@@ -358,7 +321,7 @@ class LayerwiseCheckpoint(Checkpoint):
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Count the seconds of the start that follows from now on; see `Run.restart_s`."""
+        """Count the seconds of the start that follows from now on."""
         self._made_at_s = time.time()
 
     @override
@@ -379,10 +342,6 @@ def _reset_metrics(module: pl.LightningModule) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()
-
-
-def _is_in_place(found: Found) -> bool:
-    return found.is_live or found.why_not_live is not None
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

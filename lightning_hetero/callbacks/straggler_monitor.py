@@ -11,7 +11,6 @@ Any strategy can be watched. `HeteroStrategy`'s clock tells computing from waiti
 forward pass is timed, which under DDP waits for nobody. Only `HeteroStrategy` can run another plan.
 """
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,10 @@ from lightning_hetero.callbacks.watching.session import StragglerSession
 from lightning_hetero.callbacks.watching.step_times import StepTimes
 from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler import (
-    BocdConfig,
-    Event,
-    EventLog,
-    IterationEvent,
-    Mitigation,
-    PolicyConfig,
-    WatchConfig,
-    to_entry,
-)
+from lightning_hetero.core.event_log import append_event
+from lightning_hetero.straggler import Event, IterationEvent, Mitigation, PolicyConfig
+from lightning_hetero.straggler.events import to_entry
+from lightning_hetero.straggler.watch import WatchConfig
 
 __all__ = ["StragglerMonitor"]
 
@@ -53,13 +46,10 @@ class StragglerMonitor(Callback):
     the usual times are learnt anew. An excluded machine stays away because its agent has ended.
 
     Args:
-        dry_run: Only report what would be done.
         events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
             a relative path lies in the Trainer's `default_root_dir`. By default it is the same file
             as a `RunLog`'s: then the run has one log. None writes none.
-        policy: First guesses of what mitigations cost, and which are allowed; its `dry_run` counts,
-            too.
-        detector: When a level counts as changed.
+        policy: First guesses of what mitigations cost, and which are allowed.
         recheck_share: Share of the time that may be spent on probing a known slow link again.
         admission: Ratio from which a device that is slower than others of its type, by a product of
             matrices or a copy in its memory, is named before training, and left out if an
@@ -70,10 +60,8 @@ class StragglerMonitor(Callback):
     def __init__(
         self,
         *,
-        dry_run: bool = False,
         events: str | Path | None = "events.jsonl",
         policy: PolicyConfig | None = None,
-        detector: BocdConfig | None = None,
         recheck_share: float = 0.002,
         admission: float | None = None,
     ) -> None:
@@ -81,16 +69,11 @@ class StragglerMonitor(Callback):
             raise ConfigurationError(
                 f"admission is {admission}; give a ratio above 1, such as 1.3."
             )
-        policy = policy or PolicyConfig()
-        self.config = WatchConfig(
-            detector=detector or BocdConfig(),
-            policy=replace(policy, dry_run=dry_run or policy.dry_run),
-            recheck_share=recheck_share,
-        )
+        self.config = WatchConfig(policy=policy or PolicyConfig(), recheck_share=recheck_share)
         self.events = events
         self.admission = admission
         self._session: StragglerSession | None = None
-        self._log: EventLog | None = None
+        self._path: Path | None = None
         self._shares_log = False
         self._step = StepTimes(0)
         self._predicted_s: float | None = None
@@ -110,15 +93,15 @@ class StragglerMonitor(Callback):
                 assert isinstance(made, dist.ProcessGroup)
                 group = made
         if self.events is not None and trainer.is_global_zero:
-            path = Path(trainer.default_root_dir) / self.events
+            path = (Path(trainer.default_root_dir) / self.events).absolute()
             self._shares_log = any(
                 log.file(trainer).resolve() == path.resolve() for log in known.logs
             )
-            self._log = None if self._shares_log else EventLog(path)
+            self._path = None if self._shares_log else path
         self._session = StragglerSession(
             run,
             Ranks(group),
-            self._config_of(known.restart_s),
+            self.config,
             report=partial(self._report, trainer),
             say=rank_zero_info,
             admission=self.admission,
@@ -172,20 +155,13 @@ class StragglerMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=trainer.global_step)
 
-    def _config_of(self, restart_s: float | None) -> WatchConfig:
-        """Return the configuration with the measured cost of a restart, if that is known."""
-        policy = self.config.policy
-        if restart_s is None or policy.restart_cost_s is not None:
-            return self.config
-        return replace(self.config, policy=replace(policy, restart_cost_s=restart_s))
-
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._session = None
-        self._log = None
+        self._path = None
 
     def _report(self, trainer: pl.Trainer, event: Event) -> None:
-        if self._log is not None:
-            self._log.write(event)
+        if self._path is not None:
+            append_event(self._path, **to_entry(event))
         if self._shares_log or not isinstance(event, IterationEvent):
             note(trainer, **to_entry(event))

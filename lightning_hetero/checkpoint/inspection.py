@@ -7,7 +7,6 @@ device read. Optimizer state is keyed by parameter names here and by running num
 
 import os
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.blocks import fault_in
 from lightning_hetero.checkpoint.format.content import (
     RestoredSlice,
     SliceNeed,
@@ -26,6 +24,7 @@ from lightning_hetero.checkpoint.format.manifest import (
     CheckpointId,
     FileEntry,
     PartManifest,
+    fault_in,
     name_of_unit,
 )
 from lightning_hetero.checkpoint.places.store import Store
@@ -34,26 +33,21 @@ from lightning_hetero.checkpoint.places.tiers import (
     Location,
     Tier,
     checkpoints_in,
-    read_manifest,
 )
-from lightning_hetero.checkpoint.recovery.fetching import Fetcher, FileRange
-from lightning_hetero.checkpoint.recovery.from_files import recover
+from lightning_hetero.checkpoint.recovery.from_files import Recovered, recover
 from lightning_hetero.checkpoint.recovery.inventory import (
     Inventory,
+    Manifests,
     choose_run,
     complete_checkpoints,
-    locations_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovery.taking import Recovered
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table
 
 __all__ = [
     "View",
-    "describe_sources",
     "export_checkpoint",
-    "format_bitmap",
     "list_checkpoints",
     "look",
     "reject",
@@ -62,8 +56,6 @@ __all__ = [
 
 _BLOCKS_AT_A_TIME = 16
 _NODE = "here"
-_LOOKS = 20
-"""Times to look again where a run that still writes deletes what was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +79,22 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
     Raises:
         CheckpointError: There is none.
     """
-    for _ in range(_LOOKS):
-        inventory = take_inventory(tiers, node=_NODE)
+    before: Inventory | None = None
+    while True:
+        manifests: Manifests = {}
+        inventory = take_inventory(tiers, node=_NODE, manifests=manifests)
         try:
-            return _look_at(inventory, tiers, step)
-        except (CheckpointError, OSError):
-            # What was seen may be gone because a run that still writes has pruned it meanwhile.
-            if take_inventory(tiers, node=_NODE) == inventory:
+            return _look_at(inventory, manifests, tiers, step)
+        except CheckpointError:
+            # A run that still writes may have pruned what was seen.
+            if inventory == before:
                 raise
-    return _look_at(take_inventory(tiers, node=_NODE), tiers, step)
+            before = inventory
 
 
-def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> View:
+def _look_at(
+    inventory: Inventory, manifests: Manifests, tiers: Sequence[Tier], step: int | None
+) -> View:
     closed = [why for item, why in inventory.unreadable if item is None]
     if closed:
         raise CheckpointError(
@@ -119,13 +115,14 @@ def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> V
         bad = (*inventory.broken, *(why for _, why in inventory.unreadable))
         broken = "".join(f" Broken: {item.rstrip('.')}." for item in bad)
         raise CheckpointError(f"There is no {what} in {places}; {steps}.{broken}")
-    size = complete.get(wanted[0])
-    manifests: dict[int, PartManifest] = {}
-    for held in inventory.held:
-        if held.id == wanted[0] and held.part not in manifests and size in (None, held.world_size):
-            store = _tier_of(held.location, tiers).store
-            manifests[held.part] = read_manifest(store, held.id, held.part)
-    return View(id=wanted[0], inventory=inventory, manifests=manifests)
+    sizes = [held.world_size for held in inventory.held if held.id == wanted[0]]
+    size = complete.get(wanted[0], sizes[0])
+    found = {
+        part: manifest
+        for (id_, world_size, part), manifest in manifests.items()
+        if (id_, world_size) == (wanted[0], size)
+    }
+    return View(id=wanted[0], inventory=inventory, manifests=found)
 
 
 def list_checkpoints(tiers: Sequence[Tier]) -> str:
@@ -145,36 +142,6 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
     header = ("step", "attempt", "parts", "complete", "in", *(("run",) if several else ()))
     table = format_table(header, rows) if rows else "no checkpoints"
     return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
-
-
-def describe_sources(view: View) -> str:
-    """Return from where each layer would be read, for a reader that reaches every place."""
-    locations = locations_of_files(view.inventory, view.manifests)
-    needs = [
-        FileRange(part, entry.name, 0, entry.size_bytes)
-        for part, manifest in sorted(view.manifests.items())
-        for entry in manifest.files
-        if locations[part, entry.name]
-    ]
-    size: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
-    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda *_: None, turn=0)
-    for need in needs:
-        unit = view.manifests[need.part].file(need.file).unit
-        if unit is not None:
-            size[unit][fetcher.choose(need, 0)[1]] += need.stop
-    lost: dict[int, int] = defaultdict(int)
-    for (part, name), items in locations.items():
-        entry = view.manifests[part].file(name)
-        if not items and entry.unit is not None:
-            lost[entry.unit] += entry.size_bytes
-    num_layers = next(iter(view.manifests.values())).num_layers
-    rows = []
-    for unit in sorted({*size, *lost}):
-        sources = [f"{n / 1e6:.2f} MB from {h}" for h, n in sorted(size[unit].items())]
-        if lost[unit]:
-            sources.append(f"{lost[unit] / 1e6:.2f} MB nowhere")
-        rows.append((name_of_unit(unit, num_layers), ", ".join(sources)))
-    return format_table(("layer", "recovered from"), rows)
 
 
 def reject(tiers: Sequence[Tier], step: int) -> list[str]:
@@ -234,38 +201,6 @@ def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterat
 
 def _tier_of(location: Location, tiers: Sequence[Tier]) -> Tier:
     return next(tier for tier in tiers if tier.location(_NODE) == location)
-
-
-def format_bitmap(
-    inventory: Inventory, manifests: Mapping[int, PartManifest], checkpoint: CheckpointId
-) -> str:
-    """Return layers × tiers: `#` all bytes of the layer are there, `+` some, `.` none."""
-    places = sorted({held.location for held in inventory.held if held.id == checkpoint})
-    locations = locations_of_files(inventory, manifests)
-    total: dict[int, int] = defaultdict(int)
-    present: dict[tuple[int, Location], int] = defaultdict(int)
-    for part, manifest in manifests.items():
-        for entry in manifest.files:
-            if entry.unit is not None:
-                total[entry.unit] += entry.size_bytes
-                for location in locations[part, entry.name]:
-                    present[entry.unit, location] += entry.size_bytes
-    num_layers = next(iter(manifests.values())).num_layers
-    rows = [
-        (
-            name_of_unit(unit, num_layers),
-            f"{total[unit] / 1e6:.2f}",
-            *(_mark(present[unit, place], total[unit]) for place in places),
-        )
-        for unit in sorted(total)
-    ]
-    return format_table(("layer", "MB", *(str(place) for place in places)), rows)
-
-
-def _mark(present: int, total: int) -> str:
-    if present == total:
-        return "#"
-    return "+" if present else "."
 
 
 def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.core.process import installed_version
 
 __all__ = ["main"]
 

@@ -1,7 +1,6 @@
 """Options that several subcommands share, and the checks that come before any work."""
 
 import argparse
-import datetime
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -11,11 +10,10 @@ from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_config import DEFAULT_RANK, QUANTIZATIONS
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.core.tuning.adapters import DEFAULT_RANK, load_model
-from lightning_hetero.core.tuning.fine_tuning import QUANTIZATIONS
 from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
@@ -31,7 +29,6 @@ from lightning_hetero.simulator.stage import PRECISIONS
 
 __all__ = [
     "Prediction",
-    "add_format_arguments",
     "add_model_argument",
     "add_plot_argument",
     "add_workload_arguments",
@@ -47,13 +44,13 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`, which takes what `load_model` accepts, and what trains of it."""
+    """Add `--model`, which takes what `ModelSpec.load` does, and what trains of it."""
     parser.add_argument(
         "--model",
         metavar="NAME",
         required=True,
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes, a Hugging "
-        "Face config folder, the folder of a PEFT adapter, or the name of a Hugging Face model in "
+        "Face config folder, or the name of a Hugging Face model in "
         "the local cache",
     )
     parser.add_argument(
@@ -68,13 +65,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         type=int,
         help="train LoRA adapters of this rank on all matrices of layers, and freeze the rest "
-        f"(default: as the adapter's folder says; {DEFAULT_RANK} for quantized models)",
+        f"(default: none; {DEFAULT_RANK} for quantized models)",
     )
 
 
 def model_of(arguments: argparse.Namespace) -> ModelSpec:
     """Return the sizes of the model that `add_model_argument`'s options describe."""
-    return load_model(arguments.model, quantize=arguments.quantize, lora_rank=arguments.lora_rank)
+    model = ModelSpec.load(arguments.model)
+    return model.tuned(quantize=arguments.quantize, lora_rank=arguments.lora_rank)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> None:
@@ -124,57 +122,26 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         metavar="FILE",
         help="JSON file that `lightning-hetero profile` wrote (default: data sheets)",
     )
-    parser.add_argument(
-        "--max-profile-age-days",
-        metavar="DAYS",
-        type=float,
-        default=90.0,
-        help="refuse an older profile (default: 90)",
-    )
 
 
-def add_format_arguments(parser: argparse.ArgumentParser, *, json_file: bool = False) -> None:
-    """Add `--csv` and `--json`, which may name a file if `json_file`."""
-    formats = parser.add_mutually_exclusive_group()
-    if json_file:
-        formats.add_argument(
-            "--json",
-            nargs="?",
-            const=True,
-            metavar="FILE",
-            help="write everything as one JSON object into this file; without one, print it "
-            "instead of tables",
-        )
-    else:
-        formats.add_argument(
-            "--json",
-            action="store_true",
-            help="print everything as one JSON object instead of tables",
-        )
-    formats.add_argument(
-        "--csv", action="store_true", help="print one line of CSV for each stage instead of tables"
-    )
-
-
-def add_plot_argument(
-    parser: argparse.ArgumentParser, what: str, *, may_be_page: bool = False
-) -> None:
+def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
     """Add `--plot`, which `check_picture` checks."""
-    page = ", or an .html page whose bars say their numbers" if may_be_page else ""
     parser.add_argument(
-        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file{page}"
+        "--plot",
+        metavar="FILE",
+        help=f"draw {what} into this .svg, .png or .pdf file, or an .html page whose bars say "
+        "their numbers",
     )
 
 
-def check_picture(path: str | None, *, may_be_page: bool = False) -> None:
+def check_picture(path: str | None) -> None:
     """Refuse a picture, or page, that can't be drawn, before any work is done."""
     if path is None:
         return
     suffix = Path(path).suffix.lower()
-    known = (*_PICTURES, ".html") if may_be_page else _PICTURES
-    if suffix not in known:
+    if suffix not in (*_PICTURES, ".html"):
         raise ConfigurationError(
-            f"--plot is {path!r}; its name must end in {', '.join(known[:-1])} or {known[-1]}."
+            f"--plot is {path!r}; its name must end in {', '.join(_PICTURES)} or .html."
         )
     check_folder_of(path, "--plot")
     needed, extra = ("jinja2", "report") if suffix == ".html" else ("matplotlib", "plot")
@@ -212,7 +179,7 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
     cluster = Cluster.load(arguments.cluster, measured=measured)
     model = model_of(arguments)
     if profile is not None:
-        profile.check(model=model, max_age=_max_age(arguments.max_profile_age_days))
+        profile.check(model=model)
     return choose_cost(cluster, model, profile, layout=layout)
 
 
@@ -282,12 +249,3 @@ def replicated_cost(cost: CostModel) -> CostModel:
 
 def _size_or_auto(word: str) -> int | str:
     return word if word == "auto" else int(word)
-
-
-def _max_age(days: float) -> datetime.timedelta:
-    try:
-        return datetime.timedelta(days=days)
-    except (OverflowError, ValueError):
-        raise ConfigurationError(
-            f"--max-profile-age-days is {days}; it must be a number of days, at most 999999999."
-        ) from None

@@ -1,18 +1,15 @@
-"""Print plans: tables for people, JSON and CSV for programs."""
+"""Print plans: tables for people, JSON for programs."""
 
-import csv
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
@@ -30,12 +27,8 @@ __all__ = [
     "facts_of",
     "output_console",
     "price_line",
-    "print_csv",
     "print_json",
     "print_plan",
-    "print_table",
-    "stage_rows",
-    "write_json",
 ]
 
 _TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines", "what")
@@ -53,19 +46,14 @@ def print_plan(
     lines: Sequence[str],
 ) -> None:
     """Print a plan's table and the lines about it, problems in red."""
-    print_table(console, f"{cost.model.name} on {devices_line(cost.cluster)}", table)
-    for line in lines:
-        style = "bold red" if line.startswith("does not fit") else None
-        console.print(line, style=style, highlight=False)
-
-
-def print_table(console: Console, title: str, table: PlanTable) -> None:
-    """Print a table with a line between groups of like pipelines."""
-    found = as_rich(title, table.header)
-    for section in table.sections:
+    found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
+    for section in table.sections:  # A line between groups of like pipelines.
         for index, row in enumerate(section):
             found.add_row(*row, end_section=index == len(section) - 1)
     console.print(found)
+    for line in lines:
+        style = "bold red" if line.startswith("does not fit") else None
+        console.print(line, style=style, highlight=False)
 
 
 def as_rich(title: str, header: Sequence[str]) -> Table:
@@ -116,12 +104,14 @@ def facts_of(
         "tokens_per_s": simulation.tokens_per_s(num_tokens),
         "price_per_billion_tokens": None if per_token is None else per_token * 1e9,
         "limited_by": simulation.bottleneck,
-        "stages": stage_rows(plan, cost, simulation),
+        "stages": _stage_rows(plan, cost, simulation),
         "plan": plan.to_dict(),
     }
 
 
-def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> list[dict[str, Any]]:
+def _stage_rows(
+    plan: ParallelPlan, cost: CostModel, simulation: Simulation
+) -> list[dict[str, Any]]:
     """Return one row of plain values for each stage."""
     rows = []
     for pipeline, index, stage in plan.iter_stages():
@@ -153,26 +143,3 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
 def print_json(facts: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     print(json.dumps(facts, indent=1))
-
-
-def write_json(facts: Mapping[str, Any], path: str) -> None:
-    """Write one JSON object into a file."""
-    try:
-        Path(path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"Can't write --json {path}: {error.strerror}. Name another file."
-        ) from error
-
-
-def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a header and one line per row; lists are joined by blanks."""
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(
-            {
-                key: " ".join(map(str, value)) if isinstance(value, list) else value
-                for key, value in row.items()
-            }
-        )

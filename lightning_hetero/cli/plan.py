@@ -4,43 +4,33 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from itertools import islice
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from lightning_hetero.cli.arguments import (
-    add_format_arguments,
     add_plot_argument,
     add_workload_arguments,
     check_folder_of,
     check_picture,
     cost_of,
+    replicated_cost,
 )
-from lightning_hetero.cli.baselines import Baseline, find_baselines
 from lightning_hetero.cli.output import (
-    as_rich,
     assumptions_line,
     facts_of,
     output_console,
     price_line,
-    print_csv,
     print_json,
     print_plan,
-    print_table,
-    stage_rows,
-    write_json,
 )
 from lightning_hetero.cli.run_page.plan_page import draw_plan
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     Objective,
-    PlannedCandidate,
     PlanningOptions,
     PlanningResult,
     Workload,
@@ -57,17 +47,33 @@ from lightning_hetero.simulator import (
     CostModel,
     bound_line,
     fitting_lines,
-    memory_tables,
     plan_table,
     prediction_lines,
+    simulate,
     simulated_facts,
+    split_batch,
 )
 
 __all__ = ["add_arguments", "run_plan"]
 
-_CANDIDATES_PER_LINE = 8
-"""Plans to request per line to print, since several may differ only in what a line leaves out."""
-_MOST_LISTED = 1000
+_NUM_CANDIDATES = 16
+"""Plans of which the best one under the schedule is taken."""
+_MOST_ACTIONS = 1_000_000
+"""Most forward and backward passes of a plan that is simulated for comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Baseline:
+    """A usual plan and its predicted iteration time."""
+
+    name: str
+    """Its kind, in words."""
+    iteration_time_s: float | None
+    """Its predicted iteration; None if it doesn't fit."""
+
+    def __str__(self) -> str:
+        time_s = self.iteration_time_s
+        return f"{self.name}: {'does not fit' if time_s is None else f'{time_s:.4g} s'}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,69 +93,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEGREE",
         help="tensor-parallel degrees to consider (default: all that nodes and heads allow)",
     )
-    parser.add_argument(
-        "--equal-microbatches",
-        action="store_true",
-        help="give every pipeline the same number of micro-batches, as AutoHet does",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="search 7 to 512 devices no longer than a run does when it starts",
-    )
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="NUMBER", help="kinds of plans to list (default: 5)"
-    )
     parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
-    parser.add_argument(
-        "--save-top",
-        nargs=2,
-        metavar=("NUMBER", "FOLDER"),
-        help="write the best kinds of plans as plan-1.json, plan-2.json, ... into a folder",
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="print what fills each stage's devices, too"
-    )
-    add_plot_argument(parser, "its timeline and memory", may_be_page=True)
-    add_format_arguments(parser, json_file=True)
+    add_plot_argument(parser, "its timeline and memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plan, print the best plan and the runners-up, write plans and picture."""
-    num_saved, folder = _save_top(arguments)
-    most = max(arguments.top, num_saved)
+    """Plan, print the best plan, write plan and picture."""
+    check_picture(arguments.plot)
+    check_folder_of(arguments.output, "--output")
     cost = cost_of(arguments)
     degrees = arguments.tp_degrees
     options = PlanningOptions(
         objective=Objective(arguments.objective),
-        equal_microbatches=arguments.equal_microbatches,
         tp_degrees=None if degrees is None else tuple(degrees),
-        num_candidates=_CANDIDATES_PER_LINE * most,
-        thorough=not arguments.quick,
+        num_candidates=_NUM_CANDIDATES,
     )
     result, scheduled = rank_scheduled(
         _plan(arguments, cost, options), cost, Schedule(arguments.schedule)
     )
     workload = result.workload
-    kinds = _kinds(result, cost)
-    baselines = find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
-    if arguments.json is True:
+    baselines = _find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
+    if arguments.json:
         print_json(_as_json(result, cost, baselines, arguments))
-    elif arguments.csv:
-        print_csv(
-            [
-                {"place": place, **row}
-                for place, candidate in enumerate(list(kinds.values())[: arguments.top], start=1)
-                for row in stage_rows(candidate.plan, cost, candidate.simulation)
-            ]
-        )
     else:
         _print_tables(result, scheduled, cost, baselines, arguments)
-    if isinstance(arguments.json, str):
-        write_json(_as_json(result, cost, baselines, arguments), arguments.json)
     _write(arguments, result, cost)
-    for place, candidate in enumerate(list(kinds.values())[:num_saved], start=1):
-        _save(candidate.plan, folder / f"plan-{place}.json")
     return 0
 
 
@@ -167,36 +136,11 @@ def _plan(
         return plan(cost.cluster, cost.model, sized, options, cost=cost, progress=progress)
 
 
-def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
-    """Check `--save-top` before planning; return the number of plans and their folder."""
-    if not 1 <= arguments.top <= _MOST_LISTED:
-        raise ConfigurationError(
-            f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
-        )
-    check_picture(arguments.plot, may_be_page=True)
-    check_folder_of(arguments.output, "--output")
-    check_folder_of(arguments.json if isinstance(arguments.json, str) else None, "--json")
-    if arguments.save_top is None:
-        return 0, Path()
-    number, folder = arguments.save_top
-    if not (number.isascii() and number.isdigit() and 1 <= int(number[:9]) <= _MOST_LISTED):
-        raise ConfigurationError(
-            f"--save-top is {number[:20]}; it must be a whole number, 1 to {_MOST_LISTED}."
-        )
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"Can't make the folder {folder} of --save-top: {error.strerror}."
-        ) from error
-    return int(number), Path(folder)
-
-
 def _print_tables(
     result: PlanningResult,
     scheduled: Scheduled,
     cost: CostModel,
-    baselines: Sequence[Baseline],
+    baselines: Sequence[_Baseline],
     arguments: argparse.Namespace,
 ) -> None:
     console = output_console()
@@ -207,23 +151,15 @@ def _print_tables(
     lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
     lines.append(assumptions_line(cost, arguments.precision))
     print_plan(console, cost, table, lines)
-    if arguments.memory:
-        for memory in memory_tables(best.plan, known, counts):
-            console.print()
-            print_table(console, "What fills a device", memory)
-    if arguments.top > 1:
-        console.print()
-        console.print(_candidates_table(result, cost, arguments.top))
 
 
 def _as_json(
     result: PlanningResult,
     cost: CostModel,
-    baselines: Sequence[Baseline],
+    baselines: Sequence[_Baseline],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     num_tokens = result.workload.num_tokens
-    candidates = list(_kinds(result, cost).items())[: arguments.top]
     return {
         "model": cost.model.name,
         "cluster": cost.cluster.num_devices,
@@ -236,15 +172,6 @@ def _as_json(
         "num_layouts": result.num_estimated,
         "num_simulated": result.num_simulated,
         "baselines": [asdict(baseline) for baseline in baselines],
-        "candidates": [
-            {
-                "pipelines": kind,
-                "iteration_time_s": candidate.simulation.iteration_time_s,
-                "tokens_per_s": candidate.simulation.tokens_per_s(num_tokens),
-                "plan": candidate.plan.to_dict(),
-            }
-            for kind, candidate in candidates
-        ],
     }
 
 
@@ -260,7 +187,7 @@ def _progress() -> Iterator[ProgressCallback]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseline]) -> list[str]:
+def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[_Baseline]) -> list[str]:
     best = result.best
     lines = [
         *prediction_lines(best.simulation, result.workload.num_tokens),
@@ -283,7 +210,7 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
     return lines
 
 
-def _compared_line(time_s: float, baselines: Sequence[Baseline]) -> str:
+def _compared_line(time_s: float, baselines: Sequence[_Baseline]) -> str:
     """Return the line with the baselines' times, and this plan's speed-up over the best of them."""
     others = [b.iteration_time_s for b in baselines if b.iteration_time_s is not None]
     ratio = f", {min(others) / time_s:.2f}×" if others else ""
@@ -300,71 +227,15 @@ def _bound_line(result: PlanningResult) -> str:
     return bound_line(least, result.gap)
 
 
-def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Table:
-    """Return a table with a line per kind of plan: its pipelines and its best iteration time."""
-    header = ("place", "pipelines", "devices", "seconds", "tokens/s", "per 10⁹ tokens")
-    table = as_rich("Best plans", header)
-    num_tokens = result.workload.num_tokens
-    for place, (kind, candidate) in enumerate(islice(_kinds(result, cost).items(), most), start=1):
-        money = candidate.money_per_token(num_tokens)
-        table.add_row(
-            str(place),
-            kind,
-            str(len(candidate.plan.ranks)),
-            f"{candidate.simulation.iteration_time_s:.4g}",
-            f"{candidate.simulation.tokens_per_s(num_tokens):,.0f}",
-            "-" if money is None else f"{money * 1e9:,.2f}",
-        )
-    return table
-
-
-def _kinds(result: PlanningResult, cost: CostModel) -> dict[str, PlannedCandidate]:
-    """Return the best plan of each kind, by its description, the best first.
-
-    Plans with the same pipelines and stages in a different order are of one kind.
-    """
-    kinds: dict[str, PlannedCandidate] = {}
-    seen = set()
-    for candidate in result.candidates:
-        words = _describe(candidate.plan, cost)
-        kind = tuple(sorted(_stages_of(candidate.plan, cost)))
-        if kind not in seen:
-            seen.add(kind)
-            kinds[words] = candidate
-    return kinds
-
-
-def _stages_of(found: ParallelPlan, cost: CostModel) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield each pipeline's stages, (device, TP degree), in a fixed order."""
-    for pipeline in found.pipelines:
-        yield tuple(
-            sorted((cost.shape_of(stage).device, stage.tp_degree) for stage in pipeline.stages)
-        )
-
-
-def _describe(found: ParallelPlan, cost: CostModel) -> str:
-    """Return the pipelines in a few words, such as `2 × (2·A100-80GB + H800-80GB)`.
-
-    The order is fixed, because it means nothing: the most frequent pipeline first.
-    """
-    counts: dict[str, int] = {}
-    for pipeline in found.pipelines:
-        stages: dict[str, int] = {}
-        for stage in pipeline.stages:
-            device = cost.shape_of(stage).device
-            name = f"{device} TP{stage.tp_degree}" if stage.tp_degree > 1 else device
-            stages[name] = stages.get(name, 0) + 1
-        parts = [name if count == 1 else f"{count}·{name}" for name, count in stages.items()]
-        text = " + ".join(parts)
-        counts[text] = counts.get(text, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count} × ({text})" for text, count in ordered)
-
-
 def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostModel) -> None:
     found = result.best.plan
     if arguments.output:
-        _save(found, Path(arguments.output))
+        try:
+            found.save(arguments.output)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Can't write the plan to {arguments.output}: {error.strerror}. Name another file."
+            ) from error
     if arguments.plot:
         microbatch = result.workload.microbatch
         batches = own_microbatches(found, microbatch)
@@ -374,10 +245,59 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
         draw_plan(arguments.plot, found, cost, scheduled.simulation)
 
 
-def _save(found: ParallelPlan, path: Path) -> None:
+def _find_baselines(
+    cost: CostModel, workload: Workload, tp_degrees: tuple[int, ...]
+) -> list[_Baseline]:
+    """Return plain data parallelism and the best equal pipelines, as far as they can be predicted.
+
+    Plain data parallelism keeps the whole model and its optimizer states on every device. Equal
+    pipelines have the same stages, TP degree and layers, and equal numbers of micro-batches.
+    """
+    plain = _best([_even(cost, 1, 1)], replicated_cost(cost), workload)
+    num_ranks = cost.cluster.num_ranks
+    equal = [
+        _even(cost, num_stages, degree)
+        for degree in tp_degrees
+        for num_stages in range(1, cost.model.num_layers + 1)
+        if num_ranks % (num_stages * degree) == 0
+    ]
+    return [
+        _Baseline(name="plain data parallel", iteration_time_s=plain),
+        _Baseline(name="equal pipelines", iteration_time_s=_best(equal, cost, workload)),
+    ]
+
+
+def _even(cost: CostModel, num_stages: int, tp_degree: int) -> ParallelPlan | None:
+    """Return equal pipelines whose TP groups stay inside nodes; None if there are none."""
     try:
-        found.save(path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"Can't write the plan to {path}: {error.strerror}. Name another file."
-        ) from error
+        found = ParallelPlan.even(
+            world_size=cost.cluster.num_ranks,
+            num_layers=cost.model.num_layers,
+            num_stages=num_stages,
+            tp_degree=tp_degree,
+        )
+    except PlanError:
+        return None
+    crosses = any(
+        len({cost.node_of_rank[rank] for rank in stage.ranks}) > 1
+        for _, _, stage in found.iter_stages()
+    )
+    return None if crosses else found
+
+
+def _best(plans: list[ParallelPlan | None], cost: CostModel, workload: Workload) -> float | None:
+    """Return the shortest iteration of those that fit."""
+    times = []
+    for found in plans:
+        if found is None or 2 * workload.num_microbatches * found.max_stages > _MOST_ACTIONS:
+            continue
+        batches = split_batch(
+            found,
+            global_batch_size=workload.global_batch_size,
+            sequence_length=workload.sequence_length,
+            microbatch_size=workload.sequences_per_microbatch,
+        )
+        simulation = simulate(found, cost, batches)
+        if simulation.fits:
+            times.append(simulation.iteration_time_s)
+    return min(times, default=None)

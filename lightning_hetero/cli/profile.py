@@ -20,7 +20,6 @@ from lightning_hetero.cli.arguments import add_model_argument, check_folder_of, 
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.profile import LinkTimes, Profile
-from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.straggler.events import Pair
@@ -199,15 +198,4 @@ def _as_table(profile: Profile) -> Table:
         for size, (forward, backward) in times.blocks.items():
             cells = (str(times.tp_degree), str(sum(times.lengths)), str(size))
             table.add_row(*cells, f"{forward * 1e3:.3f}", f"{backward * 1e3:.3f}")
-    for degree in measured.tp_degrees:
-        fits = [
-            TimeFit.of([(times.lengths, times.blocks[1][way]) for times in measured.at(degree)])
-            for way in (0, 1)
-        ]
-        table.add_row(str(degree), "l", "1", *(_formula(fit) for fit in fits))
     return table
-
-
-def _formula(fit: TimeFit) -> str:
-    """Return the formula of one layer's milliseconds for a sequence of l tokens."""
-    return f"{fit.a * 1e3:.3g}·l² + {fit.b * 1e3:.3g}·l + {fit.c * 1e3:.3g}"

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hetero.cli.arguments import (
-    add_format_arguments,
     add_plot_argument,
     add_workload_arguments,
-    check_folder_of,
     check_picture,
     cost_of,
     predict,
@@ -18,7 +16,6 @@ from lightning_hetero.cli.output import (
     facts_of,
     output_console,
     price_line,
-    print_csv,
     print_json,
     print_plan,
 )
@@ -30,7 +27,6 @@ from lightning_hetero.simulator import (
     fitting_lines,
     plan_table,
     prediction_lines,
-    save_trace,
     simulated_facts,
 )
 
@@ -48,27 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON file of the plan, as `lightning-hetero plan --output` writes",
     )
     add_workload_arguments(parser, size="what the plan's numbers say")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write a Perfetto/Chrome trace to this JSON file"
-    )
-    add_plot_argument(parser, "the timeline", may_be_page=True)
-    add_format_arguments(parser)
+    add_plot_argument(parser, "the timeline")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
-    """Simulate the plan, print the table, write trace and picture."""
-    check_picture(arguments.plot, may_be_page=True)
-    check_folder_of(arguments.trace, "--trace")
+    """Simulate the plan, print the table, draw the picture."""
+    check_picture(arguments.plot)
     plan = ParallelPlan.load(arguments.plan)
     cost = cost_of(arguments)
     simulation, batches, num_tokens, scheduled = predict(
-        plan, cost, arguments, record_events=bool(arguments.trace or arguments.plot)
+        plan, cost, arguments, record_events=bool(arguments.plot)
     )
     facts = facts_of(plan, cost, simulation, num_tokens)
     if arguments.json:
         print_json({"model": cost.model.name, "precision": arguments.precision, **facts})
-    elif arguments.csv:
-        print_csv(facts["stages"])
     else:
         known = simulated_facts(plan, cost, simulation)
         table = plan_table(plan, known, [len(items) for items in batches])
@@ -76,8 +66,6 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         lines.append(f"schedule        {scheduled}")
         lines.append(assumptions_line(cost, arguments.precision))
         print_plan(output_console(), cost, table, lines)
-    if arguments.trace:
-        save_trace(arguments.trace, plan, simulation)
     if arguments.plot:
         draw_plan(arguments.plot, plan, cost, simulation)
     return 0

@@ -1,22 +1,29 @@
-"""A pipeline schedule as data: which pass of which micro-batch a stage runs, and when.
+"""An iteration's work as data: which passes a stage runs, and which samples a micro-batch has.
 
-The runtime executes these lists, the simulator times them and tests check laws on them. 1F1B is
-PipeDream-flush (Narayanan et al. 2021): a warm-up of forwards, then one forward and one backward in
-turn, then a cool-down of backwards, so that a stage never holds the activations of more than
+The runtime executes a pipeline's schedule, the simulator times it and tests check laws on it. 1F1B
+is PipeDream-flush (Narayanan et al. 2021): a warm-up of forwards, then one forward and one backward
+in turn, then a cool-down of backwards, so that a stage never holds the activations of more than
 `num_stages - stage_index` micro-batches. A backward may be split in two, as in Zero Bubble (Qi et
 al. 2023): the gradient of the stage's input, for which the stage before waits, and the gradients of
 its weights, for which nobody waits.
+
+Planning processes make assignments of samples ahead of time and pass them on as JSON. Each rank
+looks up the plan by its index and runs its own pipeline's micro-batches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any, Self
+
+from lightning_hetero.core.errors import AssignmentError
 
 __all__ = [
     "MAX_KEPT_SENDS",
     "Action",
     "ActionKind",
+    "Assignment",
     "most_held",
     "schedule_1f1b",
     "schedule_forward",
@@ -86,3 +93,66 @@ def most_held(actions: Iterable[Action]) -> int:
         elif action.kind is not ActionKind.WEIGHT:
             held -= 1
     return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The plan and the micro-batches of one iteration.
+
+    Raises:
+        AssignmentError: A sample is in two micro-batches, or a micro-batch is empty.
+    """
+
+    plan_index: int
+    """Index of the plan among the candidates."""
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each pipeline its micro-batches, each as the indices of its samples."""
+    latency_s: float
+    """Estimated seconds of the iteration's forward and backward passes."""
+
+    def __post_init__(self) -> None:
+        seen: set[int] = set()
+        for pipeline_index, batches in enumerate(self.microbatches):
+            for batch_index, batch in enumerate(batches):
+                if not batch:
+                    raise AssignmentError(
+                        f"Micro-batch {batch_index} of pipeline {pipeline_index} is empty; leave "
+                        "it out."
+                    )
+                for sample in batch:
+                    if sample in seen:
+                        raise AssignmentError(
+                            f"Sample {sample} is assigned twice, the second time to micro-batch "
+                            f"{batch_index} of pipeline {pipeline_index}. Name each sample once."
+                        )
+                    seen.add(sample)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in all micro-batches."""
+        return sum(len(batch) for batches in self.microbatches for batch in batches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the assignment as JSON-ready dicts and lists."""
+        return {
+            "plan_index": self.plan_index,
+            "microbatches": [[list(batch) for batch in item] for item in self.microbatches],
+            "latency_s": self.latency_s,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build an assignment from the data of `to_dict`; AssignmentError if it is no such data."""
+        try:
+            return cls(
+                plan_index=int(data["plan_index"]),
+                microbatches=tuple(
+                    tuple(tuple(int(i) for i in batch) for batch in item)
+                    for item in data["microbatches"]
+                ),
+                latency_s=float(data["latency_s"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise AssignmentError(
+                f"The data is no assignment: {error!r}. Give what `to_dict` returns."
+            ) from error

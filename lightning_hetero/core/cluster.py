@@ -9,27 +9,21 @@ run. A cluster file is YAML::
     inter_node_bytes_per_s: 400 Gbit/s
     links:
       - {nodes: [0, 1], bytes_per_s: 12.5 GB/s, latency_s: 20 us}
-    inter_node_rates:
-      - {message_bytes: 64 KiB, bytes_per_s: 4 GB/s}
-      - {message_bytes: 16 MiB, bytes_per_s: 45 GB/s}
 """
 
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.message_curve import MessageCurve
-from lightning_hetero.core.reading import build, load_file, parse_yaml, readable
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import load_file, parse_yaml
 
-__all__ = ["Cluster", "Link", "MessageRate", "Node"]
+__all__ = ["Cluster", "Link", "Node"]
 
 _MOST_DEVICES = 2**20
 
@@ -51,15 +45,10 @@ class Node:
     """Bandwidth of that memory, shared by all optimizer steps on the host, bytes/s."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+        if type(self.count) is not int or not 1 <= self.count <= _MOST_DEVICES:
             raise ClusterError(
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
-                "more. Leave a node without devices out."
-            )
-        if self.count > _MOST_DEVICES:
-            raise ClusterError(
-                f"Node of {self.device} has count {self.count}; it must be {_MOST_DEVICES:,} or "
-                "less."
+                f"more, {_MOST_DEVICES:,} at most. Leave a node without devices out."
             )
         host = self.host_memory_bytes
         if not (host is None or host > 0) or not self.host_memory_bytes_per_s > 0:
@@ -103,31 +92,17 @@ class Link:
 
 
 @readable
-class MessageRate:
-    """The rate that messages of one size reach between two nodes, as a benchmark measures it."""
-
-    message_bytes: float
-    """Bytes of the message."""
-    bytes_per_s: float
-    """Rate of such a message in one direction, without its latency, bytes/s."""
-
-
-@readable
 class Cluster:
     """All nodes and the links between them.
 
     Raises:
-        ClusterError: No nodes, an unknown device, links that contradict each other, or rates at
-            which a larger message takes less time.
+        ClusterError: No nodes, an unknown device, or links that contradict each other.
     """
 
     nodes: tuple[Node, ...]
     """The machines; ranks are numbered node by node."""
     inter_node_bytes_per_s: float = 50e9
     """Bandwidth of one rank to another node, one direction, bytes/s (400 Gb/s by default)."""
-    inter_node_rates: tuple[MessageRate, ...] = ()
-    """Rates of messages by ascending size, over a link of that bandwidth; between two sizes seconds
-    are interpolated. Links of other bandwidths scale them. Empty: all sizes reach the bandwidth."""
     inter_node_latency_s: float = 10e-6
     """Latency of a message between nodes, seconds."""
     intra_node_latency_s: float = 3e-6
@@ -157,23 +132,6 @@ class Cluster:
             if not getattr(self, name) >= 0:
                 raise ClusterError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         self._check_links()
-        self._check_rates()
-
-    def _check_rates(self) -> None:
-        if self.inter_node_curve is None:  # Making the curve checks it.
-            return
-        fastest = max(item.bytes_per_s for item in self.inter_node_rates)
-        if fastest > self.inter_node_bytes_per_s:
-            raise ClusterError(
-                f"inter_node_rates name {fastest:g} bytes/s, more than inter_node_bytes_per_s, "
-                f"{self.inter_node_bytes_per_s:g}. Set that to the highest rate."
-            )
-
-    @functools.cached_property
-    def inter_node_curve(self) -> MessageCurve | None:
-        """The time of a message between nodes by its size; None if all reach their link's rate."""
-        points = tuple((item.message_bytes, item.bytes_per_s) for item in self.inter_node_rates)
-        return MessageCurve(points) if points else None
 
     @functools.cached_property
     def backend(self) -> str:
@@ -277,22 +235,9 @@ class Cluster:
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cluster as YAML-ready dicts and lists, without default values."""
-        data: dict[str, Any] = {"nodes": [_without_defaults(node) for node in self.nodes]}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, tuple) and value and item.name != "nodes":
-                data[item.name] = [_without_defaults(entry) for entry in value]
-            elif isinstance(value, float | int) and value != item.default:
-                data[item.name] = value
-        for link in data.get("links", ()):
-            link["nodes"] = list(link["nodes"])
-        return data
-
     @classmethod
     def from_dict(cls, data: Any, *, measured: Sequence[DeviceSpec] = ()) -> Self:
-        """Build and validate a cluster from data like that of `to_dict`.
+        """Build and validate a cluster from plain data.
 
         Args:
             data: Nodes, links and devices; numbers may have units: "80 GiB", "400 Gbit/s".
@@ -311,41 +256,11 @@ class Cluster:
         data = parse_yaml(text, "cluster", ClusterError)
         return cls.from_dict(data, measured=measured)
 
-    def to_yaml(self) -> str:
-        """Return the cluster as a YAML text."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
-
     @classmethod
     def load(cls, path: str | Path, *, measured: Sequence[DeviceSpec] = ()) -> Self:
         """Read a cluster from a YAML file; ClusterError names the file if it is wrong."""
         parse = functools.partial(cls.from_yaml, measured=measured)
         return load_file(path, "cluster", ClusterError, parse)
-
-    def save(self, path: str | Path) -> None:
-        """Write the cluster as a YAML file."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
-
-    def __str__(self) -> str:
-        rows = []
-        for node_index, node in enumerate(self.nodes):
-            ranks = self.ranks_of(node_index)
-            device = self.device_of_node(node_index)
-            rows.append(
-                (
-                    str(node_index),
-                    f"{node.count} × {node.device}",
-                    f"{ranks.start}-{ranks.stop - 1}",
-                    f"{device.memory_bytes / 2**30:.0f} GiB",
-                    f"{device.peak_flops_per_s / 1e12:.0f}",
-                )
-            )
-        return format_table(("node", "devices", "ranks", "memory", "TFLOP/s"), rows)
-
-
-def _without_defaults(part: Node | Link | MessageRate | DeviceSpec) -> dict[str, Any]:
-    """Return the fields of a part of the cluster that differ from their defaults."""
-    defaults = {item.name: item.default for item in fields(part)}
-    return {key: value for key, value in asdict(part).items() if value != defaults[key]}
 
 
 def _with_devices(data: Any, measured: Sequence[DeviceSpec]) -> Any:

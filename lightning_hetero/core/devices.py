@@ -14,7 +14,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.reading import nearest, readable
+from lightning_hetero.core.reading import readable
+from lightning_hetero.core.texts import nearest
 
 __all__ = ["KNOWN_DEVICES", "Arithmetic", "DeviceSpec", "canonical_name", "find_device"]
 
@@ -63,15 +64,11 @@ class DeviceSpec:
             "memory_bytes_per_s",
             "intra_node_bytes_per_s",
             "host_bytes_per_s",
+            "fp32_flops_per_s",
         ):
             value = getattr(self, name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ClusterError(f"Device {self.name!r} has {name} {value}; it must be above 0.")
-        if self.fp32_flops_per_s is not None and not self.fp32_flops_per_s > 0:
-            raise ClusterError(
-                f"Device {self.name!r} has fp32_flops_per_s {self.fp32_flops_per_s}; it must be "
-                "above 0, or be left out."
-            )
 
     def is_native(self, arithmetic: Arithmetic) -> bool:
         """Return whether it has units for this format."""
@@ -162,11 +159,12 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
 """Device types that a cluster may name without describing them."""
 
 
-_SHORT_NAMES = {"A100": "A100-80GB", "V100": "V100-16GB"}
+_USUAL = {"a100": "A100-80GB", "v100": "V100-16GB"}
 """The device that a name without its memory means, if devices differ only in memory."""
 _DECORATION = frozenset(
     {"nvidia", "geforce", "tesla", "graphics", "amd", "radeon", "instinct", "oam"}
 )
+_MEMORY = re.compile(r"\d+gb")
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
 """Words that drivers and shops put beside a name and that change nothing."""
 
@@ -178,34 +176,21 @@ def canonical_name(name: str) -> str | None:
     Case, separators, the vendor and the form factor may be left out or written; memory may be left
     out.
     """
-    words = frozenset(re.findall(r"[a-z0-9]+", name.lower()))
-    compact = re.sub(r"[^a-z0-9]", "", name.lower())
-    short = {key.lower(): value for key, value in _SHORT_NAMES.items()}
-    best: tuple[int, str] | None = None
+    in_order = re.findall(r"[a-z0-9]+", name.lower())
+    words, joined = set(in_order), "".join(in_order)
+    said = {word for word in words if _MEMORY.fullmatch(word)}
+    found: list[tuple[int, str]] = []
     for known in KNOWN_DEVICES:
-        parts = re.findall(r"[a-z0-9]+", known.lower())
-        memory = {part for part in parts if re.fullmatch(r"\d+gb", part)}
-        model = [part for part in parts if part not in memory]
-        named = {word for word in words if re.fullmatch(r"\d+gb", word)}
-        without_rtx = "".join(part for part in model if part != "rtx")
-        if compact in ("".join(parts), "".join(model), without_rtx):
-            extra: frozenset[str] = frozenset()
-        elif words >= set(model):
-            extra = (
-                words
-                - set(model)
-                - named
-                - _DECORATION
-                - {word for word in words if _FORM.fullmatch(word)}
-            )
-        else:
-            continue
-        means_other_memory = named and memory and not named <= memory
-        if extra or means_other_memory or (not named and short.get("".join(model), known) != known):
-            continue
-        if best is None or len(model) > best[0]:
-            best = (len(model), known)
-    return None if best is None else best[1]
+        parts = known.lower().split("-")
+        model = [part for part in parts if not _MEMORY.fullmatch(part)]
+        memory, compact = set(parts) - set(model), "".join(model)
+        rest = words - set(model) - said - _DECORATION
+        is_named = words >= set(model) and all(map(_FORM.fullmatch, rest))
+        is_joined = joined in ("".join(parts), compact, compact.replace("rtx", ""))
+        is_usual = said <= memory or not memory if said else _USUAL.get(compact, known) == known
+        if (is_named or is_joined) and is_usual:
+            found.append((len(model), known))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def find_device(name: str, custom: tuple[DeviceSpec, ...] = ()) -> DeviceSpec:

@@ -6,28 +6,22 @@ of their sum; causal attention costs half of that.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.process.cache import cached_config, hub_cache
-from lightning_hetero.core.reading import (
-    build,
-    load_file,
-    nearest,
-    parse_json,
-    parse_yaml,
-    readable,
-    show,
-)
-from lightning_hetero.core.tuning.fine_tuning import (
+from lightning_hetero.core.model_config import (
+    DEFAULT_RANK,
+    QUANTIZATIONS,
     FineTuning,
-    Matrix,
-    matrices_of,
-    read_quantization,
+    cached_config,
+    sizes_of_config,
 )
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import load_file, nearest, parse_json, parse_yaml, show
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
@@ -38,8 +32,7 @@ class ModelSpec:
 
     ::
 
-        model = ModelSpec.load("gpt3-6.7b")  # a known model, or a file that describes one
-        print(model.num_params, model.step_flops([2048, 1024]))
+        print(ModelSpec.load("gpt3-6.7b").num_params)  # a known model, or a file that describes one
 
     Raises:
         ModelError: A size is not positive, or the numbers of heads don't divide.
@@ -83,21 +76,17 @@ class ModelSpec:
                 continue
             lowest = 0 if item.name == "max_positions" else 1
             most = _MOST_LAYERS if item.name == "num_layers" else _LARGEST_SIZE
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not is_whole or not lowest <= value <= most:
+            if type(value) is not int or not lowest <= value <= most:
                 raise ModelError(
                     f"Model {self.name!r} has {item.name} {show(value)}; it must be a whole "
                     f"number, {lowest} or more and at most {most:,}."
                 )
-        if self.num_heads % self.num_kv_heads:
+        is_cut = self.head_dim is not None or self.hidden_size % self.num_heads == 0
+        if self.num_heads % self.num_kv_heads or not is_cut:
             raise ModelError(
-                f"Model {self.name!r} has {self.num_heads} heads and {self.num_kv_heads} key-value "
-                "heads; the second must divide the first."
-            )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ModelError(
-                f"Model {self.name!r} has hidden_size {self.hidden_size}, which {self.num_heads} "
-                "heads don't divide. Give head_dim."
+                f"Model {self.name!r} has hidden_size {self.hidden_size}, {self.num_heads} heads "
+                f"and {self.num_kv_heads} key-value heads; each must be a multiple of the next. "
+                "Give head_dim if heads have another width."
             )
 
     @cached_property
@@ -128,15 +117,17 @@ class ModelSpec:
         return 2 * self.hidden_size * (self.key_size_in_group(tp_degree) - self.key_size)
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """The matrices of a layer, without adapters."""
-        widths = self.hidden_size, self.query_size, self.key_size, self.intermediate_size
-        return matrices_of(*widths, gated=self.gated_mlp)
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of each of a layer's matrices, without adapters."""
+        hidden, query, key = self.hidden_size, self.query_size, self.key_size
+        ups = (2 if self.gated_mlp else 1) * ((hidden, self.intermediate_size),)
+        attention = (hidden, query), (hidden, key), (hidden, key), (query, hidden)
+        return *attention, *ups, (self.intermediate_size, hidden)
 
     @cached_property
     def matrix_params_per_layer(self) -> int:
         """Parameters of a layer's matrices, without adapters: they cost FLOPs for every token."""
-        return sum(item.num_inputs * item.num_outputs for item in self.matrices)
+        return sum(prod(sizes) for sizes in self.matrices)
 
     @cached_property
     def own_params_per_layer(self) -> int:
@@ -223,8 +214,7 @@ class ModelSpec:
     def frozen_bytes(self, width: int) -> tuple[float, float, float]:
         """Return the bytes of what never trains in a layer, before the first and after the last.
 
-        Args:
-            width: Bytes of a value in computations, in which all but matrices are kept.
+        `width` is the bytes of a value in computations, in which all but matrices are kept.
         """
         if self.tuning is None:
             return 0.0, 0.0, 0.0
@@ -240,8 +230,7 @@ class ModelSpec:
         """Return the values that a layer's forward unpacks: of all matrices, of the largest."""
         if self.tuning is None or self.tuning.stored_bits is None:
             return 0, 0
-        most = max(item.num_inputs * item.num_outputs for item in self.matrices)
-        return self.frozen_matrix_params_per_layer, most
+        return self.frozen_matrix_params_per_layer, max(map(prod, self.matrices))
 
     def linear_flops_per_layer(self, num_tokens: int) -> float:
         """Return the FLOPs of one layer's matrices and adapters in one forward."""
@@ -262,10 +251,6 @@ class ModelSpec:
         full = 4.0 * self.query_size * sum(length * length for length in lengths)
         return full / 2 if self.causal else full
 
-    def flops_per_layer(self, lengths: Sequence[int]) -> float:
-        """Return the FLOPs of one layer in one forward over sequences of these lengths."""
-        return self.linear_flops_per_layer(sum(lengths)) + self.attention_flops_per_layer(lengths)
-
     def head_flops(self, num_tokens: int) -> float:
         """Return the FLOPs of the head in one forward."""
         return 2.0 * self.hidden_size * self.vocab_size * num_tokens
@@ -273,9 +258,8 @@ class ModelSpec:
     def step_flops(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of forward and backward over samples of these lengths, for MFU.
 
-        PaLM's count (Chowdhery et al. 2022, appendix B) without recomputation, with two changes:
-        attention is counted per sequence and halved if it is causal, and the input embedding, a
-        look-up, is left out. Frozen weights have no gradients.
+        PaLM's count (Chowdhery et al. 2022, appendix B) without recomputation, with attention per
+        sequence, halved if causal, and without the embedding. Frozen weights have no gradients.
         """
         in_layers, in_head = self.weight_gradient_shares
         layer = (2 + in_layers) * self.linear_flops_per_layer(sum(lengths))
@@ -285,6 +269,32 @@ class ModelSpec:
     def hidden_bytes(self, num_tokens: int, bytes_per_value: int = 2) -> int:
         """Return the bytes of the activation that one stage sends to the next."""
         return num_tokens * self.hidden_size * bytes_per_value
+
+    def tuned(self, *, quantize: str | None = None, lora_rank: int | None = None) -> Self:
+        """Return the model with frozen weights and what trains instead.
+
+        Args:
+            quantize: A key of `QUANTIZATIONS` in which the layers' matrices are stored; None as the
+                model says.
+            lora_rank: Rank of LoRA adapters on all matrices; None: none, on quantized weights 16.
+
+        Raises:
+            ModelError: The rank is below 1.
+        """
+        tuning = self.tuning
+        if quantize is not None:
+            tuning = FineTuning(stored_bits=QUANTIZATIONS[quantize], method=quantize.upper())
+        if lora_rank is None and tuning is not None and not tuning.layer_params:
+            lora_rank = DEFAULT_RANK
+        if lora_rank is None:
+            return self
+        if lora_rank < 1:
+            raise ModelError(f"LoRA has rank {lora_rank}; it must be 1 or more.")
+        added = lora_rank * sum(map(sum, self.matrices))
+        before = tuning or FineTuning(method="")
+        method = f"{before.method} LoRA r {lora_rank}".strip()
+        tuning = replace(before, layer_params=added, added_params=added, method=method)
+        return replace(self, tuning=tuning)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes that differ from their defaults."""
@@ -303,32 +313,7 @@ class ModelSpec:
         Raises:
             ModelError: A size is missing or can't be right.
         """
-        quantization = read_quantization(config, name)
-        nested = config.get("text_config")
-        config = nested if isinstance(nested, Mapping) else config
-        hidden = _first(config, "hidden_size", "n_embd", "d_model", name=name)
-        heads = _first(config, "num_attention_heads", "n_head", "num_heads", name=name)
-        family = str(config.get("model_type", ""))
-        activation = config.get("hidden_act") or config.get("hidden_activation")
-        classic = family in _CLASSIC_FAMILIES
-        positions = config.get("max_position_embeddings") or config.get("n_positions") or 0
-        inner = next((config[key] for key in _INNER_SIZES if config.get(key)), 4 * hidden)
-        return cls(
-            name=name,
-            num_layers=_first(config, "num_hidden_layers", "n_layer", "num_layers", name=name),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            intermediate_size=inner,
-            vocab_size=_first(config, "vocab_size", name=name),
-            gated_mlp=activation in ("silu", "swish") or family.startswith("gemma"),
-            tied_embeddings=bool(config.get("tie_word_embeddings", classic)),
-            biases=classic,
-            max_positions=positions if classic and family != "gpt_neox" else 0,
-            causal=family not in ("bert", "roberta", "distilbert", "modernbert"),
-            head_dim=config.get("head_dim"),
-            tuning=quantization,
-        )
+        return cls(name=name, **sizes_of_config(config, name))
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -370,29 +355,14 @@ def _unknown(name: str) -> str:
     """Return the error message for an unknown model."""
     text = (
         f"Unknown model {name[:200]!r}: neither a known name ({', '.join(sorted(KNOWN_MODELS))}) "
-        "nor a YAML file of sizes nor a folder with a config.json"
+        "nor a YAML file of sizes, a folder with a config.json or a model in the Hugging Face cache"
     )
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return f"{text}.{nearest(name, KNOWN_MODELS)}"
-    return (
-        f"{text} nor a model in the Hugging Face cache ({hub_cache()}). If it is on Hugging Face, "
-        f"get its sizes with `hf download {name} config.json`."
-    )
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return f"{text}. Get its sizes with `hf download {name} config.json`."
+    return f"{text}.{nearest(name, KNOWN_MODELS)}"
 
 
 _MOST_LAYERS, _LARGEST_SIZE = 100_000, 10**12
-# Families with biases and learned positions; newer ones have neither.
-_CLASSIC_FAMILIES = frozenset(
-    {"bert", "roberta", "distilbert", "gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "gpt_bigcode"}
-)
-_INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
-
-
-def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
-    for key in keys:
-        if isinstance(config.get(key), int) and not isinstance(config[key], bool):
-            return int(config[key])
-    raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
 
 
 def _known(name: str, family: str, *sizes: int) -> ModelSpec:

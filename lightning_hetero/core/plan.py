@@ -6,7 +6,6 @@ runtime executes it, and it can be written to JSON and read back.
 """
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.ownership import check_owners, check_owners_exist
-from lightning_hetero.core.reading import LayerRange, build, load_file, parse_json, readable
+from lightning_hetero.core.reading import LayerRange, build, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
-from lightning_hetero.core.table import format_table
+from lightning_hetero.core.texts import format_table, load_file, parse_json
 
 __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
 
@@ -112,12 +111,6 @@ class PipelinePlan:
     def tp_degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degree of each stage."""
         return tuple(stage.tp_degree for stage in self.stages)
-
-    @property
-    def tp_degree(self) -> int:
-        """Deprecated: the largest of `tp_degrees`, because stages may differ."""
-        warnings.warn("Use PipelinePlan.tp_degrees instead.", DeprecationWarning, stacklevel=2)
-        return max(self.tp_degrees)
 
     @property
     def ranks(self) -> tuple[int, ...]:

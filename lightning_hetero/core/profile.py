@@ -2,7 +2,7 @@
 
 Layers are measured in blocks of 1, 2, 4, 8, ... at some micro-batches and TP degrees. A stage of n
 layers costs the sum over the set bits of n (AutoHet Eq. 5); other micro-batches are estimated by a
-fit over the measured ones (`time_fit`). A profile is JSON; one that is broken, too old, or of other
+fit over the measured ones (`TimeFit`). A profile is JSON; one that is broken, too old, or of other
 versions or another model is refused.
 """
 
@@ -10,20 +10,32 @@ import dataclasses
 import datetime
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.reading import build, load_file, parse_json, readable, show
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import load_file, parse_json, show
 
-__all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "LinkTimes", "Profile", "binary_blocks"]
+__all__ = [
+    "BlockTimes",
+    "DeviceProfile",
+    "LayerMemory",
+    "LinkTimes",
+    "Profile",
+    "TimeFit",
+    "binary_blocks",
+]
 
 _FORMAT_VERSION = 1
+# Non-negative least squares over three columns: the best fit over all subsets of columns.
+_COLUMN_CHOICES = ([1], [1, 2], [0, 1], [0, 1, 2], [0, 2], [0], [2])
 
 
 def binary_blocks(num_layers: int) -> tuple[int, ...]:
@@ -157,16 +169,14 @@ class DeviceProfile:
                 f"The profile of {self.device} has step_s_per_param {seconds}; it must be 0 or "
                 "more, or null. Measure it again."
             )
-        measured = Counter(
-            [
-                f"times at TP {entry.tp_degree}, lengths {list(entry.lengths)}"
-                for entry in self.times
-            ]
-            + [f"memory at TP {entry.tp_degree}" for entry in self.memory]
-        )
-        twice = next((what for what, count in measured.items() if count > 1), None)
-        if twice is not None:
-            raise ProfileError(f"The profile of {self.device} has {twice} twice. Keep one.")
+        times = [f"{entry.tp_degree}, lengths {list(entry.lengths)}" for entry in self.times]
+        memory = [f"{entry.tp_degree}" for entry in self.memory]
+        for what, found in (("times", times), ("memory", memory)):
+            twice = next((degree for degree in found if found.count(degree) > 1), None)
+            if twice is not None:
+                raise ProfileError(
+                    f"The profile of {self.device} has {what} at TP {twice} twice. Keep one."
+                )
         if self.spec is not None and self.spec.name != self.device:
             raise ProfileError(
                 f"The profile of {self.device} describes a device {self.spec.name!r}. Give both "
@@ -341,3 +351,49 @@ class Profile:
     @classmethod
     def _parse(cls, text: str) -> Self:
         return cls.from_dict(parse_json(text, "profile", ProfileError))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeFit:
+    """T(l) = a·l² + b·l + c of one stage, forward and backward; c is paid once per micro-batch."""
+
+    a: float
+    """Seconds per squared token of a sequence."""
+    b: float
+    """Seconds per token."""
+    c: float
+    """Seconds per micro-batch."""
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of a micro-batch of sequences of these lengths."""
+        squares = sum(length * length for length in lengths)
+        return self.a * squares + self.b * sum(lengths) + self.c
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[Sequence[int], float]], *, needs_b: bool = False) -> Self:
+        """Fit measured (lengths, seconds) by least squares of relative errors.
+
+        Coefficients that would be negative are 0, and so are those that the samples can't tell
+        apart: a single length can't show the square. With `needs_b`, b is above 0, even if the
+        samples fit better without it.
+        """
+        features = np.array(
+            [[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths, _ in samples]
+        )
+        seconds = np.array([value for _, value in samples])
+        weights = 1.0 / np.maximum(seconds, 1e-12)
+        best, best_error = np.zeros(3), math.inf
+        for columns in _COLUMN_CHOICES:
+            chosen = features[:, columns]
+            scale = np.abs(chosen).max(axis=0)
+            system = chosen / scale * weights[:, None]
+            if np.linalg.matrix_rank(system, tol=1e-6 * np.linalg.norm(system)) < len(columns):
+                continue
+            solution = np.linalg.lstsq(system, seconds * weights, rcond=None)[0]
+            error = float(np.sum((system @ solution - seconds * weights) ** 2))
+            if needs_b and not (1 in columns and solution[columns.index(1)] > 0):
+                continue
+            if np.all(solution >= 0) and error < best_error - 1e-12:
+                best, best_error = np.zeros(3), error
+                best[columns] = solution / scale
+        return cls(a=float(best[0]), b=float(best[1]), c=float(best[2]))

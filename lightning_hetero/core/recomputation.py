@@ -20,7 +20,6 @@ iterations of web documents on five clusters by 0.4 to 2.4 % (simulated), and la
 product in place, which a budget allows, would be refused.
 """
 
-import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,11 +192,8 @@ def fewest_recomputed(
             f"micro-batches of up to {max(tokens):,} tokens. Set activation_budget_bytes to "
             f"{int(needed) + 1:,} or more, or give the stage fewer layers or shorter micro-batches."
         )
-    # At first, each keeps up to the largest number of bytes that all of them may keep.
-    levels = sorted({count * cost for cost in stage.costs for count in range(num_layers + 1)})
-    first = bisect.bisect(levels, room, key=lambda level: stage.peak(stage.kept_up_to(level)))
-    kept = stage.kept_up_to(levels[first - 1])
-    queue = [((kept[m] + 1) * cost, m) for m, cost in enumerate(stage.costs)]
+    kept = nothing
+    queue = [(cost, m) for m, cost in enumerate(stage.costs)]
     heapq.heapify(queue)
     while queue:
         _, m = heapq.heappop(queue)
@@ -219,7 +215,6 @@ class _Stage:
     ) -> None:
         self.costs = [count * (layer.kept - layer.recomputed) for count in tokens]
         """Bytes that each micro-batch needs to keep one more layer."""
-        self._num_layers = num_layers
         self._inputs = [count * num_layers * layer.recomputed for count in tokens]
         self._windows = windows
         self._around: list[list[tuple[int, ...]]] = [[] for _ in tokens]
@@ -244,14 +239,6 @@ class _Stage:
             ),
             default=0.0,
         )
-
-    def kept_up_to(self, level: float) -> list[int]:
-        """Return how many layers each micro-batch keeps if it may keep `level` bytes."""
-        most = level * _ROUNDING
-        return [
-            self._num_layers if not cost else min(self._num_layers, int(most / cost))
-            for cost in self.costs
-        ]
 
 
 def _gib(num_bytes: float) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 
 __all__ = [
     "Holders",

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 from lightning_hetero.core.slices import (
     Holding,
     Interval,

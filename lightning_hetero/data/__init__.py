@@ -5,20 +5,13 @@ under), `ahead` (assigning samples ahead of time), `loader` (the batches of one 
 (the data module for a Trainer). `dealer` and `dealing` are for ordinary data loaders.
 """
 
-from lightning_hetero.data.ahead import AheadOptions, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.sampler import TwoStageBatchSampler
-from lightning_hetero.data.samples import OnOverlong
 
 __all__ = [
-    "AheadOptions",
-    "AssignmentStore",
     "Candidates",
     "Cursor",
     "EpochOrder",
     "HeteroDataModule",
-    "OnOverlong",
-    "TwoStageBatchSampler",
 ]

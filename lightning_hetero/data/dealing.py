@@ -22,7 +22,6 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.orders import Order, peek, size_of
-from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.models.batches import EmptyBatch
 
 __all__ = ["Deal", "DealtBatchSampler", "DealtIterable", "deal_of", "deal_out"]
@@ -108,12 +107,6 @@ def _refuse_rank_sampler(sampler: object) -> None:
             f"The data loader has a DistributedSampler over {sampler.num_replicas} replicas, so "
             "the stages of a pipeline would see different samples. Give an ordinary sampler: "
             "HeteroStrategy deals the batches out to the pipelines."
-        )
-    if isinstance(sampler, TwoStageBatchSampler) and sampler.num_ranks > 1:
-        raise ConfigurationError(
-            f"The data loader has a TwoStageBatchSampler over {sampler.num_ranks} ranks, so the "
-            "stages of a pipeline would see different samples. Use HeteroDataModule, which assigns "
-            "samples to this strategy's pipelines."
         )
 
 

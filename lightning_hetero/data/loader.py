@@ -19,10 +19,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero.assign.iteration import AssignmentRequest
-from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.candidates import Candidates, fill_empty
+from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Cursor, Drawn, IterationSource, Progress
 from lightning_hetero.data.samples import as_is
 from lightning_hetero.models.batches import AssignedBatch
@@ -37,7 +37,7 @@ class Ticket:
     """One rank's part of one iteration."""
 
     plan: ParallelPlan | None
-    """The plan that runs; None if each rank is a pipeline of its own."""
+    """The plan that runs; None on a single device without plans."""
     microbatches: tuple[tuple[Any, ...], ...]
     """For each micro-batch of the rank's pipeline its samples, as in `Drawn.samples`."""
     first_index: int
@@ -49,7 +49,6 @@ class Ticket:
 @dataclass(frozen=True, kw_only=True)
 class _Ahead:
     drawn: Drawn
-    serial: int
     key: str
     request: AssignmentRequest
     candidates: Candidates
@@ -63,7 +62,6 @@ class TicketDealer:
         planner: Assigns the iterations.
         candidates: The plans they may run under.
         global_rank: This rank.
-        seed: Seed of the dispatch.
         name: Prefix of its keys, different from those of other dealers with this planner.
     """
 
@@ -74,7 +72,6 @@ class TicketDealer:
         candidates: Candidates,
         *,
         global_rank: int = 0,
-        seed: int = 0,
         name: str = "train",
     ) -> None:
         self._name = name
@@ -86,7 +83,6 @@ class TicketDealer:
         """Iterations dealt for each plan."""
         self._slowdowns: tuple[float, ...] | None = None
         self._global_rank = global_rank
-        self._seed = seed
         self._drawing: Iterator[Drawn] = iter(())
         self._ahead: deque[_Ahead] = deque()
         self._next: Cursor | None = None
@@ -159,7 +155,7 @@ class TicketDealer:
         candidates = self.candidates
         if self._slowdowns is not None:
             candidates = candidates.slowed(self._slowdowns)
-        while len(self._ahead) <= self._planner.options.num_ahead:
+        while len(self._ahead) <= self._planner.num_ahead:
             drawn = next(self._drawing, None)
             if drawn is None:
                 return
@@ -167,25 +163,20 @@ class TicketDealer:
             request = AssignmentRequest(
                 lengths=drawn.lengths,
                 candidates=candidates.costs,
-                # Depends only on the place in the epoch, so a resumed run assigns in the same way.
-                seed=self._seed + cursor.num_samples,
                 checksum=drawn.checksum,
             )
             item = _Ahead(
                 drawn=drawn,
-                serial=self._serial,
                 key=f"{self._name}/{self._num_starts}/{cursor.epoch}/{cursor.num_samples}",
                 request=request,
                 candidates=candidates,
             )
-            self._planner.request(item.serial, item.key, request)
+            self._planner.request(item.key, request)
             self._ahead.append(item)
             self._serial += 1
 
     def _ticket(self, item: _Ahead) -> Ticket:
-        assignment = self._planner.take(item.serial, item.key, item.request)
-        if item.candidates.plans is None:
-            assignment = fill_empty(assignment)
+        assignment = self._planner.take(item.key, item.request)
         plan = (
             None if item.candidates.plans is None else item.candidates.plans[assignment.plan_index]
         )
@@ -372,7 +363,7 @@ class _Tickets:
 
 
 def _batch_of(ticket: Ticket, microbatches: tuple[Any, ...]) -> Any:
-    """Return the batch that the strategy runs; without plans the rank's only micro-batch."""
+    """Return the batch that the strategy runs; without plans the only micro-batch."""
     if ticket.plan is None:
         return microbatches[0]
     return AssignedBatch(

@@ -2,19 +2,17 @@
 
 Every iteration draws samples up to a budget of tokens, assigns them under every candidate plan of
 the strategy and runs the best (Hydraulis §4), planned in the background while earlier iterations
-train. Under a strategy without plans (DDP, one device) each rank is a pipeline of its own.
+train. On a single device without `HeteroStrategy` each iteration is one batch.
 """
 
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.strategies import ParallelStrategy
 from numpy.typing import ArrayLike
 from typing_extensions import override
 
@@ -22,14 +20,19 @@ from lightning_hetero.assign import PipelineCost
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, AssignmentStore, open_store
+from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader, TicketDealer
-from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
-from lightning_hetero.data.packed_models import let_models_attend_packed
-from lightning_hetero.data.samples import OnOverlong, TokenSamples, cached_lengths
-from lightning_hetero.data.streaming import StreamOrder, is_stream
-from lightning_hetero.models import PackedCollate
+from lightning_hetero.data.order import (
+    Cursor,
+    EpochOrder,
+    IterationSource,
+    Progress,
+    StreamOrder,
+    is_stream,
+)
+from lightning_hetero.data.samples import TokenSamples, cached_lengths, let_models_attend_packed
+from lightning_hetero.models import pack_samples
 
 __all__ = ["HeteroDataModule"]
 
@@ -47,22 +50,18 @@ class HeteroDataModule(pl.LightningDataModule):
         tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
             of known lengths (see `data.order`), at most for streams. Only on a stream a run can
             resume with another number.
-        context_length: Most tokens of a sample.
-        on_overlong: Whether longer ones are "cut", "split" or "refuse"d.
+        context_length: Most tokens of a sample; the rest of longer ones is cut off.
         lengths: Tokens of each training sample; None reads them once and caches them in a file.
-        val_lengths: The same for validation.
-        lengths_file: That file for training; None takes one in the user's cache folder.
         seed: Seed of the shuffle, the same on every rank.
-        num_workers: Processes that read samples and collate; a stream uses one at most.
+        num_workers: Processes that read samples of a map-style dataset and collate.
         collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
             Hugging Face models in the module see where they end (`use_packed_attention`). Other
             models must keep them apart themselves, as `varlen_attention` does.
-        shuffle_buffer: Samples of a stream among which the next is drawn; 1 keeps its order.
-        ahead: How far ahead iterations are planned, and by how many processes.
+        num_ahead: Iterations planned ahead of the one that is dealt, by a process of rank 0; 0:
+            each when it is needed, without a process.
 
     Raises:
         ConfigurationError: `context_length` is below 1 or above `tokens_per_step`.
-        BatchError: In `setup`: a sample is too long and is refused.
         ModelError: In `setup`: samples are packed, and a Hugging Face model can't see where they
             end. A model that `configure_model` makes is refused when the loader is made.
     """
@@ -74,15 +73,11 @@ class HeteroDataModule(pl.LightningDataModule):
         *,
         tokens_per_step: int,
         context_length: int,
-        on_overlong: OnOverlong | str = OnOverlong.CUT,
         lengths: ArrayLike | None = None,
-        val_lengths: ArrayLike | None = None,
-        lengths_file: str | Path | None = None,
         seed: int = 0,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
-        shuffle_buffer: int = 1,
-        ahead: AheadOptions | None = None,
+        num_ahead: int = 6,
     ) -> None:
         super().__init__()
         if context_length < 1 or tokens_per_step < context_length:
@@ -92,15 +87,12 @@ class HeteroDataModule(pl.LightningDataModule):
             )
         self.tokens_per_step = tokens_per_step
         self.context_length = context_length
-        self._on_overlong = OnOverlong(on_overlong)
         self._datasets = {"train": train_dataset, "val": val_dataset}
-        self._lengths = {"train": lengths, "val": val_lengths}
-        self._files = {"train": None if lengths_file is None else Path(lengths_file), "val": None}
+        self._lengths: dict[str, ArrayLike | None] = {"train": lengths, "val": None}
         self._seed = seed
         self._num_workers = num_workers
-        self._collate = collate or PackedCollate()
-        self._shuffle_buffer = shuffle_buffer
-        self._ahead = ahead or AheadOptions()
+        self._collate = collate or pack_samples
+        self._num_ahead = num_ahead
         self._samples: dict[str, TokenSamples] = {}
         self._progress: Progress | None = None
         self._planner: AheadPlanner | None = None
@@ -128,7 +120,6 @@ class HeteroDataModule(pl.LightningDataModule):
                     self._datasets[split],
                     self._find_lengths(split),
                     context_length=self.context_length,
-                    on_overlong=self._on_overlong,
                 )
         self._progress = self._new_progress()
         self._prepare_models()
@@ -254,14 +245,14 @@ class HeteroDataModule(pl.LightningDataModule):
             if len(lengths) <= _NUM_SAMPLED:
                 return lengths
             return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
-        drawn = self._make_source("train", 1).draw(Cursor())
+        drawn = self._make_source("train").draw(Cursor())
         return np.concatenate([item.lengths for item in islice(drawn, _NUM_STREAMED)])
 
     # -- parts ----------------------------------------------------------------------------------
 
     def _prepare_models(self) -> None:
         """Set up packed attention in models, in a second call those of `configure_model`."""
-        if self.trainer is not None and isinstance(self._collate, PackedCollate):
+        if self.trainer is not None and self._collate is pack_samples:
             let_models_attend_packed(self.trainer.lightning_module)
 
     def _sized(self) -> list[str]:
@@ -275,24 +266,28 @@ class HeteroDataModule(pl.LightningDataModule):
     def _find_lengths(self, split: str) -> ArrayLike:
         lengths = self._lengths[split]
         if lengths is None:
-            lengths = self._lengths[split] = cached_lengths(
-                self._datasets[split], file=self._files[split], num_workers=self._num_workers
-            )
+            lengths = self._lengths[split] = cached_lengths(self._datasets[split])
         return lengths
 
     def _new_progress(self) -> Progress:
-        identity = {"seed": self._seed}
-        if self._on_overlong is OnOverlong.SPLIT:
-            identity["context_length"] = self.context_length  # Cursors count pieces.
-        if "train" in self._samples:
-            identity["tokens_per_step"] = self.tokens_per_step  # Cursors count iterations, too.
-            return Progress(**identity, num_samples=len(self._samples["train"]))
-        return Progress(**identity, shuffle_buffer=self._shuffle_buffer)
+        if "train" not in self._samples:
+            return Progress(seed=self._seed)
+        return Progress(
+            seed=self._seed,
+            tokens_per_step=self.tokens_per_step,  # Cursors count iterations, too.
+            num_samples=len(self._samples["train"]),
+        )
 
     def _find_candidates(self) -> Candidates:
-        return self._candidates or Candidates.equal_ranks(self._rank_and_count()[1])
+        if self._candidates is None and self.trainer is not None and self.trainer.world_size > 1:
+            raise ConfigurationError(
+                f"HeteroDataModule assigns samples to HeteroStrategy's pipelines, but "
+                f"{type(self.trainer.strategy).__name__} runs on {self.trainer.world_size} ranks. "
+                "Use Trainer(strategy=HeteroStrategy())."
+            )
+        return self._candidates or Candidates.alone()
 
-    def _make_source(self, split: str, min_samples: int) -> IterationSource:
+    def _make_source(self, split: str) -> IterationSource:
         training = split == "train"
         if split in self._samples:
             return EpochOrder(
@@ -300,31 +295,23 @@ class HeteroDataModule(pl.LightningDataModule):
                 tokens_per_step=self.tokens_per_step,
                 seed=self._seed,
                 shuffle=training and not self._overfits(),
-                min_samples=min_samples,
             )
         return StreamOrder(
             self._datasets[split],
             tokens_per_step=self.tokens_per_step,
             context_length=self.context_length,
-            on_overlong=self._on_overlong,
-            seed=self._seed,
-            shuffle_buffer=self._shuffle_buffer if training else 1,
-            min_samples=min_samples,
-            read_ahead=self._num_workers > 0,
         )
 
     def _make_loader(
         self, split: str, candidates: Candidates, progress: Progress, **options: Any
     ) -> AssignedLoader:
-        by_pipeline = candidates.plans is not None
         self._num_loaders += 1
-        source = self._make_source(split, 1 if by_pipeline else len(candidates.costs[0]))
+        source = self._make_source(split)
         dealer = TicketDealer(
             source,
             self._open_planner(),
             candidates,
-            global_rank=self._rank_and_count()[0],
-            seed=self._seed,
+            global_rank=0 if self.trainer is None else self.trainer.global_rank,
             name=f"{split}/{self._num_loaders}",
         )
         samples = self._samples.get(split)
@@ -343,28 +330,15 @@ class HeteroDataModule(pl.LightningDataModule):
     def _open_planner(self) -> AheadPlanner:
         if self._planner is None:
             if self.trainer is None:
-                self._planner = AheadPlanner(AssignmentStore(), options=self._ahead)
+                self._planner = AheadPlanner(AssignmentStore(), num_ahead=self._num_ahead)
             else:
                 self._planner = AheadPlanner(
                     open_store(self.trainer.strategy.broadcast, uuid.uuid4().hex),
                     global_rank=self.trainer.global_rank,
                     world_size=self.trainer.world_size,
-                    options=self._ahead,
+                    num_ahead=self._num_ahead,
                 )
         return self._planner
-
-    def _rank_and_count(self) -> tuple[int, int]:
-        """Return this rank's index, and the number of ranks, among which samples are divided.
-
-        Without plans, ranks that share a model (tensor parallelism) count as one.
-        """
-        if self.trainer is None:
-            return 0, 1
-        strategy = self.trainer.strategy
-        by_rank = {"rank": self.trainer.global_rank, "num_replicas": self.trainer.world_size}
-        if self._candidates is None and isinstance(strategy, ParallelStrategy):
-            by_rank |= strategy.distributed_sampler_kwargs
-        return by_rank["rank"], by_rank["num_replicas"]
 
     def _overfits(self) -> bool:
         trainer: Any = self.trainer

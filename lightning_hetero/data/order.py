@@ -6,20 +6,38 @@ nearest to even parts. So an iteration has at most `tokens_per_step` tokens on a
 from the even part by less than the longest sample; no epoch has a small last iteration, and `len`
 is the same in every epoch. A run's position is the number of samples consumed in that order: a
 cursor, which depends neither on plans, nor on ranks or workers.
+
+Of a stream only the samples read so far are known. They come in its order, and an iteration takes
+them until the next would exceed the budget. Iterations are read ahead of the one that trains, so
+that their lengths are known and they can be planned. To resume, the stream is read from its start
+and consumed samples are dropped, which works alike on every topology.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
+from torch.utils.data import IterableDataset
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.data.samples import cut_sample, num_tokens
+from lightning_hetero.models.packing import token_ids
 
-__all__ = ["Cursor", "Drawn", "EpochOrder", "IterationSource", "Progress", "checksum"]
+__all__ = [
+    "Cursor",
+    "Drawn",
+    "EpochOrder",
+    "IterationSource",
+    "Progress",
+    "StreamOrder",
+    "checksum",
+    "is_stream",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +149,9 @@ class EpochOrder:
         tokens_per_step: Tokens of an iteration, on average; at least those of the longest sample.
         seed: Seed of the shuffle.
         shuffle: Whether to shuffle every epoch; else samples keep their order.
-        min_samples: Least number of samples in an iteration.
 
     Raises:
-        ConfigurationError: A budget below the longest sample, or too few samples.
+        ConfigurationError: A budget below the longest sample, or no samples.
     """
 
     def __init__(
@@ -144,7 +161,6 @@ class EpochOrder:
         tokens_per_step: int,
         seed: int = 0,
         shuffle: bool = True,
-        min_samples: int = 1,
     ) -> None:
         self.lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         longest = int(self.lengths.max(initial=0))
@@ -153,14 +169,10 @@ class EpochOrder:
                 f"tokens_per_step is {tokens_per_step} but the longest sample has {longest} "
                 "tokens. Allow at least as many tokens an iteration, or a smaller context_length."
             )
-        if len(self.lengths) < max(min_samples, 1):
-            raise ConfigurationError(
-                f"The dataset has {len(self.lengths)} samples but an iteration needs at least "
-                f"{max(min_samples, 1)}, one a rank. Use fewer ranks or more samples."
-            )
+        if not len(self.lengths):
+            raise ConfigurationError("The dataset has 0 samples; give at least one.")
         wanted = -(-int(self.lengths.sum()) // tokens_per_step)
-        self._num_iterations = min(wanted, len(self.lengths) // max(min_samples, 1))
-        self._min_samples = min_samples
+        self._num_iterations = min(wanted, len(self.lengths))
         self._seed = seed
         self._shuffle = shuffle
 
@@ -204,7 +216,7 @@ class EpochOrder:
 
     def _stops(self, order: IntArray, cursor: Cursor) -> IntArray:
         """Return the ends of the iterations after a cursor, in samples; the last ends the epoch."""
-        count, least = len(self), self._min_samples
+        count = len(self)
         left = count - cursor.num_iterations
         if cursor.num_samples >= self.num_samples:
             return np.zeros(0, dtype=np.int64)
@@ -216,9 +228,97 @@ class EpochOrder:
         targets = number * (sums[-1] / count)
         above = np.searchsorted(sums, targets).clip(1, self.num_samples)
         nearest = above - (targets - sums[above - 1] < sums[above] - targets)
-        # Forwards, then backwards: enough samples before each cut, and enough left after it.
-        step = np.arange(1, left + 1) * least
+        # Forwards, then backwards: a sample before each cut, and one left after it.
+        step = np.arange(1, left + 1)
         stops = np.maximum(np.maximum.accumulate(nearest - step), cursor.num_samples) + step
-        stops = np.minimum(stops, self.num_samples - (left * least - step))
+        stops = np.minimum(stops, self.num_samples - (left - step))
         stops[-1] = self.num_samples
         return stops[stops > cursor.num_samples]
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether a dataset can only be read from its start."""
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or not sized
+
+
+class StreamOrder:
+    """The iterations of a stream, which every rank reads in the same order.
+
+    Args:
+        dataset: Yields the same samples on every rank, each time it is iterated; its `set_epoch`
+            is called if it has one.
+        tokens_per_step: Most tokens of an iteration.
+        context_length: Most tokens of a sample; the rest of longer ones is cut off.
+
+    Raises:
+        ConfigurationError: A number is out of range; while drawing, the stream is empty.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], *, tokens_per_step: int, context_length: int
+    ) -> None:
+        if not 1 <= context_length <= tokens_per_step:
+            raise ConfigurationError(
+                f"A stream has context_length {context_length} and tokens_per_step "
+                f"{tokens_per_step}; a step must hold a context of 1 or more."
+            )
+        if isinstance(dataset, Iterator):
+            raise ConfigurationError(
+                f"The stream is a {type(dataset).__name__}, which can be read only once, but every "
+                "epoch and every resumed run reads it from its start. Give what makes a new "
+                "iterator each time, such as an IterableDataset."
+            )
+        self._dataset = dataset
+        self._tokens_per_step = tokens_per_step
+        self._context_length = context_length
+
+    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
+        """Yield the iterations from a cursor to the end of its epoch."""
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(cursor.epoch)
+        samples = islice(self._cut_samples(), cursor.num_samples, None)
+        before = cursor
+        for group in self._groups(samples):
+            after = Cursor(
+                epoch=cursor.epoch,
+                num_samples=before.num_samples + len(group),
+                num_iterations=before.num_iterations + 1,
+            )
+            lengths = np.array([num_tokens(sample) for sample in group], dtype=np.int64)
+            yield Drawn(
+                samples=group,
+                lengths=lengths,
+                before=before,
+                after=after,
+                checksum=checksum(lengths, [_middle_token(sample) for sample in group]),
+            )
+            before = after
+        if not before.num_samples:
+            raise ConfigurationError("The stream has 0 samples; give at least one.")
+
+    def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
+        """Yield the samples of each iteration."""
+        group: list[Any] = []
+        tokens = 0
+        for sample in samples:
+            length = num_tokens(sample)
+            if group and tokens + length > self._tokens_per_step:
+                yield group
+                group, tokens = [], 0
+            group.append(sample)
+            tokens += length
+        if group:
+            yield group
+
+    def _cut_samples(self) -> Iterator[Any]:
+        for index, sample in enumerate(self._dataset):
+            if num_tokens(sample) == 0:
+                raise ConfigurationError(f"Sample {index} of the stream is empty; drop it.")
+            yield cut_sample(sample, self._context_length)
+
+
+def _middle_token(sample: Any) -> Any:
+    row = token_ids(sample)
+    return row[len(row) // 2]

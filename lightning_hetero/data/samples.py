@@ -1,8 +1,7 @@
-"""Samples of token ids as pieces that fit the context: longer ones are cut, split or refused.
+"""Samples of token ids that fit the context: the rest of longer ones is cut off.
 
 A dataset's sample is a row of token ids (tensor, array or list), or a mapping with one as
-"input_ids", whose other entries of the same length (labels, masks) are cut alike. All other modules
-count pieces: a sample that is split counts as several.
+"input_ids", whose other entries of the same length (labels, masks) are cut alike.
 
 The lengths of a dataset's samples are read once and cached in a file. Its name is a digest of the
 dataset's type and size and the tokens of some samples, so that other datasets have other files. If
@@ -12,109 +11,71 @@ is read, never a wrong assignment.
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch.utils.data import DataLoader
+from torch import nn
 
 from lightning_hetero.core.arrays import IntArray
-from lightning_hetero.core.errors import BatchError, ConfigurationError
-from lightning_hetero.core.process.cache import cache_folder, write_whole
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.models.packing import row_of, token_ids
 
 __all__ = [
-    "OnOverlong",
     "TokenSamples",
     "as_is",
     "cached_lengths",
     "cut_sample",
     "lengths_file",
+    "let_models_attend_packed",
     "num_tokens",
-    "read_lengths",
-    "spans_of",
 ]
 
 _NUM_PROBES = 64
-_CHUNK = 256
-
-
-class OnOverlong(Choice):
-    """What to do with a sample that is longer than the context."""
-
-    CUT = "cut"
-    """Keep only its first tokens."""
-    SPLIT = "split"
-    """Split it into several samples."""
-    REFUSE = "refuse"
-    """Raise an error that names it."""
 
 
 class TokenSamples:
-    """The pieces of a map-style dataset.
+    """The samples of a map-style dataset, cut to the context.
 
     Args:
         dataset: Anything with `len` and integer indices.
         lengths: Tokens of each sample; checked when a sample is read.
-        context_length: Most tokens of a piece.
-        on_overlong: What to do with longer samples.
+        context_length: Most tokens of a sample.
 
     Raises:
         ConfigurationError: Lengths don't match the dataset, or a sample is empty.
-        BatchError: A sample is too long and `on_overlong` is "refuse".
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        lengths: ArrayLike,
-        *,
-        context_length: int,
-        on_overlong: OnOverlong | str = OnOverlong.CUT,
-    ) -> None:
+    def __init__(self, dataset: Any, lengths: ArrayLike, *, context_length: int) -> None:
         if context_length < 1:
             raise ConfigurationError(f"context_length is {context_length}; it must be 1 or more.")
         self.dataset = dataset
         self._whole = _checked(lengths, len(dataset))
-        action = OnOverlong(on_overlong)
-        if action is OnOverlong.REFUSE and (self._whole > context_length).any():
-            index = int(self._whole.argmax())
-            _refuse(index, int(self._whole[index]), context_length)
-        if action is OnOverlong.SPLIT:
-            counts = -(-self._whole // context_length)
-        else:
-            counts = np.ones_like(self._whole)
-        self._sample_of = np.repeat(np.arange(len(self._whole)), counts)
-        first_piece = np.cumsum(counts) - counts
-        number = np.arange(len(self._sample_of)) - first_piece[self._sample_of]
-        self._starts: IntArray = number * context_length
-        left = self._whole[self._sample_of] - self._starts
-        self.lengths: IntArray = np.minimum(left, context_length)
-        """Tokens of each piece."""
+        self._context_length = context_length
+        self.lengths: IntArray = np.minimum(self._whole, context_length)
+        """Tokens of each sample, once cut."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a piece, of the same type as its sample.
+        """Return a cut sample, of the same type as the sample.
 
         Raises:
             BatchError: The sample has another length than `lengths` says.
         """
-        sample_index = int(self._sample_of[index])
-        sample = self.dataset[sample_index]
-        found, expected = num_tokens(sample), int(self._whole[sample_index])
+        sample = self.dataset[index]
+        found, expected = num_tokens(sample), int(self._whole[index])
         if found != expected:
             raise BatchError(
-                f"Sample {sample_index} has {found} tokens but its length is known as {expected}. "
-                "Give the dataset's true lengths, or delete the file that they were cached in."
+                f"Sample {index} has {found} tokens but its length is known as {expected}. Give "
+                "the dataset's true lengths, or delete the file that they were cached in."
             )
-        start = int(self._starts[index])
-        return cut_sample(sample, start, start + int(self.lengths[index]))
+        return cut_sample(sample, self._context_length)
 
 
 def num_tokens(sample: Any) -> int:
@@ -122,32 +83,17 @@ def num_tokens(sample: Any) -> int:
     return len(token_ids(sample))
 
 
-def cut_sample(sample: Any, start: int, stop: int) -> Any:
-    """Return tokens [start, stop) of a sample, and that part of its entries of equal length."""
+def cut_sample(sample: Any, most: int) -> Any:
+    """Return a sample's first `most` tokens, and that part of its entries of equal length."""
     length = num_tokens(sample)
-    if (start, stop) == (0, length):
+    if length <= most:
         return sample
     if not isinstance(sample, Mapping):
-        return sample[start:stop]
+        return sample[:most]
     return {
-        key: value[start:stop] if _is_row(value) and len(value) == length else value
+        key: value[:most] if _is_row(value) and len(value) == length else value
         for key, value in sample.items()
     }
-
-
-def spans_of(
-    length: int, index: int, *, context_length: int, on_overlong: OnOverlong
-) -> list[tuple[int, int]]:
-    """Return (start, stop) of a sample's pieces; BatchError if it is too long and refused."""
-    if length <= context_length:
-        return [(0, length)]
-    if on_overlong is OnOverlong.REFUSE:
-        _refuse(index, length, context_length)
-    if on_overlong is OnOverlong.CUT:
-        return [(0, context_length)]
-    return [
-        (start, min(start + context_length, length)) for start in range(0, length, context_length)
-    ]
 
 
 def _is_row(value: Any) -> bool:
@@ -170,51 +116,14 @@ def _checked(lengths: ArrayLike, num_samples: int) -> IntArray:
     return array.astype(np.int64)
 
 
-def _refuse(index: int, length: int, context_length: int) -> None:
-    raise BatchError(
-        f"Sample {index} has {length} tokens but context_length is {context_length} and "
-        'on_overlong is "refuse". Drop it, or choose on_overlong="cut" or "split".'
-    )
-
-
-class _Lengths:
-    """A dataset of the lengths of another dataset's samples."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> int:
-        return num_tokens(self._dataset[index])
-
-
-def read_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
-    """Read all samples of a map-style dataset, and return the tokens of each, [num_samples]."""
-    chunks: Any = DataLoader(
-        _Lengths(dataset),  # type: ignore[arg-type]
-        batch_size=_CHUNK,
-        collate_fn=as_is,
-        num_workers=num_workers,
-    )
-    return np.fromiter(chain.from_iterable(chunks), dtype=np.int64)
-
-
-def cached_lengths(dataset: Any, *, file: Path | None = None, num_workers: int = 0) -> IntArray:
-    """Return a dataset's lengths from their file; else read the dataset, and try to write the file.
-
-    Args:
-        dataset: A map-style dataset.
-        file: The file; None takes `lengths_file`.
-        num_workers: Processes that read samples; 0 uses this process.
-    """
-    path = file or lengths_file(dataset)
+def cached_lengths(dataset: Any) -> IntArray:
+    """Return a map-style dataset's lengths from their file; else read it, and try to write that."""
+    path = lengths_file(dataset)
     with contextlib.suppress(OSError, ValueError):
         found: IntArray = np.load(path, allow_pickle=False)
         if found.shape == (len(dataset),):
             return found
-    lengths = read_lengths(dataset, num_workers=num_workers)
+    lengths = np.array([num_tokens(dataset[i]) for i in range(len(dataset))], dtype=np.int64)
     # If the folder can't be written, the next run reads the samples again.
     with contextlib.suppress(OSError):
         write_whole(path, lambda file: _save(file, lengths))
@@ -239,3 +148,31 @@ def lengths_file(dataset: Any) -> Path:
 def as_is(item: Any) -> Any:
     """Return the argument: the collate function of loaders that pass samples on unchanged."""
     return item
+
+
+def let_models_attend_packed(module: nn.Module) -> None:
+    """Call `use_packed_attention` on the Hugging Face models inside a module that need it.
+
+    Transformers isn't imported here first.
+
+    Raises:
+        ModelError: A model can't be set up: samples packed together would see each other.
+    """
+    # Every Hugging Face model's own module imports transformers: without it there is none.
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    from lightning_hetero.models.huggingface import use_packed_attention
+    from lightning_hetero.models.huggingface.packed import attends_packed
+
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or attends_packed(model):
+            continue
+        try:
+            use_packed_attention(model)
+        except ModelError as error:
+            raise ModelError(
+                f"HeteroDataModule packs samples end to end. {error} Give the data module a "
+                "`collate` that pads them."
+            ) from error

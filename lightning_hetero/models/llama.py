@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.models.attention import check_backend, varlen_attention
+from lightning_hetero.models.attention import varlen_attention
 
 __all__ = ["HeteroLM", "LMConfig", "LMLayer"]
 
@@ -47,8 +47,6 @@ class LMConfig:
     """Standard deviation of initial weights; output projections get it over sqrt(2 num_layers)."""
     tie_embeddings: bool = False
     """Whether head and embedding are one parameter."""
-    attention: str = "auto"
-    """Attention backend by name, or "auto"."""
 
     def __post_init__(self) -> None:
         if self.num_kv_heads == 0:
@@ -68,7 +66,6 @@ class LMConfig:
                 f"{self.num_heads} query heads can't share {self.num_kv_heads} key heads. Use a "
                 "num_kv_heads that divides num_heads."
             )
-        check_backend(self.attention)
 
     @property
     def head_dim(self) -> int:
@@ -126,7 +123,6 @@ class _Attention(nn.Module):
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.backend = config.attention
         width, std = config.hidden_size, config.init_std
         key_width = config.num_kv_heads * config.head_dim
         self.q_proj = _Linear(width, width, init_std=std)
@@ -153,7 +149,6 @@ class _Attention(nn.Module):
             value_THD,
             cu_seqlens,
             max_seqlen=max_seqlen,
-            backend=self.backend,
         )
         output: Tensor = self.o_proj(output_THD.flatten(-2))
         return output

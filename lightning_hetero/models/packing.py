@@ -1,8 +1,11 @@
-"""Pack samples into a batch, and cut a packed batch into micro-batches.
+"""Pack samples into a batch, cut a packed batch into micro-batches, and the loss of packed samples.
 
 Samples lie end to end; `cu_seqlens` holds their boundaries (a micro-batch of Hydraulis, §6.1).
 `PackedBatch.split` is for ordinary DataLoaders: it evens out costs, longest samples first (LPT).
 The two-stage assignment to pipelines and devices is in `assign` and `data`.
+
+The runtime weights micro-batches by their target tokens. With a mean over these tokens as the loss,
+every plan gives the gradient that a single device would compute.
 
 A model that gets only token ids (`model(input_ids=...)`) can't tell packed samples from a single
 one. So packed ids are remembered by the address of their memory, which is also that of their views.
@@ -17,23 +20,28 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.models.loss import IGNORED_LABEL
 
 __all__ = [
+    "IGNORED_LABEL",
     "QUADRATIC_WEIGHT",
     "PackedBatch",
-    "PackedCollate",
     "num_samples_seen",
     "pack_samples",
+    "packed_cross_entropy",
     "remember_packed",
     "row_of",
     "token_ids",
 ]
 
+IGNORED_LABEL = -100
+"""Label of positions without a target, which don't count in the loss."""
+_CHUNK_TOKENS = 1024
 QUADRATIC_WEIGHT = 1 / 12_288
 """Cost of a token's attention to one other token, relative to its matrix products.
 
@@ -111,10 +119,6 @@ class PackedBatch:
         """Return the names of a Hugging Face model's arguments."""
         return _MODEL_INPUTS
 
-    def __contains__(self, name: object) -> bool:
-        """Whether the batch has an argument of that name for a Hugging Face model."""
-        return name in _MODEL_INPUTS
-
     def __getitem__(self, name: str) -> Any:
         """Return an argument of a Hugging Face model; tensors with a value per token are (1, T).
 
@@ -134,10 +138,6 @@ class PackedBatch:
             return False
         mask = " It has no padding, so it needs no mask." if name == "attention_mask" else ""
         raise BatchError(f"A packed batch has no {name!r} but {', '.join(self.keys())}.{mask}")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument of a Hugging Face model, or the default."""
-        return self[name] if name in _MODEL_INPUTS else default
 
     def items(self) -> list[tuple[str, Any]]:
         """Return names and values of a Hugging Face model's arguments."""
@@ -187,7 +187,7 @@ class PackedBatch:
         return [self._select(group) for group in _even_groups(costs, num_microbatches)]
 
     def repeat(self, times: int) -> Self:
-        """Return a batch that holds all samples several times."""
+        """Return a batch that holds all samples several times; see `batches.concatenated`."""
         return self._select([*range(self.num_samples)] * times)
 
     def _select(self, samples: Sequence[int]) -> Self:
@@ -204,37 +204,24 @@ class PackedBatch:
         )
 
 
-class PackedCollate:
-    """Collate function for a DataLoader: samples in, one `PackedBatch` out."""
-
-    def __init__(self, max_length: int | None = None) -> None:
-        """Store the length to which longer samples are clipped; None keeps them whole."""
-        if max_length is not None and max_length < 1:
-            raise BatchError(f"max_length is {max_length}; it must be at least 1, or None.")
-        self.max_length = max_length
-
-    def __call__(self, samples: Sequence[Any]) -> PackedBatch:
-        """Return the samples as one batch; takes and raises what `pack_samples` does."""
-        return pack_samples(samples, max_length=self.max_length)
-
-
-def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> PackedBatch:
+def pack_samples(samples: Iterable[Any]) -> PackedBatch:
     """Pack samples end to end, with labels that never cross a sample's border.
+
+    It is also the `collate_fn` of a DataLoader.
 
     Args:
         samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
             that holds one of these as "input_ids". Its "labels", if it has any, must be one for
             each token (the token itself, or -100 if it is no target, as for Hugging Face); they
             are shifted here.
-        max_length: Most tokens of a sample; the rest is dropped. None keeps all.
 
     Raises:
         BatchError: There are no samples, or one is empty or not one-dimensional integers.
     """
     rows, targets = [], []
     for index, sample in enumerate(samples):
-        rows.append(row_of(token_ids(sample, f"Sample {index}"), f"Sample {index}")[:max_length])
-        targets.append(_own_labels(sample, index, rows[-1])[:max_length])
+        rows.append(row_of(token_ids(sample, f"Sample {index}"), f"Sample {index}"))
+        targets.append(_own_labels(sample, index, rows[-1]))
     if not rows:
         raise BatchError("There are no samples to pack. Give at least one.")
     lengths = [len(row) for row in rows]
@@ -347,3 +334,30 @@ def num_samples_seen(ids: object) -> int:
     start = ids.storage_offset() - known.storage_offset()
     starts: list[int] = _borders_of[known][:-1].tolist()
     return 1 + sum(start < border < start + ids.numel() for border in starts)
+
+
+def packed_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the mean cross entropy over labels that aren't ignored, in fp32; 0 if there are none.
+
+    16-bit logits are converted to fp32 a chunk of tokens at a time, and again in backward, so there
+    is never an fp32 copy of all logits.
+
+    Args:
+        logits_TV: Scores, (T, vocabulary).
+        labels_T: Targets, shifted already, (T,); `IGNORED_LABEL` for tokens without one.
+    """
+    if logits_TV.dtype in (torch.float16, torch.bfloat16):
+        pieces = (torch.split(tensor, _CHUNK_TOKENS) for tensor in (logits_TV, labels_T))
+        parts = [
+            checkpoint(_sum_fp32, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*pieces, strict=True)
+        ]
+        total = torch.stack(parts).sum()
+    else:
+        total = _sum_fp32(logits_TV, labels_T)
+    return total / (labels_T != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _sum_fp32(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    return F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORED_LABEL)

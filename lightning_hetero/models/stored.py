@@ -6,20 +6,20 @@ tree whose leaves are stored tensors: a box of the parameter is read as boxes of
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, product
-from math import prod
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = [
-    "SAFETENSORS_DTYPES",
     "Box",
     "JoinedTensor",
     "PieceOfTensor",
@@ -33,23 +33,6 @@ __all__ = [
 Box = tuple[tuple[int, int], ...]
 """Half-open [start, stop) along each dim."""
 
-SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Dtypes by their names in safetensors."""
-_LENGTH_BYTES = 8
-"""A file begins with its header's length, little-endian; offsets count from the header's end."""
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -77,78 +60,45 @@ class SafetensorsFile:
     """Bytes of tensors read so far; the header isn't counted."""
     tensors: Mapping[str, StoredTensor] = field(init=False, repr=False)
     """The tensors by their names in the file."""
-    metadata: Mapping[str, str] = field(init=False, repr=False, default_factory=dict)
+    metadata: Mapping[str, str] = field(init=False, repr=False)
     """What its writer noted beside them."""
 
     def __post_init__(self) -> None:
+        with self._opened() as file:
+            self.metadata = file.metadata() or {}
+            self.tensors = {
+                name: _FileTensor(self, name, tuple(file.get_slice(name).get_shape()))
+                for name in file.keys()  # noqa: SIM118 - it is no mapping
+            }
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor, on the CPU."""
+        with self._opened() as file:
+            cut = tuple(slice(*ends) for ends in box)
+            # A copy, since what is cut is a view of the mapped file.
+            rows: Tensor = file.get_slice(name)[cut].clone() if box else file.get_tensor(name)
+        self.num_bytes_read += rows.numel() * rows.itemsize
+        return rows
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
         try:
-            self.tensors = dict(self._entries())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            with safe_open(self.path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"Can't read {self.path} as a safetensors file ({error!r}). Copy it again."
             ) from error
 
-    def _entries(self) -> Iterator[tuple[str, StoredTensor]]:
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length > self.path.stat().st_size:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-        self.metadata = header.get("__metadata__", {})
-        for name, item in header.items():
-            if name != "__metadata__":
-                yield (
-                    name,
-                    _FileTensor(
-                        file=self,
-                        dtype=SAFETENSORS_DTYPES[item["dtype"]],
-                        shape=tuple(item["shape"]),
-                        first_byte=_LENGTH_BYTES + length + item["data_offsets"][0],
-                    ),
-                )
 
-    def read_runs(self, starts: Sequence[int], into: memoryview) -> None:
-        """Fill `into` with byte ranges of equal length that begin at `starts`, in that order.
-
-        Raises:
-            CheckpointError: The file ends too early.
-        """
-        length = len(into) // len(starts)
-        with self.path.open("rb", buffering=0) as file:
-            for index, start in enumerate(starts):
-                file.seek(start)
-                run = into[index * length : (index + 1) * length]
-                while run:
-                    count = file.readinto(run)
-                    if not count:
-                        raise CheckpointError(
-                            f"{self.path} ends before byte {start + length}, where its header puts "
-                            "a tensor. Copy it again."
-                        )
-                    run = run[count:]
-        self.num_bytes_read += len(into)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _FileTensor:
     file: SafetensorsFile
-    dtype: torch.dtype
+    name: str
     shape: tuple[int, ...]
-    first_byte: int
 
     def read(self, box: Box) -> Tensor:
-        sizes = [stop - start for start, stop in box]
-        rows = torch.empty(sizes, dtype=self.dtype)
-        # Dims after the last cut one are read whole, so that one byte range spans them.
-        cut = max((d for d, size in enumerate(sizes) if size != self.shape[d]), default=0)
-        strides = [prod(self.shape[d + 1 :]) * self.dtype.itemsize for d in range(len(sizes))]
-        first = self.first_byte + (box[cut][0] * strides[cut] if box else 0)
-        starts = [
-            first + sum(index * stride for index, stride in zip(place, strides, strict=False))
-            for place in product(*(range(*ends) for ends in box[:cut]))
-        ]
-        self.file.read_runs(starts, rows.view(-1).view(torch.uint8).numpy().data)
-        return rows
+        return self.file.read(self.name, box)
 
 
 @dataclass(frozen=True)

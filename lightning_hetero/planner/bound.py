@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
 __all__ = ["bound_price", "bound_time_s"]

@@ -18,6 +18,7 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.balancing import balance_layers
+from lightning_hetero.planner.dealing import Pace
 from lightning_hetero.planner.placement import Group, MappingOrder
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
@@ -58,26 +59,14 @@ class Column(NamedTuple):
         return Group(degrees, kinds)
 
 
-@dataclass(frozen=True, eq=False)
-class Rate:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rate(Pace):
     """Seconds and needs of a column."""
 
-    slope_s: float
-    """Seconds of each further micro-batch."""
-    fill_s: float
-    """All other seconds of an iteration."""
     uses: FloatArray
     """[rows] what it takes of the nodes."""
     room: float
     """Parameters that it has room to own; 0 if holders own."""
-    early_s: tuple[float, ...] = ()
-    """Exact ends of 1, 2, ... micro-batches, where pipelines run few."""
-
-    def ends_s(self, count: int) -> float:
-        """Return when so many micro-batches have ended."""
-        if count <= len(self.early_s):
-            return self.early_s[count - 1]
-        return self.fill_s + self.slope_s * count
 
 
 class ColumnTimes:
@@ -169,9 +158,9 @@ class ColumnTimes:
             self._known[column] = Rate(
                 float(slope_s[index]),
                 float(fill_s[index]),
-                self.uses(column.options),
-                float(rooms[index].sum()),
                 tuple([float(row[index]) for row in early]),
+                uses=self.uses(column.options),
+                room=float(rooms[index].sum()),
             )
 
     @staticmethod

@@ -12,7 +12,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.answering import answer_questions
+from lightning_hetero.core.process import answer_questions
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner.proposing.candidate_plans import (
     CandidateOptions,

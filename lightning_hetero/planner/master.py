@@ -21,9 +21,9 @@ from functools import cache
 
 import numpy as np
 
-from lightning_hetero.assign.linear_program import LinearProgram, Solution
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
+from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.memory import idle_capacity
 from lightning_hetero.planner.pricing import Duals, Pricing
 from lightning_hetero.planner.stages import Option

@@ -1,15 +1,20 @@
 """Orders of a pipeline's passes, solved for unequal stages, slow links and the room there is.
 
-`ScheduleProblem` says what takes how long, `solve` returns an order and a lower bound, and
+`ScheduleProblem` says what takes how long, `solve` returns an order, and
 `solve_actions` turns it into the lists of actions that the runtime executes.
 """
 
-from lightning_hetero.schedules.actions import StageTimes, as_actions, solve_actions
-from lightning_hetero.schedules.bound import lower_bound_s
-from lightning_hetero.schedules.choice import Schedule
-from lightning_hetero.schedules.dispatch import end_s
-from lightning_hetero.schedules.problem import Edge, ScheduleProblem
-from lightning_hetero.schedules.solve import Solution, order_1f1b, solve, solve_in_rooms
+from lightning_hetero.schedules.problem import Edge, ScheduleProblem, end_s
+from lightning_hetero.schedules.solve import (
+    Schedule,
+    Solution,
+    StageTimes,
+    as_actions,
+    order_1f1b,
+    solve,
+    solve_actions,
+    solve_in_rooms,
+)
 
 __all__ = [
     "Edge",
@@ -19,7 +24,6 @@ __all__ = [
     "StageTimes",
     "as_actions",
     "end_s",
-    "lower_bound_s",
     "order_1f1b",
     "solve",
     "solve_actions",

@@ -1,45 +1,53 @@
-"""Solve the order of a pipeline's passes: list scheduling by critical path, then improvement.
+"""Solve the order of a pipeline's passes, as the runtime executes it: list scheduling.
 
-The first priorities are seconds to the end on the critical path: at a pace of b seconds a
-micro-batch, an F that is d micro-batches ahead of an I comes first as long as its round trip takes
-longer than d·b, so how far stages run ahead follows from links and stages. Further dispatches take
-as priorities the latest starts in the best schedule so far, at first as they are, then with noise.
-A dispatch is a feasible run, so the orders that it returns can't wait for each other.
+Priorities are seconds to the end on the critical path: at a pace of b seconds a micro-batch, an F
+that is d micro-batches ahead of an I comes first as long as its round trip takes longer than d·b,
+so how far stages run ahead follows from links and stages. Several paces are tried, each with stages
+that wait for the next F or I rather than begin a W, and with stages that don't. A dispatch is a
+feasible run, so the orders that it returns can't wait for each other.
 """
 
-import math
-import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from lightning_hetero.core.actions import ActionKind, schedule_1f1b
-from lightning_hetero.schedules.bound import lower_bound_s
-from lightning_hetero.schedules.dispatch import (
+from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.reading import Choice
+from lightning_hetero.schedules.problem import (
     FORWARD,
     INPUT,
     WEIGHT,
     Dispatch,
+    Edge,
     Orders,
     Pass,
     Priorities,
     Rule,
+    ScheduleProblem,
     end_s,
     has_room,
-    latest,
 )
-from lightning_hetero.schedules.problem import ScheduleProblem
 
-__all__ = ["Solution", "order_1f1b", "solve", "solve_in_rooms"]
+__all__ = [
+    "Schedule",
+    "Solution",
+    "StageTimes",
+    "as_actions",
+    "order_1f1b",
+    "solve",
+    "solve_actions",
+    "solve_in_rooms",
+]
 
-_MOST_TRIES = 1000
-_LEAST_TRIES = 4
-_TRIES_OF_ONE_PASS = 4e6
-"""Dispatches, over the square of the number of passes: 0.1 s at most, 50 ms for 16 stages with 64
-micro-batches."""
-_GOOD = 1.0005
-"""A schedule this close to the bound, as a multiple of it, isn't improved."""
+_DEPTHS = 1.5, 2.0, 3.0, 4.0
+"""Micro-batches that a deep schedule may hold on each stage, as multiples of their number."""
 _WORTH = 1.01
 """More room must make a schedule shorter than this part."""
+_WEIGHT_SHARE = 0.5
+"""Share of a backward that W takes: a linear layer's two products take the same time."""
+_KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.INPUT, WEIGHT: ActionKind.WEIGHT}
+"""The kinds of actions, by those of passes."""
+_WHOLE_KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.BACKWARD}
+"""The same where backwards aren't split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +57,6 @@ class Solution:
     orders: Orders
     end_s: float
     """End of the last pass."""
-    bound_s: float
-    """No order ends sooner."""
 
 
 def solve(problem: ScheduleProblem) -> Solution:
@@ -58,24 +64,11 @@ def solve(problem: ScheduleProblem) -> Solution:
 
     It is never longer than 1F1B, where that has room.
     """
-    bound = lower_bound_s(problem)
-    num_passes = 3 * problem.num_stages * problem.num_microbatches
-    num_tries = min(_MOST_TRIES, max(_LEAST_TRIES, int(_TRIES_OF_ONE_PASS / num_passes**2)))
     usual = order_1f1b(problem)
-    best = (end_s(problem, usual) if has_room(problem, usual) else math.inf), usual
-    best_rule = Rule(([], []), patience=0.0)
-    randomly, rules, num_vain = random.Random(0), _first_rules(problem), 0
-    for _ in range(num_tries):
-        if best[0] <= bound * _GOOD:
-            break
-        rule = next(rules, None)
-        if rule is None:
-            rule = _changed(problem, best, best_rule, randomly, is_first=not num_vain)
-        found = Dispatch(problem, rule).run()
-        num_vain += 1
-        if found[0] < best[0] * (1 - 1e-9):
-            best, best_rule, num_vain = found, rule, 0
-    return Solution(orders=best[1], end_s=best[0], bound_s=bound)
+    found = [(end_s(problem, usual), usual)] if has_room(problem, usual) else []
+    found += [Dispatch(problem, rule).run() for rule in _rules(problem)]
+    seconds, orders = min(found, key=lambda pair: pair[0])
+    return Solution(orders=orders, end_s=seconds)
 
 
 def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:
@@ -114,7 +107,7 @@ def order_1f1b(problem: ScheduleProblem) -> Orders:
     return tuple(orders)
 
 
-def _first_rules(problem: ScheduleProblem) -> Iterator[Rule]:
+def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
     """Yield rules by critical path, for several paces of a micro-batch."""
     rows = zip(problem.forward_s, problem.input_s, problem.weight_s, strict=True)
     work_s = [[sum(row) / problem.num_microbatches for row in stage] for stage in rows]
@@ -143,22 +136,99 @@ def _critical(problem: ScheduleProblem, pace_s: float) -> Priorities:
     return to_end[: num_stages - 1 : -1], to_end[:num_stages]
 
 
-def _changed(
-    problem: ScheduleProblem,
-    best: tuple[float, Orders],
-    rule: Rule,
-    randomly: random.Random,
+class Schedule(Choice):
+    """How the passes of a pipeline's micro-batches are ordered."""
+
+    AUTO = "auto"
+    """"deep" where that saves at least 1 % of an iteration, else "1f1b"."""
+    ONE_F_ONE_B = "1f1b"
+    """One forward and one backward in turn."""
+    SPLIT = "split"
+    """Backward passes of linear layers are split; stages hold no more than under 1F1B."""
+    DEEP = "deep"
+    """The same, and stages run ahead where that saves time: each holds up to four micro-batches a
+    stage of the pipeline, as far as its memory allows; 1F1B holds as many as stages follow."""
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether orders other than 1F1B's may run."""
+        return self is not Schedule.ONE_F_ONE_B
+
+    @property
+    def least_gain(self) -> float:
+        """Share of an iteration that a solved order must save over 1F1B to run instead."""
+        return 0.01 if self is Schedule.AUTO else 0.0
+
+    def rooms(self, memory: Sequence[float]) -> list[tuple[float, ...]]:
+        """Return how many micro-batches each stage may hold: choices, the smallest first.
+
+        Args:
+            memory: How many each stage's memory has room for; as many as under 1F1B in any case.
+        """
+        num_stages = len(memory)
+        usual = tuple(map(float, range(num_stages, 0, -1)))
+        if self is Schedule.SPLIT:
+            return [usual]
+        deep = [
+            tuple(map(max, usual, (min(depth * num_stages, most) for most in memory)))
+            for depth in _DEPTHS
+        ]
+        return list(dict.fromkeys([usual, *deep]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of a micro-batch on a stage."""
+
+    forward_s: float
+    backward_s: float
+    edge: Edge = field(default_factory=Edge)
+    """The link to the next stage, both ways."""
+
+
+def solve_actions(
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
     *,
-    is_first: bool,
-) -> Rule:
-    """Return a rule by the latest starts in the best schedule, with noise if it isn't the first."""
-    priorities = latest(problem, *best)
-    if is_first:
-        return Rule(priorities, rule.patience)
-    noise_s = best[0] / (2 * problem.num_microbatches) * randomly.random()
-    forwards, inputs = (
-        [[value + randomly.gauss(0.0, noise_s) for value in row] for row in rows]
-        for rows in priorities
+    rooms: Sequence[Sequence[float]] = ((),),
+    least_gain: float = 0.0,
+    is_split: bool = True,
+    sizes: Sequence[float] = (),
+) -> tuple[tuple[Action, ...], ...] | None:
+    """Return each stage's actions; None if they don't gain enough over 1F1B.
+
+    Args:
+        stages: Seconds of a micro-batch, by stage.
+        num_microbatches: Micro-batches of the iteration.
+        rooms: Micro-batches that each stage may hold; the first of these that is nearly as good as
+            any is used. By default as many as 1F1B holds.
+        least_gain: What an order must gain, as a share of 1F1B's seconds.
+        is_split: Whether backwards are split.
+        sizes: Of each micro-batch, where they differ: it takes so many times those seconds.
+    """
+
+    def problem_of(weight_share: float, most_held: Sequence[float] = ()) -> ScheduleProblem:
+        return ScheduleProblem.equal(
+            forward_s=[stage.forward_s for stage in stages],
+            input_s=[stage.backward_s * (1 - weight_share) for stage in stages],
+            weight_s=[stage.backward_s * weight_share for stage in stages],
+            num_microbatches=num_microbatches,
+            most_held=most_held,
+            edges=[stage.edge for stage in stages[:-1]],
+            sizes=sizes,
+        )
+
+    whole, share = problem_of(0.0), _WEIGHT_SHARE if is_split else 0.0
+    found = solve_in_rooms(problem_of(share, most_held) for most_held in rooms)
+    if found.end_s > end_s(whole, order_1f1b(whole)) * (1 - least_gain):
+        return None
+    return as_actions(found.orders, is_split=is_split)
+
+
+def as_actions(orders: Orders, *, is_split: bool = True) -> tuple[tuple[Action, ...], ...]:
+    """Return orders as lists of actions; if backwards aren't split, each I is all of one."""
+    kinds = _KINDS if is_split else _WHOLE_KINDS
+    return tuple(
+        tuple(Action(kinds[kind], stage, m) for kind, stage, m in order if kind in kinds)
+        for order in orders
     )
-    patience = randomly.choice((0.0, 0.5, 1.0))
-    return Rule((forwards, inputs), patience, hold=randomly.choice((0.0, 0.0, 0.3, 0.8)))

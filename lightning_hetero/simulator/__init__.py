@@ -19,7 +19,7 @@ from lightning_hetero.simulator.memory import (
     MicroBatchShape,
     usable_bytes,
 )
-from lightning_hetero.simulator.pictures import plot_timeline, save_trace, trace_events
+from lightning_hetero.simulator.pictures import plot_timeline
 from lightning_hetero.simulator.report import (
     TERM_NAMES,
     PlanTable,
@@ -28,7 +28,6 @@ from lightning_hetero.simulator.report import (
     devices_line,
     fitting_lines,
     host_lines,
-    memory_tables,
     memory_terms,
     model_lines,
     plan_table,
@@ -66,18 +65,15 @@ __all__ = [
     "fitting_lines",
     "host_bytes",
     "host_lines",
-    "memory_tables",
     "memory_terms",
     "model_lines",
     "plan_table",
     "plot_timeline",
     "precision_notes",
     "prediction_lines",
-    "save_trace",
     "simulate",
     "simulated_facts",
     "split_batch",
-    "trace_events",
     "tuning_notes",
     "usable_bytes",
 ]

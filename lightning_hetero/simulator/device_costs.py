@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile
-from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile, TimeFit
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MicroBatchShape
 from lightning_hetero.simulator.stage import StageShape, StateLayout
@@ -86,7 +85,6 @@ class RooflineCost(CostModel):
         outside = 4 * model.hidden_size
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size
         inside = 3 * model.query_size + 3 * model.key_size_in_group(shape.tp_degree) + mlp
-        inside -= 0 if model.tuning is None else model.tuning.spared_values
         layer = outside + inside / shape.tp_degree
         kept = float(self._width * shape.num_layers * layer)
         if shape.has_embedding:

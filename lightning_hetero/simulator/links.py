@@ -1,9 +1,9 @@
 """Seconds of messages over a cluster's links, and of collectives: in a ring, pairwise or by node.
 
-With a `MessageCurve` small messages reach less of a link's rate, as NCCL's do. For n ranks and S
-bytes in total, ring and pairwise move S·(n-1)/n out of each rank and as much in. A ring pays n-1
-latencies, one after another, and goes over every link of the ring; pairwise pays one, as its
-messages are under way together. NCCL's trees serve all-reduces only, which an exchange doesn't use.
+For n ranks and S bytes in total, ring and pairwise move S·(n-1)/n out of each rank and as much in.
+A ring pays n-1 latencies, one after another, and goes over every link of the ring; pairwise pays
+one, as its messages are under way together. NCCL's trees serve all-reduces only, which an exchange
+doesn't use.
 
 By node, each of n holders of S bytes, g of them on each node, sends S·(g - 1)/g inside its node and
 then a sum to each of (n - g)/g others, S/n each if sums are as wide as gradients: see
@@ -40,9 +40,6 @@ class ClusterLinks:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.message_curve = cluster.inter_node_curve
-        """Seconds of a message between nodes by its size, over a link of the cluster's usual rate;
-        None if messages of all sizes reach their link's rate."""
         self.node_of_rank = [
             index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
         ]
@@ -65,21 +62,10 @@ class ClusterLinks:
             found = self._links[key] = self.cluster.link_between(*key)
         return found
 
-    def carried_s(self, num_bytes: FloatArray) -> FloatArray:
-        """Return the seconds of messages over a usual link between nodes, without latency."""
-        if self.message_curve is None:
-            return num_bytes / self.cluster.inter_node_bytes_per_s
-        seconds = [self.message_curve(size) for size in num_bytes.ravel().tolist()]
-        return np.array(seconds).reshape(num_bytes.shape)
-
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Return the seconds of one message between two ranks."""
         bytes_per_s, latency_s = self.link(sender, receiver)
-        is_inside = self.node_of_rank[sender] == self.node_of_rank[receiver]
-        if self.message_curve is None or is_inside:
-            return latency_s + num_bytes / bytes_per_s
-        usual_bytes_per_s = self.cluster.inter_node_bytes_per_s
-        return latency_s + self.message_curve(num_bytes) * usual_bytes_per_s / bytes_per_s
+        return latency_s + num_bytes / bytes_per_s
 
     def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
         """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather.
@@ -140,9 +126,8 @@ class Peers:
                 usual -= there
                 weighted += there * (cluster.inter_node_bytes_per_s / bytes_per_s - 1)
                 np.maximum(latency, (there > 0) * latency_s, out=latency)
-        self._links = links
         self._near_s = self.near / links.inside_bytes_per_s[nodes]
-        self._weighted = weighted
+        self._far_s = weighted / cluster.inter_node_bytes_per_s
         self.latency_s = np.maximum(latency, (usual > 0) * cluster.inter_node_latency_s)
         """[D, G] the longest latency to a peer, if numbers of peers are given."""
 
@@ -153,21 +138,13 @@ class Peers:
         np.add.at(on_nodes, (np.arange(nodes.shape[1]), nodes), 1.0)
         return cls(links, nodes, on_nodes, np.ones((*nodes.shape, 1)))
 
-    def carry_s(self, num_bytes: FloatArray, *, num_far: FloatArray | None = None) -> FloatArray:
+    def carry_s(self, num_bytes: FloatArray) -> FloatArray:
         """Return the seconds, [D, G], in which holders exchange with all peers, without latency.
 
         Args:
             num_bytes: [D, G] bytes for each peer, or of which peers get their shares.
-            num_far: [D, G] peers on other nodes, if shares are given: equal ones between nodes.
         """
-        carried_s = self._links.carried_s
-        if num_far is None or self._links.message_curve is None:
-            far_s = self._weighted * carried_s(num_bytes)
-        else:
-            part = np.divide(self.far, num_far, out=np.zeros_like(self.far), where=num_far > 0)
-            each = self._weighted / np.where(part > 0, part, 1.0)
-            far_s = each * carried_s(num_bytes * part)
-        seconds: FloatArray = num_bytes * self._near_s + far_s
+        seconds: FloatArray = num_bytes * (self._near_s + self._far_s)
         return seconds
 
 
@@ -184,7 +161,8 @@ def rings_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> Floa
     cluster, senders = links.cluster, np.sort(nodes, axis=0)
     receivers = np.concatenate((senders[1:], senders[:1]))
     message = num_bytes / len(nodes)
-    bytes_per_s, carried_s = cluster.inter_node_bytes_per_s, links.carried_s(message)
+    bytes_per_s = cluster.inter_node_bytes_per_s
+    carried_s = message / bytes_per_s
     seconds = np.where(
         senders == receivers,
         _inside_s(links, senders, message),

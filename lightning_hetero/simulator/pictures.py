@@ -9,7 +9,6 @@ A trace opens in https://ui.perfetto.dev or chrome://tracing. It has one process
 per stage, one row for computation and one for each kind of traffic, since these overlap.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,39 +28,34 @@ from lightning_hetero.simulator.report import (
 )
 from lightning_hetero.simulator.simulate import Event, Simulation
 
-__all__ = ["draw_memory", "plot_timeline", "save_trace", "trace_events"]
+__all__ = ["draw_memory", "plot_timeline"]
 
 
 class _Kind(NamedTuple):
     """How events of one kind are shown."""
 
-    name: str
-    """In a trace."""
     colour: str | None = None
     """Of its bars; None if it isn't drawn."""
     label: str = ""
     """In the legend."""
     text_colour: str | None = None
     """Of the micro-batches' numbers; None writes none."""
-    row: int = 0
-    """Of a trace: computation, or one kind of traffic."""
 
 
 # Colour-blind safe (Okabe-Ito); forward and backward differ in lightness too.
 _KINDS = {
-    "F": _Kind("forward", "#56B4E9", "forward", "black"),
-    "B": _Kind("backward", "#0072B2", "backward", "white"),
-    "I": _Kind("gradient of the input", "#0072B2", "gradient of the input", "white"),
-    "W": _Kind("gradients of weights", "#009E73", "gradients of weights", "white"),
-    "SF": _Kind("send activation", row=1),
-    "SB": _Kind("send gradient", row=2),
-    "pull": _Kind("pull weights", "#F0E442", "pull weights (exposed)", row=3),
-    "push": _Kind("push gradients", "#E69F00", "push gradients, wait for peers", row=4),
-    "step": _Kind("optimizer step", "#CC79A7", "optimizer step"),
+    "F": _Kind("#56B4E9", "forward", "black"),
+    "B": _Kind("#0072B2", "backward", "white"),
+    "I": _Kind("#0072B2", "gradient of the input", "white"),
+    "W": _Kind("#009E73", "gradients of weights", "white"),
+    "SF": _Kind(),
+    "SB": _Kind(),
+    "pull": _Kind("#F0E442", "pull weights (exposed)"),
+    "push": _Kind("#E69F00", "push gradients, wait for peers"),
+    "step": _Kind("#CC79A7", "optimizer step"),
 }
 _MESSAGES = {"SF": ("#666666", "activations sent"), "SB": ("#D55E00", "gradients sent")}
 """Colour and label of messages under way."""
-_ROWS = ("", "hidden states", "gradients of hidden states", "pull", "push")
 _LANE_HEIGHT = 0.8
 _HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
@@ -339,54 +333,3 @@ def draw_memory(
     axes.tick_params(axis="y", labelleft=False)
     style = {"fontsize": 7, "handlelength": 1.0, "columnspacing": 0.8}
     _tidy(axes, f"{unit} of a device", num_columns=2, **style)
-
-
-def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, Any]]:
-    """Return the simulation's events in the Trace Event Format, times in microseconds.
-
-    Raises:
-        ConfigurationError: The simulation recorded no events.
-    """
-    _check_events(simulation)
-    rows: list[dict[str, Any]] = []
-    for pipeline_index, pipeline in enumerate(plan.pipelines):
-        rows.append(_named("process_name", f"pipeline {pipeline_index}", pipeline_index, 0))
-        for stage_index, stage in enumerate(pipeline.stages):
-            ranks = ",".join(map(str, stage.ranks))
-            label = f"stage {stage_index} (ranks {ranks})"
-            for row, what in enumerate(_ROWS):
-                name = f"{label} {what}".rstrip()
-                rows.append(_named("thread_name", name, pipeline_index, _row(stage_index, row)))
-    return rows + [_as_row(event) for event in simulation.events]
-
-
-def save_trace(path: str | Path, plan: ParallelPlan, simulation: Simulation) -> None:
-    """Write the trace as JSON; ConfigurationError without events, or if it can't be written."""
-    data = {"traceEvents": trace_events(plan, simulation), "displayTimeUnit": "ms"}
-    try:
-        Path(path).write_text(json.dumps(data), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"Can't write the trace {path}: {error.strerror}.") from error
-
-
-def _as_row(event: Event) -> dict[str, Any]:
-    name = _KINDS[event.kind].name
-    if event.microbatch_index >= 0:
-        name = f"{name} {event.microbatch_index}"
-    return {
-        "name": name,
-        "cat": event.kind,
-        "ph": "X",
-        "ts": event.start_s * 1e6,
-        "dur": (event.end_s - event.start_s) * 1e6,
-        "pid": event.pipeline_index,
-        "tid": _row(event.stage_index, _KINDS[event.kind].row),
-    }
-
-
-def _row(stage_index: int, row: int) -> int:
-    return len(_ROWS) * stage_index + row
-
-
-def _named(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -28,7 +28,6 @@ __all__ = [
     "fitting_lines",
     "host_lines",
     "list_indices",
-    "memory_tables",
     "memory_terms",
     "memory_unit",
     "model_lines",
@@ -40,7 +39,6 @@ __all__ = [
 ]
 
 _GIB, _MIB = 2**30, 2**20
-_MEMORY_COLUMNS = 8
 
 TERM_NAMES = {
     "weights": "weights",
@@ -156,37 +154,6 @@ def _work(count: int | None, pipeline: PipelinePlan) -> str:
     """Return a pipeline's micro-batches, times the samples of each if it names them."""
     size = pipeline.microbatch_size
     return str(count or "") + ("" if size is None else f" × {size}")
-
-
-def memory_tables(
-    plan: ParallelPlan, facts: Sequence[Sequence[StageFacts]], counts: Sequence[int | None]
-) -> list[PlanTable]:
-    """Return tables of what fills each stage's devices: a row for each term, a few stages each.
-
-    Arguments are those of `plan_table`.
-    """
-    unit, unit_bytes = memory_unit(facts)
-    columns = []
-    for members in alike_pipelines(plan, facts, counts):
-        for index, known in enumerate(facts[members[0]]):
-            terms = memory_terms(known)
-            title = f"pipeline {list_indices(members)} stage {index} {known.device}"
-            total = sum(terms.values()), known.device_bytes or 0.0, known.host_bytes
-            columns.append((title, [terms[name] for name in TERM_NAMES], total))
-    tables = []
-    for start in range(0, len(columns), _MEMORY_COLUMNS):
-        shown = columns[start : start + _MEMORY_COLUMNS]
-        values = zip(*(terms for _, terms, _ in shown), strict=True)
-        lines = zip(TERM_NAMES.values(), values, strict=True)
-        rows = [(name, *(f"{value / unit_bytes:,.1f}" for value in row)) for name, row in lines]
-        totals = [tuple(f"{total[i] / unit_bytes:,.1f}" for _, _, total in shown) for i in range(3)]
-        ends = [("sum", *totals[0]), ("device", *totals[1])]
-        if any(total[2] for _, _, total in shown):
-            ends.append(("owned on the host", *totals[2]))
-        sections = (tuple(rows), tuple(ends))
-        header = (f"what ({unit})", *(title for title, _, _ in shown))
-        tables.append(PlanTable(header=header, sections=sections))
-    return tables
 
 
 def memory_terms(known: StageFacts) -> dict[str, float]:

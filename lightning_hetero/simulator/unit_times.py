@@ -312,7 +312,7 @@ class OwnedTimes:
         holders = Peers.of_holders(cost, nodes)
         scale = width * np.where(proxied, 1 / self._plan.num_pipelines, 1.0) * self._equal.params
         busy_s = np.maximum(
-            sends.carry_s(scale / self._equal.degrees, num_far=owners.far),
+            sends.carry_s(scale / self._equal.degrees),
             holders.carry_s(scale * first),
         )
         is_sending, is_receiving = owners.near + owners.far > 0, (first > 0) | proxied

@@ -2,8 +2,7 @@
 
 A file is one rank's; its content shows what it is:
 
-- an event log, or a plain list of iteration times (one a line, the last column of CSV, or JSON);
-- what `record` wrote;
+- a list of iteration times in seconds (one a line, or the last column of CSV), as `record` writes;
 - a torch profiler's trace (`export_chrome_trace`, `.json` or `.json.gz`): complete events named
   `nccl:`, `gloo:`, `mpi:`, `record_param_comms` or `c10d::`. One call shows up under several of
   these names, so only the family found first in that order is taken;
@@ -11,53 +10,39 @@ A file is one rank's; its content shows what it is:
   or pickle. A pickle may hold plain dicts, lists, strings and numbers only: anything that names a
   class or function is refused before it could run.
 
-Steps of an optimizer end iterations, if there are any; else the operations' period does (`period`).
+Training repeats the same operations, so the first lag at which their autocorrelation reaches 0.95
+is the number of operations in an iteration (Greyhound). Operations are categories (name, size,
+group), so the autocorrelation is that of their one-hot codes: the share of operations that equal
+the one `lag` later, corrected for chance. Lags are computed all at once by FFT.
 """
 
 import gzip
 import io
-import json
-import math
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.reading import parse_json, show
+from lightning_hetero.core.texts import parse_json, show
 from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
-from lightning_hetero.straggler.period import CommunicationOp, infer_period
 
-__all__ = [
-    "OPTIMIZER_STEP",
-    "IterationTimes",
-    "as_line",
-    "find_changes",
-    "is_event_log",
-    "read_flight_recorder",
-    "read_profiler_trace",
-    "read_times",
-]
+__all__ = ["IterationTimes", "find_changes", "is_event_log", "read_times"]
 
-OPTIMIZER_STEP = "optimizer_step"
-"""Name of the operation that stands for a step of an optimizer, in what `record` writes."""
 _FEWEST = 2
+_LEAST_CORRELATION = 0.95
+_MOST_KINDS = 64
 _FAMILIES = (("nccl:", "gloo:", "mpi:", "ucc:"), ("record_param_comms",), ("c10d::",))
-_ITEM_BYTES = {
-    name: size
-    for size, names in {
-        1: "bool byte char int8 uint8",
-        2: "short half bfloat16 float16",
-        4: "int float float32 int32",
-        8: "long double float64 int64",
-    }.items()
-    for name in names.split()
-}
+_Op = tuple[float, str]
+"""An operation's start in seconds, and what tells it from others: name, size, group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +68,13 @@ def read_times(path: str | Path) -> IterationTimes:
         ConfigurationError: The file is of no known kind, or nothing in it repeats.
     """
     content = _read(path)
-    start = content.lstrip()
     if content[:1] == b"\x80":
-        return _from_ops(read_flight_recorder(path), path)
-    if start[:1] not in (b"{", b"["):
-        return _plain(_numbers_of(content, path), path)
-    if start.startswith(b'{"op"'):
-        return _from_recording(content, path)
+        return _periodic(_dumped(_unpickle(content, path), path), path)
+    if content.lstrip()[:1] not in (b"{", b"["):
+        return _listed(content, path)
     data = parse_json(content, f"file {path}", ConfigurationError, is_ours=False)
-    if isinstance(data, list) and all(isinstance(item, int | float) for item in data):
-        return _plain(data, path)
     is_dump = isinstance(data, dict) and "entries" in data
-    return _from_ops((read_flight_recorder if is_dump else read_profiler_trace)(path), path)
+    return _periodic((_dumped if is_dump else _traced)(data, path), path)
 
 
 def find_changes(times_s: Sequence[float]) -> list[Event]:
@@ -105,152 +85,8 @@ def find_changes(times_s: Sequence[float]) -> list[Event]:
         events.append(IterationEvent(step=step, iteration_s=time_s))
         change = detector.update(time_s)
         if change is not None:
-            onset = change.onset_step
-            found = ChangeEvent.from_change(change, step=step, onset_step=onset, where="the job")
-            events.append(found)
+            events.append(ChangeEvent(**vars(change), where="the job"))
     return events
-
-
-def _from_ops(ops: Sequence[CommunicationOp], path: str | Path) -> IterationTimes:
-    """Return the iterations of a stream of operations."""
-    period = infer_period(ops)
-    if period is None or not period.iteration_times_s:
-        raise ConfigurationError(
-            f"Nothing repeats in the {len(ops)} operations of {path}, so no iteration shows. "
-            "Record at least two iterations, better some dozens."
-        )
-    return IterationTimes(
-        source=f"{period.num_ops} operations an iteration (they repeat with correlation "
-        f"{period.correlation:.3f})",
-        times_s=period.iteration_times_s,
-    )
-
-
-def _from_recording(content: bytes, path: str | Path) -> IterationTimes:
-    """Return the iterations in a file of `record`: between optimizer steps, if it has any.
-
-    Of several optimizers the one with the most bytes of parameters counts.
-    """
-    # The last line may be torn: the job may have been killed while it wrote.
-    lines = enumerate(content.split(b"\n")[:-1], start=1)
-    ops = [_recorded(line, f"{path}, line {number}") for number, line in lines if line.strip()]
-    ops.sort(key=lambda op: op.start_s)
-    sizes = Counter(op.num_bytes for op in ops if op.name == OPTIMIZER_STEP)
-    repeated = [size for size, count in sizes.items() if count > _FEWEST]
-    if not repeated:
-        return _from_ops([op for op in ops if op.name != OPTIMIZER_STEP], path)
-    last = OPTIMIZER_STEP, max(repeated)
-    ends = [op.start_s for op in ops if (op.name, op.num_bytes) == last]
-    return IterationTimes(
-        source="from one step of the optimizer to the next",
-        times_s=tuple(b - a for a, b in pairwise(ends)),
-    )
-
-
-def _recorded(line: bytes, where: str) -> CommunicationOp:
-    entry = parse_json(line, where, ConfigurationError)
-    try:
-        return CommunicationOp(
-            name=str(entry["op"]),
-            num_bytes=int(entry["num_bytes"]),
-            start_s=_finite(entry["start_s"]),
-            group=str(entry.get("group", "")),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{where}: {show(entry)} is no recorded operation: {error}."
-        ) from error
-
-
-def _numbers_of(content: bytes, path: str | Path) -> list[float]:
-    """Return the numbers of a text: one a line, or the last of each line of CSV."""
-    numbers = []
-    try:
-        lines = content.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(_unknown(path)) from error
-    for number, line in enumerate(lines, start=1):
-        cell = line.replace(";", ",").split(",")[-1].strip()
-        if not cell or cell.startswith("#"):
-            continue
-        try:
-            numbers.append(float(cell))
-        except ValueError as error:
-            # The first line may name the columns.
-            if numbers or number > 1:
-                raise ConfigurationError(
-                    f"{path}, line {number}: {show(cell)} is no number of seconds. {_unknown(path)}"
-                ) from error
-    return numbers
-
-
-def _plain(numbers: Iterable[float], path: str | Path) -> IterationTimes:
-    times_s = []
-    for number in numbers:
-        if isinstance(number, bool) or not 0 <= number < 1e9:
-            raise ConfigurationError(
-                f"{path}: {show(number)} is no iteration's time; give seconds, 0 or more."
-            )
-        times_s.append(float(number))
-    if len(times_s) < _FEWEST:
-        raise ConfigurationError(
-            f"{path} holds {len(times_s)} iteration times; give at least {_FEWEST}. "
-            f"{_unknown(path)}"
-        )
-    return IterationTimes(source="a list of iteration times", times_s=tuple(times_s))
-
-
-def _unknown(path: str | Path) -> str:
-    return (
-        f"{path} must be an event log of StragglerMonitor, a torch profiler's trace, an NCCL "
-        "flight recorder's dump, what lightning_hetero.straggler.record() wrote, or a list of "
-        "seconds, one a line."
-    )
-
-
-def as_line(op: CommunicationOp) -> str:
-    """Return a recorded operation as a line of the file that `read_times` reads."""
-    data = {"op": op.name, "num_bytes": op.num_bytes, "start_s": op.start_s, "group": op.group}
-    return json.dumps(data)
-
-
-def read_profiler_trace(path: str | Path) -> tuple[CommunicationOp, ...]:
-    """Return the communication operations of a torch profiler trace of one rank, oldest first.
-
-    Raises:
-        ConfigurationError: The file is no Chrome trace, or holds no communication.
-    """
-    data = _parse(_read(path), path)
-    events = data.get("traceEvents") if isinstance(data, Mapping) else data
-    if not isinstance(events, list):
-        raise ConfigurationError(f"{path} has no traceEvents; give a torch profiler's JSON trace.")
-    complete = [e for e in events if isinstance(e, Mapping) and e.get("ph") == "X"]
-    for family in _FAMILIES:
-        chosen = [e for e in complete if str(e.get("name", "")).startswith(family)]
-        if chosen:
-            return _sorted(_from_trace_event(event, path) for event in chosen)
-    raise ConfigurationError(
-        f"{path} holds {len(complete)} events but no communication (names nccl:, gloo:, "
-        "record_param_comms). Profile a rank of a distributed run."
-    )
-
-
-def read_flight_recorder(path: str | Path) -> tuple[CommunicationOp, ...]:
-    """Return the operations of one rank's flight-recorder dump, JSON or pickle, oldest first.
-
-    Raises:
-        ConfigurationError: The file is neither, or the pickle names anything but plain data.
-    """
-    content = _read(path)
-    data = _parse(content, path) if content[:1] in b"{[" else _unpickle(content, path)
-    entries = data.get("entries") if isinstance(data, Mapping) else None
-    if not isinstance(entries, list | tuple):
-        raise ConfigurationError(f"{path} has no list of entries; give a flight-recorder dump.")
-    return _sorted(_from_entry(entry, path) for entry in entries)
-
-
-def _sorted(ops: Iterable[CommunicationOp]) -> tuple[CommunicationOp, ...]:
-    return tuple(sorted(ops, key=lambda op: op.start_s))
 
 
 def _read(path: str | Path) -> bytes:
@@ -263,8 +99,42 @@ def _read(path: str | Path) -> bytes:
         raise ConfigurationError(f"Can't read {path}: {reason}.") from error
 
 
-def _parse(content: bytes, path: str | Path) -> Any:
-    return parse_json(content, f"file {path}", ConfigurationError, is_ours=False)
+def _listed(content: bytes, path: str | Path) -> IterationTimes:
+    """Return the numbers of a text: one a line, or the last of each line of CSV."""
+    times_s: list[float] = []
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        cell = line.replace(";", ",").split(",")[-1].strip()
+        if not cell or cell.startswith("#"):
+            continue
+        try:
+            time_s = float(cell)
+        except ValueError as error:
+            if number == 1:  # It may name the columns.
+                continue
+            raise ConfigurationError(
+                f"{path}, line {number}: {show(cell)} is no number of seconds. {_unknown(path)}"
+            ) from error
+        if not 0 <= time_s < 1e9:
+            raise ConfigurationError(
+                f"{path}, line {number}: {show(cell)} is no iteration's time; give seconds, 0 or "
+                "more."
+            )
+        times_s.append(time_s)
+    if len(times_s) < _FEWEST:
+        raise ConfigurationError(
+            f"{path} holds {len(times_s)} iteration times; give at least {_FEWEST}. "
+            f"{_unknown(path)}"
+        )
+    return IterationTimes(source="a list of iteration times", times_s=tuple(times_s))
+
+
+def _unknown(path: str | Path) -> str:
+    return (
+        f"{path} must be an event log of StragglerMonitor, a torch profiler's trace, an NCCL "
+        "flight recorder's dump, or a list of seconds, one a line, such as "
+        "lightning_hetero.straggler.record() writes."
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -285,52 +155,112 @@ def _unpickle(content: bytes, path: str | Path) -> Any:
         ) from error
 
 
-def _from_trace_event(event: Mapping[str, Any], path: str | Path) -> CommunicationOp:
-    try:
-        start_s = _finite(event["ts"]) / 1e6
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{path}: event {show(event.get('name'))} has no ts.") from error
-    args = event.get("args")
-    args = args if isinstance(args, Mapping) else {}
-    num_items = args.get("In msg nelems")
-    if not isinstance(num_items, int):
-        num_items = _count_items(args.get("Input Dims"))
-    return CommunicationOp(
-        name=str(args.get("Collective name") or event["name"]),
-        num_bytes=num_items * _ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 1),
-        start_s=start_s,
-        group=str(args.get("Process Group Name", "")),
+def _traced(data: Any, path: str | Path) -> list[_Op]:
+    """Return the communication operations of a torch profiler's trace."""
+    events = data.get("traceEvents") if isinstance(data, Mapping) else data
+    if not isinstance(events, list):
+        raise ConfigurationError(f"{path} has no traceEvents; give a torch profiler's JSON trace.")
+    complete = [e for e in events if isinstance(e, Mapping) and e.get("ph") == "X"]
+    sizes = ("Collective name", "In msg nelems", "Input Dims", "dtype", "Process Group Name")
+    for family in _FAMILIES:
+        chosen = [e for e in complete if str(e.get("name", "")).startswith(family)]
+        if chosen:
+            return [
+                (_number(event, "ts", path) / 1e6, _kind(event["name"], event.get("args"), sizes))
+                for event in chosen
+            ]
+    raise ConfigurationError(
+        f"{path} holds {len(complete)} events but no communication (names nccl:, gloo:, "
+        "record_param_comms). Profile a rank of a distributed run."
     )
 
 
-def _from_entry(entry: Any, path: str | Path) -> CommunicationOp:
-    if not isinstance(entry, Mapping) or "profiling_name" not in entry:
-        raise ConfigurationError(f"{path}: an entry has no profiling_name: {show(entry)}.")
-    group = entry.get("process_group", "")
+def _dumped(data: Any, path: str | Path) -> list[_Op]:
+    """Return the operations of one rank's flight-recorder dump."""
+    entries = data.get("entries") if isinstance(data, Mapping) else None
+    if not isinstance(entries, list | tuple):
+        raise ConfigurationError(f"{path} has no list of entries; give a flight-recorder dump.")
+    found = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or "profiling_name" not in entry:
+            raise ConfigurationError(f"{path}: an entry has no profiling_name: {show(entry)}.")
+        sizes = ("input_sizes", "input_dtypes", "process_group")
+        kind = _kind(entry["profiling_name"], entry, sizes)
+        found.append((_number(entry, "time_created_ns", path) / 1e9, kind))
+    return found
+
+
+def _number(entry: Mapping[str, Any], name: str, path: str | Path) -> float:
     try:
-        dtypes = [str(name).lower() for name in entry.get("input_dtypes") or ()]
-        return CommunicationOp(
-            name=str(entry["profiling_name"]),
-            num_bytes=_count_items(entry.get("input_sizes"))
-            * (_ITEM_BYTES.get(dtypes[0], 1) if dtypes else 1),
-            start_s=_finite(entry.get("time_created_ns", 0)) / 1e9,
-            group=str(group[0]) if isinstance(group, list | tuple) and group else str(group),
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{path}: an entry is broken: {show(entry)}: {error}.") from error
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no time")
+        number = float(entry[name])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(f"{path}: {show(entry)} has no number {name}.") from error
+    if not abs(number) < float("inf"):
+        raise ConfigurationError(f"{path}: {show(entry)} has no finite {name}.")
     return number
 
 
-def _count_items(sizes: Any) -> int:
-    """Return the number of elements of nested lists of shapes."""
-    if not isinstance(sizes, list | tuple):
-        return 0
-    if sizes and all(isinstance(size, int) for size in sizes):
-        return math.prod(sizes)
-    return sum(_count_items(size) for size in sizes)
+def _kind(name: Any, entry: Any, keys: Sequence[str]) -> str:
+    known = entry if isinstance(entry, Mapping) else {}
+    return f"{name} {[known.get(key) for key in keys]}"
+
+
+def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
+    """Return the iterations of operations that repeat, but for some of start-up or validation."""
+    ops = sorted(ops)
+    kinds = Counter(kind for _, kind in ops).most_common(_MOST_KINDS - 1)
+    number = {kind: i for i, (kind, _) in enumerate(kinds)}
+    # Rare kinds share a number.
+    codes = np.array([number.get(kind, len(number)) for _, kind in ops], np.int64)
+    correlations = _autocorrelation(codes) if len(codes) >= 2 * _FEWEST else np.zeros(1)
+    good = np.flatnonzero(correlations[1:] >= _LEAST_CORRELATION)
+    if not len(good):
+        raise ConfigurationError(
+            f"Nothing repeats in the {len(ops)} operations of {path}, so no iteration shows. "
+            "Record at least two iterations, better some dozens."
+        )
+    lag = int(good[0]) + 1
+    starts = [ops[index][0] for index in _starts(codes, lag)]
+    return IterationTimes(
+        source=f"{lag} operations an iteration (they repeat with correlation "
+        f"{correlations[lag]:.3f})",
+        times_s=tuple(b - a for a, b in pairwise(starts)),
+    )
+
+
+def _autocorrelation(codes: IntArray) -> FloatArray:
+    """Return the correlation of one-hot codes for lags 0 to n/2."""
+    num_ops, longest = len(codes), len(codes) // 2
+    size = 1 << (2 * num_ops - 1).bit_length()
+    matches = np.zeros(longest + 1)
+    chance = np.zeros(longest + 1)
+    lags = np.arange(longest + 1)
+    overlap = num_ops - lags
+    for kind in np.unique(codes):
+        present = (codes == kind).astype(np.float64)
+        spectrum = np.fft.rfft(present, size)
+        matches += np.fft.irfft(spectrum * spectrum.conj(), size)[: longest + 1]
+        seen = np.concatenate(([0.0], np.cumsum(present)))
+        chance += seen[num_ops - lags] * (seen[-1] - seen[lags]) / overlap
+    share, chance = matches / overlap, chance / overlap
+    spread = 1.0 - chance
+    # A stream of one kind repeats with every operation.
+    return np.where(spread > 1e-9, (share - chance) / np.maximum(spread, 1e-9), 1.0)
+
+
+def _starts(codes: IntArray, lag: int) -> list[int]:
+    """Return where iterations start: at a kind that occurs once in each iteration, if there is one.
+
+    Following one kind keeps step after operations that don't belong (a validation, a log); without
+    such a kind every `lag`-th operation is a start.
+    """
+    num_iterations = len(codes) / lag
+    once = [
+        int(np.flatnonzero(codes == kind)[0])
+        for kind, count in Counter(codes.tolist()).items()
+        if abs(count - num_iterations) <= 0.1 * num_iterations
+    ]
+    if once:
+        # Of the kinds that occur once, the one that is first in the stream.
+        return np.flatnonzero(codes == codes[min(once)]).tolist()
+    return list(range(len(codes) % lag, len(codes), lag))

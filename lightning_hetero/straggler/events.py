@@ -6,26 +6,24 @@ crash are left out, with a warning; anything else is an error that gives its lin
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.event_log import append_event, read_entries
-from lightning_hetero.core.reading import build, readable, show
-from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
+from lightning_hetero.core.event_log import read_entries
+from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.texts import show
+from lightning_hetero.straggler.bocd import ChangeKind
 
 __all__ = [
     "ActionEvent",
     "ChangeEvent",
     "DecisionKind",
     "Event",
-    "EventLog",
     "Finding",
-    "FindingEvent",
     "FindingKind",
-    "GenerationEvent",
     "IterationEvent",
     "Mitigation",
     "Pair",
@@ -34,7 +32,6 @@ __all__ = [
     "read_events",
     "to_entry",
 ]
-
 
 Pair = tuple[int, int]
 """Global ranks at the two ends of a link."""
@@ -54,32 +51,6 @@ class FindingKind(StrEnum):
     """A slow rank whose device is as fast as ever: something else keeps it from computing."""
     LINK = "link"
     """The link between two ranks."""
-    PORT = "port"
-    """All links of a rank, so its network port rather than one link."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A device, link or port found slow."""
-
-    kind: FindingKind
-    ranks: tuple[int, ...]
-    """The rank, or the two ranks of a link."""
-    ratio: float
-    """Its time over the median of its peers."""
-
-    def __str__(self) -> str:
-        if self.kind is FindingKind.DEVICE:
-            return f"rank {self.ranks[0]} computes {self.ratio:.1f}× slower than its peers"
-        if self.kind is FindingKind.HOST:
-            return (
-                f"rank {self.ranks[0]} takes {self.ratio:.1f}× longer than its peers, although its "
-                "device is as fast as ever"
-            )
-        if self.kind is FindingKind.PORT:
-            return f"every link of rank {self.ranks[0]} is {self.ratio:.1f}× slower than its peers"
-        ends = " and ".join(str(rank) for rank in self.ranks)
-        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
 
 
 class Mitigation(StrEnum):
@@ -123,55 +94,54 @@ class ChangeEvent:
     step: int
     onset_step: int
     kind: ChangeKind
-    ratio: float
     before: float
     """Level before, in the unit of the stream."""
     after: float
-    confidence: float
     where: str = "the run"
     """The stream: "the run" (time over what its work should take), "rank 3" (seconds per unit of
     work), "the job" (seconds of an iteration of any job); or, once it is located, "pipeline 1"."""
 
-    @classmethod
-    def from_change(
-        cls, change: ChangePoint, *, step: int, onset_step: int, where: str = "the run"
-    ) -> Self:
-        """Return the event of a change point, with the steps of the run instead of indices."""
-        return cls(
-            step=step,
-            onset_step=onset_step,
-            kind=change.kind,
-            ratio=change.ratio,
-            before=change.before,
-            after=change.after,
-            confidence=change.confidence,
-            where=where,
-        )
+    @property
+    def ratio(self) -> float:
+        """The level after over that before."""
+        return self.after / self.before
+
+    def __str__(self) -> str:
+        if self.kind is ChangeKind.SLOWDOWN:
+            verb = f"slowed {_times(self.ratio)}"
+        else:
+            verb = "recovered," if self.kind is ChangeKind.RECOVERY else "became"
+            verb += f" {_times(1.0 / self.ratio)} faster"
+        return f"{self.where} {verb} (since step {self.onset_step})"
 
 
 @readable
-class FindingEvent:
-    """A device, link or port was found slow."""
+class Finding:
+    """A device, host or link was found slow."""
 
-    step: int
     kind: FindingKind
     ranks: tuple[int, ...]
+    """The rank, or the two ranks of a link."""
     ratio: float
+    """Its time over the median of its peers."""
+    step: int = 0
+    """The step after which it was found."""
 
-    @classmethod
-    def from_finding(cls, finding: Finding, *, step: int) -> Self:
-        """Return the event of a finding."""
-        return cls(step=step, kind=finding.kind, ranks=finding.ranks, ratio=finding.ratio)
-
-    @property
-    def finding(self) -> Finding:
-        """The finding that was logged."""
-        return Finding(kind=self.kind, ranks=self.ranks, ratio=self.ratio)
+    def __str__(self) -> str:
+        if self.kind is FindingKind.DEVICE:
+            return f"rank {self.ranks[0]} computes {self.ratio:.1f}× slower than its peers"
+        if self.kind is FindingKind.HOST:
+            return (
+                f"rank {self.ranks[0]} takes {self.ratio:.1f}× longer than its peers, although its "
+                "device is as fast as ever"
+            )
+        ends = " and ".join(str(rank) for rank in self.ranks)
+        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
 
 
 @readable
 class ActionEvent:
-    """A mitigation was applied or undone, or would have been in a dry run."""
+    """A mitigation was applied or undone, or it was decided to wait."""
 
     step: int
     kind: DecisionKind
@@ -182,68 +152,29 @@ class ActionEvent:
     before_s: float | None = None
     """Iteration time before it, seconds."""
     after_s: float | None = None
-    """Iteration time after it, seconds (in a dry run: predicted)."""
+    """Iteration time after it, seconds."""
     cost_s: float | None = None
     """Seconds that taking it cost."""
-    dry_run: bool = False
-
-
-@readable
-class GenerationEvent:
-    """Ranks were lost, or have joined, and the others went on in place; written by `RunLog`."""
-
-    step: int
-    """The first step of the generation."""
-    generation: int
-    """Its number."""
-    ranks: int
-    """Number of ranks that train in it."""
-    idle_s: float
-    """Seconds from the end of the last step before it to the end of this one."""
-    steps_again: int
-    """Steps that are trained again."""
-    lost: tuple[int, ...] = ()
-    """Numbers of the ranks that were lost, or have left, since the last step."""
-    joined: tuple[int, ...] = ()
-    """Numbers of the ranks that have joined."""
 
     def __str__(self) -> str:
-        who = [f"without {list(self.lost)}"] if self.lost else []
-        who += [f"with {list(self.joined)}"] if self.joined else []
-        again = f", {self.steps_again} steps again" if self.steps_again else ""
-        return (
-            f"{self.ranks} ranks go on {' and '.join(who)}: {self.idle_s:.1f} s without a step"
-            f"{again}"
-        )
+        done = "was undone" if self.kind is DecisionKind.UNDO else self.effect or self.reason
+        text = f"{self.mitigation.value} {done}"
+        if self.before_s is not None and self.after_s is not None:
+            text += f", iteration {self.before_s:.2f} s → {self.after_s:.2f} s"
+        return text
 
 
-Event = IterationEvent | ChangeEvent | FindingEvent | ActionEvent | GenerationEvent
+Event = IterationEvent | ChangeEvent | Finding | ActionEvent
 _NAMES: dict[str, type[Event]] = {
     "iteration": IterationEvent,
     "change": ChangeEvent,
-    "finding": FindingEvent,
+    "finding": Finding,
     "action": ActionEvent,
-    "generation": GenerationEvent,
 }
 
 
-class EventLog:
-    """Appends events to a file.
-
-    Args:
-        path: The file; a relative path is resolved now, against the working directory.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path).absolute()
-
-    def write(self, event: Event) -> None:
-        """Append an event as one line, at once."""
-        append_event(self._path, **to_entry(event))
-
-
 def to_entry(event: Event) -> dict[str, Any]:
-    """Return an event's name and fields as a log's line holds them."""
+    """Return an event's name and fields as a log's line holds them (`append_event`)."""
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
     known = {key: value for key, value in asdict(event).items() if value is not None}
     return {"event": name, **known}
@@ -259,22 +190,19 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
         lines = list(read_entries(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"Can't read the event log {path}: {error}.") from error
-    found = (_parse(entry, f"{path}, line {number}") for number, entry in lines)
-    return tuple(event for event in found if event is not None)
-
-
-def _parse(entry: Any, where: str) -> Event | None:
-    """Return the event of a line; None if it is of a kind that tells nothing of stragglers."""
-    if not isinstance(entry, dict) or "event" not in entry:
-        raise ConfigurationError(f"{where}: {show(entry)} is no mapping with the key 'event'.")
-    kind = _NAMES.get(str(entry["event"]))
-    if kind is None:
-        return None
-    known = {k: v for k, v in entry.items() if k not in ("event", "at_s") and v is not None}
-    try:
-        return build(kind, known, "event", ConfigurationError)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}") from None
+    found = []
+    for number, entry in lines:
+        where = f"{path}, line {number}"
+        if not isinstance(entry, dict) or "event" not in entry:
+            raise ConfigurationError(f"{where}: {show(entry)} is no mapping with the key 'event'.")
+        kind = _NAMES.get(str(entry["event"]))
+        known = {k: v for k, v in entry.items() if k not in ("event", "at_s") and v is not None}
+        if kind is not None:
+            try:
+                found.append(build(kind, known, "event", ConfigurationError))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{where}: {error}") from None
+    return tuple(found)
 
 
 def format_message(
@@ -285,30 +213,11 @@ def format_message(
     `step 412: pipeline 1 slowed 1.8× (since step 405): rank 3 computes 1.9× slower than its peers;
     S2 moved 5 of 32 micro-batches away, iteration 1.80 s → 1.14 s`
     """
-    if change.kind is ChangeKind.SLOWDOWN:
-        verb = f"slowed {_times(change.ratio)}"
-    elif change.kind is ChangeKind.RECOVERY:
-        verb = f"recovered, {_times(1.0 / change.ratio)} faster"
-    else:
-        verb = f"became {_times(1.0 / change.ratio)} faster"
-    text = f"step {change.step}: {change.where} {verb} "
-    text += f"(since step {change.onset_step})"
+    text = f"step {change.step}: {change}"
     if findings:
-        text += ": " + ", ".join(str(finding) for finding in findings)
-    if action is not None and action.kind is not DecisionKind.KEEP:
-        text += "; " + _describe(action)
-    return text
+        text += ": " + ", ".join(map(str, findings))
+    return text if action is None else f"{text}; {action}"
 
 
 def _times(ratio: float) -> str:
     return f"{ratio:.1f}×" if ratio >= 1.2 else f"{ratio:.2f}×"
-
-
-def _describe(action: ActionEvent) -> str:
-    done = "was undone" if action.kind is DecisionKind.UNDO else action.effect or "was applied"
-    text = f"{action.mitigation.value} {done}"
-    if action.dry_run:
-        text = f"dry run, nothing changed: {text}"
-    if action.before_s is not None and action.after_s is not None:
-        text += f", iteration {action.before_s:.2f} s → {action.after_s:.2f} s"
-    return text

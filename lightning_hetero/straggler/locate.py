@@ -3,8 +3,7 @@
 Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 times the median), and
 links whose messages are waited for longer than before. Waiting for a slow rank looks the same, so a
 link is blamed only if its probe is slow enough to explain the waiting. A slow rank whose probe is
-as fast as ever is slow for another reason than its device. If the run doesn't show its ranks' paces
-(strategies that don't separate computing from waiting), all ranks and links are suspects.
+as fast as ever is slow for another reason than its device.
 
 Point-to-point probes go in rounds of disjoint pairs, so that no probe disturbs another, and in as
 many rounds for a thousand ranks as for eight: 2 for an even ring, 3 for an odd one.
@@ -17,7 +16,6 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
 from lightning_hetero.straggler.paces import RankReport
 
@@ -27,7 +25,6 @@ __all__ = [
     "Waiting",
     "are_alike",
     "diagnose",
-    "diagnose_links",
     "find_suspects",
     "probe_rounds",
     "ring_rounds",
@@ -58,47 +55,20 @@ def find_suspects(
     expected_s: Mapping[_Key, float] | None = None,
     least_ratio: float = _LEAST_RATIO,
 ) -> dict[_Key, float]:
-    """Return those whose time is `least_ratio` times the others' median or more, slowest first.
+    """Return the ratio of those whose time is `least_ratio` times the median, slowest first.
 
     Args:
         times_s: Time of each rank, stage, group or link.
         expected_s: Expected time of each; if given, time/expected is compared.
         least_ratio: Least ratio of a suspect (Greyhound: 1.1).
-
-    Returns:
-        The ratio of each suspect to the median of its peers.
     """
     scaled = {k: t / (expected_s[k] if expected_s else 1.0) for k, t in times_s.items()}
     scaled = {k: t for k, t in scaled.items() if math.isfinite(t) and t > 0.0}
-    if len(scaled) < 2:
+    if not scaled:
         return {}
-    # In order of time, the median of all others is that of the list without one place.
-    ordered = sorted(scaled, key=lambda key: scaled[key])
-    times = [scaled[key] for key in ordered]
-    middle, is_odd = (len(times) - 1) // 2, (len(times) - 1) % 2
-    found = {}
-    for place, key in enumerate(ordered):
-        upper = times[middle + (place <= middle)]
-        lower = upper if is_odd else times[middle - 1 + (place < middle)]
-        found[key] = times[place] / ((lower + upper) / 2)
-    slow = [key for key in reversed(ordered) if found[key] >= least_ratio]
-    return {key: found[key] for key in slow}
-
-
-def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
-    """Return rounds of disjoint pairs that cover every edge of a ring once: 2 if even, 3 if odd."""
-    size = len(ranks)
-    if len(set(ranks)) != size:
-        raise ConfigurationError(f"Ranks {list(ranks)} name one twice; probe each rank once.")
-    if size < 2:
-        return ()
-    if size == 2:
-        return ((normalise_pair(ranks[0], ranks[1]),),)
-    edges = [normalise_pair(ranks[i], ranks[(i + 1) % size]) for i in range(size)]
-    if size % 2:
-        # The edge that closes an odd ring touches both kinds of edges, so it goes alone.
-        return (tuple(edges[0:-1:2]), tuple(edges[1:-1:2]), (edges[-1],))
-    return (tuple(edges[0::2]), tuple(edges[1::2]))
+    usual = statistics.median_low(scaled.values())
+    slow = {key: time / usual for key, time in scaled.items() if time >= least_ratio * usual}
+    return dict(sorted(slow.items(), key=lambda entry: -entry[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +99,6 @@ class Suspicion:
     """Links whose messages are waited for longer."""
     waiting: Mapping[Pair, Waiting] = field(default_factory=dict)
     """By link, the wait of the end that waits more."""
-    is_informed: bool = True
-    """Whether the run shows the paces of its ranks; else all are suspects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +140,6 @@ def suspect(
         iteration_s: Healthy iteration time; NaN if unknown.
         known: The findings of the last look.
     """
-    slowness = {r.global_rank: r.slowness for r in reports if math.isfinite(r.slowness)}
     least_s = _LEAST_EXCESS * iteration_s if math.isfinite(iteration_s) else 0.0
     waiting: dict[Pair, Waiting] = {}
     for report in reports:
@@ -188,52 +155,52 @@ def suspect(
     waited = sorted(waiting, key=lambda pair: -waiting[pair].excess_s)
     before = [normalise_pair(*f.ranks) for f in known if f.kind is FindingKind.LINK]
     return Suspicion(
-        ranks=find_suspects(slowness),
+        ranks=find_suspects({report.global_rank: report.slowness for report in reports}),
         pairs=tuple(dict.fromkeys([*before, *waited[:_MOST_PAIRS]])),
         waiting=waiting,
-        is_informed=bool(slowness),
     )
 
 
-def probe_rounds(
-    suspicion: Suspicion, world_size: int, known: Sequence[Finding] = ()
-) -> tuple[tuple[Pair, ...], ...]:
+def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
+    """Return rounds of disjoint pairs that cover every edge of a ring once: 2 if even, 3 if odd."""
+    size = len(ranks)
+    if size < 2:
+        return ()
+    if size == 2:
+        return ((normalise_pair(ranks[0], ranks[1]),),)
+    edges = [normalise_pair(ranks[i], ranks[(i + 1) % size]) for i in range(size)]
+    if size % 2:
+        # The edge that closes an odd ring touches both kinds of edges, so it goes alone.
+        return (tuple(edges[0:-1:2]), tuple(edges[1:-1:2]), (edges[-1],))
+    return (tuple(edges[0::2]), tuple(edges[1::2]))
+
+
+def probe_rounds(suspicion: Suspicion, world_size: int) -> tuple[tuple[Pair, ...], ...]:
     """Return rounds of disjoint pairs: suspected links, and a ring to compare them with.
 
-    No rounds if no link is suspected. If a port is known to be slow, all its rank's links are
-    probed.
+    No rounds if no link is suspected.
     """
-    if not suspicion.pairs and suspicion.is_informed:
+    if not suspicion.pairs:
         return ()
     suspected = {rank for pair in suspicion.pairs for rank in pair}
     others = [rank for rank in range(world_size) if rank not in suspected]
     members = sorted([*suspected, *others[: max(2, _MOST_MEMBERS - len(suspected))]])
-    if not suspicion.is_informed:
-        members = list(range(world_size))
-    ports = [f.ranks[0] for f in known if f.kind is FindingKind.PORT]
-    wanted = [*suspicion.pairs]
-    wanted += [normalise_pair(port, rank) for port in ports for rank in members if rank != port]
-    return _with_pairs([list(pairs) for pairs in ring_rounds(members)], wanted)
-
-
-def _with_pairs(rounds: list[list[Pair]], wanted: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
-    """Add each pair that is in no round to the first round in which both ranks are free."""
-    for pair in wanted:
+    rounds = [list(pairs) for pairs in ring_rounds(members)]
+    for pair in suspicion.pairs:
         if any(pair in pairs for pairs in rounds):
             continue
-        free = (
-            pairs for pairs in rounds if not any(rank in other for other in pairs for rank in pair)
-        )
+        # Into the first round in which both ranks are free.
+        free = (pairs for pairs in rounds if not {*pair} & {*itertools.chain(*pairs)})
         pairs = next(free, None)
         if pairs is None:
             rounds.append([pair])
         else:
             pairs.append(pair)
-    return tuple(tuple(pairs) for pairs in rounds)
+    return tuple(map(tuple, rounds))
 
 
 def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Finding, ...]:
-    """Return the slow devices, hosts, links and ports, the slowest first.
+    """Return the slow devices, hosts and links, the slowest first.
 
     Args:
         suspicion: The suspects.
@@ -241,83 +208,24 @@ def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
         healthy: Measurements from when training began.
     """
     slow_devices = find_suspects(probes.device_s, expected_s=healthy.device_s or None)
-    if suspicion.is_informed:
-        findings = [
-            Finding(
-                kind=FindingKind.DEVICE if rank in slow_devices else FindingKind.HOST,
-                ranks=(rank,),
-                ratio=ratio,
-            )
-            for rank, ratio in suspicion.ranks.items()
-            if rank in slow_devices or ratio >= _LEAST_HOST_RATIO
-        ]
-    else:
-        findings = [
-            Finding(kind=FindingKind.DEVICE, ranks=(rank,), ratio=ratio)
-            for rank, ratio in slow_devices.items()
-        ]
+    kinds = {
+        rank: FindingKind.DEVICE if rank in slow_devices else FindingKind.HOST
+        for rank in suspicion.ranks
+    }
+    findings = [
+        Finding(kind=kinds[rank], ranks=(rank,), ratio=ratio)
+        for rank, ratio in suspicion.ranks.items()
+        if rank in slow_devices or ratio >= _LEAST_HOST_RATIO
+    ]
     expected_s = healthy.expected_link_s(probes.link_s)
-    findings += [
-        finding
-        for finding in diagnose_links(
-            _explaining(suspicion, probes, expected_s),
-            expected_link_s=expected_s,
-            least_ratio=_LEAST_LINK_RATIO,
-        )
-        if not suspicion.is_informed
-        or any(set(finding.ranks) <= set(pair) for pair in suspicion.pairs)
-    ]
-    return tuple(sorted(findings, key=lambda finding: -finding.ratio))
-
-
-def _explaining(
-    suspicion: Suspicion, probes: Probes, expected_s: Mapping[Pair, float]
-) -> dict[Pair, float]:
-    """Return links' probe times; the expected time for a link that can't explain the waiting."""
-    found = {}
-    for pair, seconds in probes.link_s.items():
+    links = find_suspects(probes.link_s, expected_s=expected_s, least_ratio=_LEAST_LINK_RATIO)
+    for pair, ratio in links.items():
         waiting = suspicion.waiting.get(pair)
-        slower_s = (seconds - expected_s[pair]) / 2
-        is_cause = waiting is None or waiting.is_explained(slower_s, probes.link_bytes)
-        found[pair] = seconds if is_cause else expected_s[pair]
-    return found
-
-
-def diagnose_links(
-    link_s: Mapping[Pair, float],
-    *,
-    expected_link_s: Mapping[Pair, float] | None = None,
-    least_ratio: float = _LEAST_RATIO,
-) -> tuple[Finding, ...]:
-    """Return the links and ports that probes show to be slow, the slowest first.
-
-    Args:
-        link_s: Point-to-point probe of each pair (smaller rank first), seconds.
-        expected_link_s: Expected time of each link, if links are unequal.
-        least_ratio: Least ratio of a slow link.
-    """
-    links = find_suspects(link_s, expected_s=expected_link_s, least_ratio=least_ratio)
-    findings = _links_and_ports(links, link_s)
+        slower_s = (probes.link_s[pair] - expected_s[pair]) / 2
+        explains = waiting is None or waiting.is_explained(slower_s, probes.link_bytes)
+        if pair in suspicion.pairs and explains:
+            findings.append(Finding(kind=FindingKind.LINK, ranks=pair, ratio=ratio))
     return tuple(sorted(findings, key=lambda finding: -finding.ratio))
-
-
-def _links_and_ports(slow: Mapping[Pair, float], probed: Mapping[Pair, float]) -> list[Finding]:
-    """Blame a rank's port if every one of its links (two or more) is slow; else the links."""
-    findings = []
-    explained: set[Pair] = set()
-    for rank in sorted({rank for pair in slow for rank in pair}):
-        own = [pair for pair in probed if rank in pair]
-        others_fine = any(pair not in slow for pair in probed if rank not in pair)
-        if len(own) >= 2 and all(pair in slow for pair in own) and others_fine:
-            ratio = statistics.median(slow[pair] for pair in own)
-            findings.append(Finding(kind=FindingKind.PORT, ranks=(rank,), ratio=ratio))
-            explained.update(own)
-    findings += [
-        Finding(kind=FindingKind.LINK, ranks=pair, ratio=ratio)
-        for pair, ratio in slow.items()
-        if pair not in explained
-    ]
-    return findings
 
 
 def slow_of_their_kind(
@@ -328,7 +236,7 @@ def slow_of_their_kind(
     Args:
         probes: Seconds by rank, of each kind of probe; a device's worst one counts.
         kinds: The type of each rank's device.
-        least_ratio: Least ratio to the median of the others.
+        least_ratio: Least ratio to the median of its type.
     """
     ratios: dict[int, float] = {}
     for kind, times_s in itertools.product(set(kinds), probes):
@@ -341,13 +249,9 @@ def slow_of_their_kind(
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
     """Tell whether a look has found what was known: the same culprits, about as slow."""
-    ratios, before = _by_culprit(found), _by_culprit(known)
-    return ratios.keys() == before.keys() and all(
-        max(ratios[key] / before[key], before[key] / ratios[key]) < _ALIKE for key in ratios
-    )
-
-
-def _by_culprit(findings: Sequence[Finding]) -> dict[tuple[FindingKind, tuple[int, ...]], float]:
     # Whether a slow rank's device or its host is blamed may depend on one probe: it is one culprit.
-    kinds = {FindingKind.HOST: FindingKind.DEVICE}
-    return {(kinds.get(f.kind, f.kind), f.ranks): f.ratio for f in findings}
+    ratios, before = ({f.ranks: f.ratio for f in findings} for findings in (found, known))
+    return ratios.keys() == before.keys() and all(
+        max(ratios[ranks] / before[ranks], before[ranks] / ratios[ranks]) < _ALIKE
+        for ranks in ratios
+    )

@@ -1,44 +1,49 @@
-"""Find the possible mitigations of a fault, Greyhound's S2 to S4, each with its predicted time.
+"""Decide what to do about a fault: which of Greyhound's four steps are possible, and which pays.
 
-S3 swaps places in the plan. Data parallelism moves more bytes than pipeline parallelism, so a
-congested link should join neighbouring stages of one pipeline rather than two holders of the same
-layers. Slow devices should share as few stages as possible, ⌈slow devices / ranks per stage⌉,
-interior ones first, because the first and last stages also hold embedding and head. These two rules
-only order the candidates; the one that is predicted to be fastest is chosen, so a rule that doesn't
-hold does no harm. Slices keep their owners when ranks swap places, so a link is relieved for good
+S2 moves micro-batches, S3 swaps places in the plan, S4 restarts without a machine; each comes with
+its predicted time. Slices keep their owners when ranks swap places, so a link is relieved for good
 only if both its ends leave the layers that they own: hence moves of both ends at once.
+
+When to take one is Greyhound's Algorithm 1, *ski rental*: begin with the cheapest step, S1 (do
+nothing), and climb when the time lost so far reaches what the next step costs. How long the fault
+lasts is unknown; this rule pays at most twice the best decision made in hindsight, where
+
+- a decision in hindsight climbs to step k at once and pays the costs of all steps up to k,
+  B_k = c_2 + … + c_k; with L_k(n) the time that n slow iterations lose under step k, the best one
+  pays OPT(n) = min_k B_k + L_k(n);
+- before slow iteration n we climb to the highest minimiser k of B_k + L_k(n), at once or not: the
+  step is taken as soon as the time it would have saved reaches its cost.
+
+Then the lost time is at most OPT(n), because OPT grows by at least the present step's loss in
+every iteration, and the costs paid are at most OPT(n), because B_k ≤ B_k + L_k(n).
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.straggler.events import Finding, Mitigation, Pair
-from lightning_hetero.straggler.prediction import MeasuredRun, RunPrediction, Slowness
+from lightning_hetero.straggler.events import DecisionKind, Finding, Mitigation
+from lightning_hetero.straggler.prediction import RunPrediction, Slowness, move_ranks
 
 __all__ = [
+    "Decision",
+    "MitigationPolicy",
+    "PolicyConfig",
     "PossibleMitigation",
     "WatchedPlans",
     "find_mitigations",
-    "gradient_links",
-    "move_ranks",
-    "propose_swap",
     "restart_mitigation",
-    "swap_ranks",
-    "true_causes",
 ]
 
-_Swap = tuple[tuple[int, ...], tuple[int, ...]]
+_LADDER = tuple(Mitigation)
 _MOST_SWAPS = 4
 _PREDICTIONS = 64
 """Most candidates that are predicted for each swap, the most promising ones."""
 _LEAST_GAIN = 0.01
 """Least relative gain of a swap."""
-_LEAST_SHARE = 0.1
-"""Least share of a slowdown that a true cause explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,9 @@ class PossibleMitigation:
     """Ranks that a restart should leave out."""
 
 
+_NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
     """A run's plans from before a fault, and models that predict iteration times under it."""
@@ -73,10 +81,6 @@ class WatchedPlans:
     """A model of each plan that ran, the one that ran most often first."""
     has_room: Callable[[ParallelPlan], bool]
     """Tells whether each rank's memory suffices for its place in a plan."""
-
-    def has_room_for(self, taken_by: Mapping[int, int]) -> bool:
-        """Return whether all plans still fit if ranks take others' places ({rank: taker})."""
-        return all(self.has_room(move_ranks(plan, taken_by)) for plan in self.plans)
 
     def predict_s(self, taken_by: Mapping[int, int]) -> float:
         """Return the predicted seconds of an iteration if ranks take others' places."""
@@ -109,36 +113,6 @@ class WatchedPlans:
         )
 
 
-def true_causes(
-    findings: Sequence[Finding], runs: Sequence[MeasuredRun], world_size: int
-) -> tuple[Finding, ...]:
-    """Return those findings that explain a tenth of the slowdown, or more.
-
-    A finding's share is the mean of what is saved by removing only it, and of what is lost by
-    keeping only it. So nothing is done about a device whose removal would change nothing.
-
-    Args:
-        findings: What was found slow.
-        runs: Measurements of each plan that ran while nothing was slow; none believe all.
-        world_size: Number of ranks.
-    """
-
-    def predict_s(findings: Sequence[Finding]) -> float:
-        slowness = Slowness.of(findings, world_size)
-        return sum(run.share * RunPrediction(run, slowness).iteration_s(run.plan) for run in runs)
-
-    healthy_s, slow_s = predict_s(()), predict_s(findings)
-    if len(findings) < 2 or slow_s <= healthy_s:
-        return tuple(findings)
-    found = []
-    for finding in findings:
-        removed_s = slow_s - predict_s([other for other in findings if other is not finding])
-        kept_s = predict_s([finding]) - healthy_s
-        if removed_s + kept_s >= 2 * _LEAST_SHARE * (slow_s - healthy_s):
-            found.append(finding)
-    return tuple(found)
-
-
 def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMitigation, ...]:
     """Return S2 and S3, each if it would change anything.
 
@@ -150,19 +124,11 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
     balancing = _balancing(model, slowness, plan)
     if balancing:
         found.append(run.mitigation(Mitigation.REBALANCE, {}, balancing))
-    proposal = propose_swap(
-        plan,
-        slow_ranks=slowness.ranks,
-        slow_links=list(slowness.links),
-        predict_s=lambda other: run.predict_s(_ranks_moved(plan, other)),
-        has_room=lambda other: run.has_room_for(_ranks_moved(plan, other)),
-    )
-    if proposal is not None:
-        swapped, swaps = proposal
-        pairs = ", ".join(f"{_join(a)} ↔ {_join(b)}" for a, b in swaps)
-        effects = [f"swapped places of ranks {pairs}", _balancing(model, slowness, swapped)]
-        effect = " and ".join(filter(None, effects))
-        found.append(run.mitigation(Mitigation.SWAP, _ranks_moved(plan, swapped), effect))
+    taken_by = _best_swaps(run, slowness)
+    if taken_by:
+        moved = move_ranks(plan, taken_by)
+        effects = [f"swapped places of {_ranks(taken_by)}", _balancing(model, slowness, moved)]
+        found.append(run.mitigation(Mitigation.SWAP, taken_by, " and ".join(filter(None, effects))))
     return tuple(found)
 
 
@@ -209,149 +175,213 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
 
 
-def propose_swap(
-    plan: ParallelPlan,
-    *,
-    slow_ranks: Mapping[int, float],
-    slow_links: Collection[Pair],
-    predict_s: Callable[[ParallelPlan], float],
-    has_room: Callable[[ParallelPlan], bool] | None = None,
-) -> tuple[ParallelPlan, list[_Swap]] | None:
-    """Return the best plan found by swapping places, and the swaps; None if no swap helps.
+_Moves = dict[int, int]
+"""{rank: taker} of places that another rank takes."""
 
-    Args:
-        plan: The plan that runs; layers and micro-batches of each place stay as they are.
-        slow_ranks: Slow ranks and their slowdown.
-        slow_links: Pairs of ranks whose link is congested.
-        predict_s: Predicts the iteration time of a plan under the present faults; with
-            micro-batches balanced, if S2 is part of the swap.
-        has_room: Tells whether each rank's memory suffices for its place in a plan; called only for
-            plans that would be chosen. None accepts all.
-    """
-    suspects = sorted({*slow_ranks, *(rank for pair in slow_links for rank in pair)})
-    best, best_s = plan, predict_s(plan)
-    swaps: list[_Swap] = []
+
+def _best_swaps(run: WatchedPlans, slowness: Slowness) -> _Moves:
+    """Return who takes whose place in the best plan found by swaps, one after another."""
+    plan = run.models[0].run.plan
+    best: _Moves = {}
+    best_s = run.predict_s(best)
     for _ in range(_MOST_SWAPS):
-        moves: list[tuple[_Swap, ...]] = [(swap,) for swap in _moves(best, suspects)]
-        moves += [move for pair in slow_links for move in _moves_of_both_ends(best, pair)]
-        candidates = [(_swap_all(best, move), move) for move in moves]
-        candidates.sort(key=lambda candidate: _penalty(candidate[0], slow_ranks, slow_links))
-        tried = [
-            (predict_s(candidate), index, candidate, move)
-            for index, (candidate, move) in enumerate(candidates[:_PREDICTIONS])
-        ]
+        tried = []
+        for index, move in enumerate(_moves(move_ranks(plan, best), slowness)):
+            if index == _PREDICTIONS:
+                break
+            now = {rank: best.get(rank, rank) for rank in best | move}
+            takers = {rank: move.get(present, present) for rank, present in now.items()}
+            tried.append((run.predict_s(takers), index, takers))
         enough_s = best_s * (1.0 - _LEAST_GAIN)
-        tried = sorted((e for e in tried if e[0] <= enough_s), key=lambda entry: entry[:2])
-        chosen = next((e for e in tried if has_room is None or has_room(e[2])), None)
+        chosen = next(
+            (
+                (seconds, takers)
+                for seconds, _, takers in sorted(tried, key=lambda entry: entry[:2])
+                if seconds <= enough_s
+                and all(run.has_room(move_ranks(plan, takers)) for plan in run.plans)
+            ),
+            None,
+        )
         if chosen is None:
             break
-        best_s, _, best, move = chosen
-        swaps += move
-    return (best, swaps) if swaps else None
+        best_s, best = chosen
+    return {rank: taker for rank, taker in best.items() if rank != taker}
 
 
-def swap_ranks(plan: ParallelPlan, group_a: Sequence[int], group_b: Sequence[int]) -> ParallelPlan:
-    """Return the plan with the ranks of two groups in each other's places, idle ones too."""
-    if len(group_a) != len(group_b):
-        raise ConfigurationError(
-            f"Groups {list(group_a)} and {list(group_b)} differ in size; swap equal groups."
-        )
-    return move_ranks(plan, dict(zip((*group_a, *group_b), (*group_b, *group_a), strict=True)))
+def _moves(plan: ParallelPlan, slowness: Slowness) -> Iterator[_Moves]:
+    """Yield swaps of a suspect, or of its whole stage, with others; the most promising first.
+
+    Both ends of a link at once, each inside its pipeline; then, one suspect at a time, into a
+    pipeline that another suspect slows anyway, inside its own, and into others.
+    """
+    for pair in slowness.links:
+        swaps = [[*_swaps(plan, rank, _pipelines_of(plan, [rank]))] for rank in pair]
+        for one, other in product(*swaps):
+            if not one.keys() & other.keys():
+                yield one | other
+    suspects = sorted({*slowness.ranks, *(rank for pair in slowness.links for rank in pair)})
+    for rank in suspects:
+        near = _pipelines_of(plan, suspects)
+        yield from _swaps(plan, rank, near)
+        yield from _swaps(plan, rank, set(range(plan.num_pipelines)) - near)
 
 
-def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
-    """Return the plan with places taken by other ranks ({rank: taker}); others keep theirs."""
-    pipelines = tuple(
-        replace(
-            pipeline,
-            stages=tuple(
-                replace(stage, ranks=tuple(taken_by.get(rank, rank) for rank in stage.ranks))
-                for stage in pipeline.stages
-            ),
-        )
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
+def _pipelines_of(plan: ParallelPlan, ranks: Sequence[int]) -> set[int]:
+    return {place.pipeline_index for rank in ranks if (place := plan.place(rank)) is not None}
 
 
-def _ranks_moved(before: ParallelPlan, after: ParallelPlan) -> dict[int, int]:
-    """Return {rank: taker} of the places that another rank has in `after` than in `before`."""
-    stages = zip(before.iter_stages(), after.iter_stages(), strict=True)
-    pairs = (pair for (*_, a), (*_, b) in stages for pair in zip(a.ranks, b.ranks, strict=True))
-    return {rank: taker for rank, taker in pairs if rank != taker}
-
-
-def gradient_links(plan: ParallelPlan, links: Collection[Pair]) -> tuple[Pair, ...]:
-    """Return those links whose two ranks hold common layers in different pipelines."""
-    return tuple(pair for pair in links if _carries_gradients(plan, pair))
-
-
-def _carries_gradients(plan: ParallelPlan, pair: Pair) -> bool:
-    place_a, place_b = plan.place(pair[0]), plan.place(pair[1])
-    if place_a is None or place_b is None or place_a.pipeline_index == place_b.pipeline_index:
-        return False
-    layers_a, layers_b = (
-        plan.pipelines[place.pipeline_index].stages[place.stage_index].layers
-        for place in (place_a, place_b)
-    )
-    return max(layers_a.start, layers_b.start) < min(layers_a.stop, layers_b.stop)
-
-
-def _moves(plan: ParallelPlan, suspects: Sequence[int]) -> Iterator[_Swap]:
-    """Yield swaps of a suspect, or of its whole stage, with another rank or stage."""
-    stages = [stage.ranks for _, _, stage in plan.iter_stages()]
-    seen: set[frozenset[tuple[int, ...]]] = set()
-    for suspect in suspects:
-        place = plan.place(suspect)
-        if place is None:
+def _swaps(plan: ParallelPlan, rank: int, pipelines: Collection[int]) -> Iterator[_Moves]:
+    """Yield swaps of a rank's stage with stages of equal degree, and of it alone with ranks."""
+    place = plan.place(rank)
+    if place is None:
+        return
+    own = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
+    for index, _, stage in plan.iter_stages():
+        if index not in pipelines or stage.ranks == own:
             continue
-        own = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
-        others = [ranks for ranks in stages if ranks != own]
-        swaps: list[_Swap] = [(own, ranks) for ranks in others if len(ranks) == len(own)]
-        swaps += [((suspect,), (rank,)) for ranks in others for rank in ranks]
-        for swap in swaps:
-            if frozenset(swap) not in seen:
-                seen.add(frozenset(swap))
-                yield swap
+        groups = [(own, stage.ranks)] if len(own) == len(stage.ranks) else []
+        groups += [((rank,), (other,)) for other in stage.ranks if len(stage.ranks + own) > 2]
+        for a, b in groups:
+            yield dict(zip((*a, *b), (*b, *a), strict=True))
 
 
-def _moves_of_both_ends(plan: ParallelPlan, pair: Pair) -> Iterator[tuple[_Swap, ...]]:
-    """Yield pairs of swaps that move both ends of a link, each inside its own pipeline."""
-    swaps: list[list[_Swap]] = []
-    for rank in pair:
-        place = plan.place(rank)
-        if place is None:
-            return
-        stages = plan.pipelines[place.pipeline_index].stages
-        own = stages[place.stage_index].ranks
-        others = (stage.ranks for stage in stages if stage.ranks != own)
-        swaps.append([(own, ranks) for ranks in others if len(ranks) == len(own)])
-    for move in product(*swaps):
-        ranks = [rank for swap in move for group in swap for rank in group]
-        if len(set(ranks)) == len(ranks):
-            yield move
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What all ranks do before the next iteration, and why; the leader sends it to them."""
+
+    kind: DecisionKind
+    choice: PossibleMitigation
+    """The mitigation that is applied, kept or undone."""
+    reason: str
+    """The figures that led to it, in one line."""
 
 
-def _swap_all(plan: ParallelPlan, move: Sequence[_Swap]) -> ParallelPlan:
-    for swap in move:
-        plan = swap_ranks(plan, *swap)
-    return plan
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """First guesses of the steps' costs, used until these are measured; and the allowed steps.
+
+    Raises:
+        ConfigurationError: A cost isn't positive.
+    """
+
+    rebalance_cost_s: float = 0.5
+    """First guess for S2 and its undoing, seconds: computing new counts and one new table."""
+    swap_cost_s: float = 5.0
+    """First guess for S3 and its undoing, seconds: a new plan's tables, buffers and first pull."""
+    restart_cost_s: float = 300.0
+    """Cost of S4, seconds: checkpoint, new processes, loading; about 1 in place."""
+    allowed: tuple[Mitigation, ...] = _LADDER
+    """Steps that may be taken: with S1 alone faults are found and named, and nothing is done."""
+
+    def __post_init__(self) -> None:
+        if any(not cost > 0.0 for cost in self.costs_s.values()):
+            raise ConfigurationError(
+                f"Mitigation costs are {tuple(self.costs_s.values())} s; each must be above 0. "
+                "Forbid a step by leaving it out of `allowed`."
+            )
+
+    @property
+    def costs_s(self) -> dict[Mitigation, float]:
+        """What each step is thought to cost, seconds."""
+        return {
+            Mitigation.REBALANCE: self.rebalance_cost_s,
+            Mitigation.SWAP: self.swap_cost_s,
+            Mitigation.RESTART: self.restart_cost_s,
+        }
 
 
-def _penalty(
-    plan: ParallelPlan, slow_ranks: Mapping[int, float], slow_links: Collection[Pair]
-) -> tuple[int, int, int]:
-    """Return a plan's violations of the two rules: fewer are more promising."""
-    slow_stages = {
-        (place.pipeline_index, place.stage_index)
-        for rank in slow_ranks
-        if (place := plan.place(rank)) is not None
-    }
-    num_outer = sum(
-        stage in (0, plan.pipelines[pipeline].num_stages - 1) for pipeline, stage in slow_stages
-    )
-    return len(gradient_links(plan, slow_links)), len(slow_stages), num_outer
+class MitigationPolicy:
+    """Ski rental: `begin` once per fault, `decide` before each slow iteration, `end` once.
 
+    It changes nothing itself: the caller carries out a decision of kind APPLY or UNDO and reports
+    its cost with `record_cost`. Only the leader has a policy (see `watch`). During a fault it only
+    climbs to higher steps; the end of the fault undoes them.
+    """
 
-def _join(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks))
+    def __init__(self, config: PolicyConfig | None = None) -> None:
+        self.config = config or PolicyConfig()
+        self._costs_s = self.config.costs_s
+        self._in_force: PossibleMitigation | None = None
+        self._healthy_s = 0.0
+        self._num_slow = 0
+        self._lost_s: dict[Mitigation, float] = {}
+
+    @property
+    def mitigation(self) -> Mitigation:
+        """The step in force."""
+        return (self._in_force or _NOTHING).mitigation
+
+    def record_cost(self, mitigation: Mitigation, cost_s: float) -> None:
+        """Take in a step's measured cost: the known cost becomes the mean of both."""
+        self._costs_s[mitigation] = 0.5 * (self._costs_s[mitigation] + cost_s)
+
+    def begin(self, *, healthy_s: float) -> None:
+        """Note that a fault began; `healthy_s` is the iteration time without it.
+
+        A second fault before the first has ended only climbs further.
+        """
+        if self._in_force is None:
+            self._in_force = _NOTHING
+            self._healthy_s = healthy_s
+            self._num_slow = 0
+            self._lost_s = dict.fromkeys(_LADDER, 0.0)
+
+    def decide(
+        self, *, unmitigated_s: float, possible: Sequence[PossibleMitigation] = ()
+    ) -> Decision:
+        """Decide under which step the next iteration, known to be slow, runs.
+
+        Args:
+            unmitigated_s: Iteration time with the fault and without any mitigation, seconds.
+            possible: The mitigations that are possible now; S1 always is and need not be named.
+        """
+        assert self._in_force is not None, "a fault begins with begin()"
+        self._num_slow += 1
+        choices = {item.mitigation: item for item in possible}
+        self._charge(unmitigated_s, choices)
+        present = self.mitigation
+        totals = self._totals(choices)
+        best = min(totals, key=lambda step: (totals[step], -_LADDER.index(step)))
+        lost = f"{self._lost_s[Mitigation.IGNORE]:.2f} s lost over {self._num_slow} slow iterations"
+        if _LADDER.index(best) > _LADDER.index(present):
+            self._in_force = choices[best]
+            reason = f"{lost}, of which {self._saved(present, best)}: it pays"
+            return Decision(kind=DecisionKind.APPLY, choice=choices[best], reason=reason)
+        above = [step for step in totals if _LADDER.index(step) > _LADDER.index(present)]
+        saved = [self._saved(present, step) for step in above]
+        why = f"of which {' and '.join(saved)}" if saved else "and no further step is possible"
+        reason = f"{lost}, {why}"
+        return Decision(kind=DecisionKind.KEEP, choice=self._in_force, reason=reason)
+
+    def _saved(self, present: Mitigation, step: Mitigation) -> str:
+        saved_s = self._lost_s[present] - self._lost_s[step]
+        return f"{step.value} would have saved {saved_s:.2f} s for {self._costs_s[step]:.2f} s"
+
+    def end(self) -> Decision:
+        """Note that the fault has ended; decide to undo the step in force, if there is one."""
+        undone, self._in_force = self._in_force or _NOTHING, None
+        # There is nothing to undo of S1, and a restart is not undone.
+        kind = DecisionKind.UNDO if undone.plans else DecisionKind.KEEP
+        reason = f"the cause ended after {self._num_slow} slow iterations"
+        return Decision(kind=kind, choice=undone, reason=reason)
+
+    def _charge(
+        self, unmitigated_s: float, choices: Mapping[Mitigation, PossibleMitigation]
+    ) -> None:
+        """Add the coming iteration's loss to every step's account."""
+        loss_s = max(0.0, unmitigated_s - self._healthy_s)
+        for step in _LADDER:
+            # A dearer step that does worse wouldn't be taken: the cheaper one's loss counts.
+            if step in choices:
+                loss_s = min(loss_s, max(0.0, choices[step].iteration_s - self._healthy_s))
+            self._lost_s[step] += loss_s
+
+    def _totals(self, choices: Collection[Mitigation]) -> dict[Mitigation, float]:
+        """Return B_k + L_k of the steps that are possible, from the present one up."""
+        possible = set(choices) & set(self.config.allowed)
+        total_s, totals = 0.0, {}
+        for step in _LADDER:
+            if step in possible or step in (Mitigation.IGNORE, self.mitigation):
+                total_s += self._costs_s.get(step, 0.0)
+                totals[step] = total_s + self._lost_s[step]
+        return totals

@@ -11,17 +11,17 @@ moves to another place in the plan: then it is told by which factor the places d
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import ChangeEvent
 
-__all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport", "slowest_s"]
+__all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport"]
 
 _KEPT = 128
 """Iterations that are kept: the longest possible baseline."""
@@ -70,21 +70,17 @@ class Observation:
         if not observations:
             return None
 
-        def median(value_of: Callable[[Observation], float]) -> float:
-            return _median(map(value_of, observations))
-
         def by_peer(name: str) -> dict[int, float]:
             maps = [getattr(o, name) for o in observations]
-            peers = sorted({peer for found in maps for peer in found})
+            peers = {peer for found in maps for peer in found}
             return {peer: statistics.median(m.get(peer, 0.0) for m in maps) for peer in peers}
 
         return cls(
             step=observations[-1].step,
-            forward_s=median(lambda o: o.forward_s),
-            backward_s=median(lambda o: o.backward_s),
-            work=median(lambda o: o.work),
-            num_microbatches=round(median(lambda o: o.num_microbatches)),
-            share=median(lambda o: o.share),
+            forward_s=_median(o.forward_s for o in observations),
+            backward_s=_median(o.backward_s for o in observations),
+            work=_median(o.work for o in observations),
+            num_microbatches=round(_median(o.num_microbatches for o in observations)),
             waits_s=by_peer("waits_s"),
             num_messages=by_peer("num_messages"),
             num_bytes=by_peer("num_bytes"),
@@ -117,9 +113,9 @@ class RankReport:
 class RankHistory:
     """One rank's memory of its iterations; doesn't communicate."""
 
-    def __init__(self, global_rank: int, config: BocdConfig | None = None) -> None:
+    def __init__(self, global_rank: int) -> None:
         self._rank = global_rank
-        self._detector = BocdDetector(config)
+        self._detector = BocdDetector()
         self._first_step: int | None = None
         self._kept: deque[tuple[Observation, float]] = deque(maxlen=_KEPT)
         self._baseline: tuple[Observation, ...] = ()
@@ -163,14 +159,11 @@ class RankHistory:
         """
         self._factor = factor
 
-    def unsettle(self) -> None:
-        """Drop the baseline: there was no fault."""
+    def forget(self, *, baseline_only: bool = False) -> None:
+        """Forget a fault that has ended, with its iterations; only the baseline if none was."""
         self._baseline = ()
-
-    def recover(self) -> None:
-        """Forget the baseline and the iterations of the fault, which has ended."""
-        self.unsettle()
-        self._kept.clear()
+        if not baseline_only:
+            self._kept.clear()
 
     def report(self, since_step: int) -> RankReport:
         """Compare the iterations since a step with the baseline."""
@@ -219,11 +212,6 @@ class RankNote(NamedTuple):
         return cls(iteration_s, load_s, sign, onset_step, change.before, change.after)
 
 
-def slowest_s(notes: FloatArray) -> float:
-    """Return the seconds of an iteration: those of the slowest rank."""
-    return float(notes[:, 0].max())
-
-
 class _Iteration(NamedTuple):
     """A summary of all ranks' notes of one iteration."""
 
@@ -237,7 +225,7 @@ class _Iteration(NamedTuple):
     @classmethod
     def of(cls, step: int, notes: FloatArray) -> Self:
         loads_s = notes[:, 1]
-        return cls(step, slowest_s(notes), float(loads_s.max()), float(loads_s.sum()))
+        return cls(step, float(notes[:, 0].max()), float(loads_s.max()), float(loads_s.sum()))
 
     @property
     def value(self) -> float:
@@ -248,9 +236,8 @@ class _Iteration(NamedTuple):
 class LevelWatch:
     """The leader's memory of all ranks' notes."""
 
-    def __init__(self, config: BocdConfig) -> None:
-        self._config = config
-        self._detector = BocdDetector(config)
+    def __init__(self) -> None:
+        self._detector = BocdDetector()
         self._first_step: int | None = None
         self._kept: deque[_Iteration] = deque(maxlen=_KEPT)
         self._rank_change: ChangeEvent | None = None
@@ -300,7 +287,7 @@ class LevelWatch:
         if change is None:
             return self._take_rank_change(step, last, is_known=is_known)
         onset_step = (self._first_step or 0) + change.onset_step
-        return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
+        return ChangeEvent(**{**vars(change), "step": step, "onset_step": onset_step})
 
     def settle(self) -> None:
         """Begin a new level with the next iteration."""
@@ -327,16 +314,15 @@ class LevelWatch:
             step=step,
             onset_step=int(note.onset_step),
             kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-            ratio=note.after / note.before,
             before=note.before,
             after=note.after,
-            confidence=self._config.change_probability,
             where=f"rank {rank}",
         )
 
     def _take_rank_change(
         self, step: int, last: ChangeEvent | None, *, is_known: bool
     ) -> ChangeEvent | None:
+        """Return a rank's change once it matters; it is ignored if it doesn't soon."""
         event = self._rank_change
         if event is None or not (is_known or self._is_up()):
             return None

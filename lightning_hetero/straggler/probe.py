@@ -1,30 +1,28 @@
 """Briefly measure suspected devices and links, at a step boundary.
 
 Greyhound's validation: one matrix product per device, one message there and back per pair of a
-round. All ranks call `probe_devices` and `probe_links` together; these communicate.
+round.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.straggler.events import Pair, normalise_pair
 
-__all__ = ["probe_device", "probe_devices", "probe_links", "probe_memory"]
-
-_Key = TypeVar("_Key")
+__all__ = ["probe_device", "probe_links", "probe_memory"]
 
 
 def probe_device(
     device: torch.device,
     *,
     size: int = 1024,
-    repeats: int = 5,
     within: AbstractContextManager[Any] | None = None,
 ) -> float:
     """Return the median seconds of a `size`³ matrix product, in bf16 on CUDA; doesn't communicate.
@@ -32,50 +30,34 @@ def probe_device(
     Args:
         device: The device.
         size: Rows and columns of the matrices.
-        repeats: Products, after one to warm up.
         within: A context for each product that emulates the device's speed.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
     out = torch.empty_like(left)
-    around = nullcontext() if within is None else within
 
     def multiply() -> None:
-        with around:
+        with within or nullcontext():
             torch.mm(left, left, out=out)
 
-    return statistics.median(_repeat_s(multiply, device=device, repeats=repeats))
-
-
-def probe_devices(
-    device: torch.device,
-    *,
-    size: int = 1024,
-    repeats: int = 5,
-    within: AbstractContextManager[Any] | None = None,
-) -> dict[int, float]:
-    """Return every rank's matmul probe, seconds, by global rank. All ranks call it."""
-    own_s = probe_device(device, size=size, repeats=repeats, within=within)
-    return _gather({dist.get_rank(): own_s})
+    return statistics.median(_repeat_s(multiply, device=device, repeats=5))
 
 
 def probe_memory(
     device: torch.device,
     *,
     num_bytes: int = 2**26,
-    repeats: int = 5,
     within: AbstractContextManager[Any] | None = None,
 ) -> float:
     """Return the median seconds of a copy inside a device's memory; doesn't communicate."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    around = nullcontext() if within is None else within
 
     def copy() -> None:
-        with around:
+        with within or nullcontext():
             target.copy_(source)
 
-    return statistics.median(_repeat_s(copy, device=device, repeats=repeats))
+    return statistics.median(_repeat_s(copy, device=device, repeats=5))
 
 
 def probe_links(
@@ -88,10 +70,8 @@ def probe_links(
 ) -> dict[Pair, float]:
     """Return the shortest time of a message there and back, seconds, for every pair.
 
-    The shortest, because a slow link slows every message, and a busy host only some.
-
-    All ranks call it with the same rounds. Pairs of one round run at the same time; barriers
-    separate the rounds.
+    The shortest, because a slow link slows every message, and a busy host only some. All ranks call
+    it with the same rounds. Pairs of one round run at the same time; barriers separate the rounds.
 
     Args:
         rounds: Disjoint pairs of global ranks, as `ring_rounds` gives them.
@@ -102,49 +82,36 @@ def probe_links(
             just waits.
     """
     own = dist.get_rank()
-    wait = wait_for or (lambda work, *_: work.wait())
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s: dict[Pair, float] = {}
-    for pairs in rounds:
-        dist.barrier()
-        for rank_a, rank_b in pairs:
-            if own not in (rank_a, rank_b):
-                continue
-            pair = normalise_pair(rank_a, rank_b)
-            peer, first = (pair[1], True) if own == pair[0] else (pair[0], False)
-            seconds = min(
-                _repeat_s(
-                    lambda peer=peer, first=first: _ping_pong(  # type: ignore[misc]
-                        payload, peer, wait, sends_first=first
-                    ),
-                    device=device,
-                    repeats=repeats,
-                )
-            )
-            if first:
-                times_s[pair] = seconds
-    return _gather(times_s)
 
-
-def _ping_pong(
-    payload: torch.Tensor,
-    peer: int,
-    wait_for: Callable[[dist.Work, int, int], None],
-    *,
-    sends_first: bool,
-) -> None:
-    def receive() -> None:
+    def receive(peer: int) -> None:
         work = dist.irecv(payload, peer)
         assert work is not None
-        wait_for(work, peer, payload.nbytes)
+        if wait_for is None:
+            work.wait()
+        else:
+            wait_for(work, peer, num_bytes)
 
-    # Send before receive on one side only: two peers that both receive first would deadlock.
-    if sends_first:
+    def ping(peer: int) -> None:
         dist.send(payload, peer)
-        receive()
-    else:
-        receive()
+        receive(peer)
+
+    def pong(peer: int) -> None:
+        receive(peer)
         dist.send(payload, peer)
+
+    for pairs in rounds:
+        dist.barrier()
+        for pair in (normalise_pair(*pair) for pair in pairs if own in pair):
+            # Send before receive on one side only: two that both receive first would deadlock.
+            answer, peer = (ping, pair[1]) if own == pair[0] else (pong, pair[0])
+            seconds = _repeat_s(partial(answer, peer), device=device, repeats=repeats)
+            if answer is ping:
+                times_s[pair] = min(seconds)
+    everyone: list[dict[Pair, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, times_s)
+    return {pair: seconds for part in everyone for pair, seconds in part.items()}
 
 
 def _repeat_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> list[float]:
@@ -163,9 +130,3 @@ def _repeat_s(action: Callable[[], object], *, device: torch.device, repeats: in
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _gather(own: dict[_Key, float]) -> dict[_Key, float]:
-    everyone: list[dict[_Key, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return {key: seconds for part in everyone for key, seconds in part.items()}

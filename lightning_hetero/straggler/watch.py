@@ -5,9 +5,9 @@ decide for themselves, because numbers that differ in the last bit could make th
 The order is to go on, to *look* for the cause (all ranks report and probe together), or to act.
 
 A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
-they find is mitigated by ski rental (`policy`); a look that no longer finds anything ends it, and
-the first plan returns. A slow link that carries little under the new plan shows no recovery, so it
-is probed again whenever that takes less than its share of the time since the last look.
+they find is mitigated by ski rental (`mitigation`); a look that no longer finds anything ends it,
+and the first plan returns. A slow link that carries little under the new plan shows no recovery, so
+it is probed again whenever that takes less than its share of the time since the last look.
 """
 
 import math
@@ -19,23 +19,26 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.straggler.bocd import BocdConfig, ChangeKind
+from lightning_hetero.straggler.bocd import ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,
     DecisionKind,
     Event,
     Finding,
-    FindingEvent,
     FindingKind,
     IterationEvent,
     Mitigation,
     format_message,
 )
 from lightning_hetero.straggler.locate import are_alike
-from lightning_hetero.straggler.mitigation import PossibleMitigation
-from lightning_hetero.straggler.paces import LevelWatch, slowest_s
-from lightning_hetero.straggler.policy import Decision, MitigationPolicy, PolicyConfig
+from lightning_hetero.straggler.mitigation import (
+    Decision,
+    MitigationPolicy,
+    PolicyConfig,
+    PossibleMitigation,
+)
+from lightning_hetero.straggler.paces import LevelWatch
 
 __all__ = ["Order", "RunWatch", "WatchConfig"]
 
@@ -61,8 +64,6 @@ class Order(IntEnum):
 class WatchConfig:
     """How eagerly the run is watched."""
 
-    detector: BocdConfig = field(default_factory=BocdConfig)
-    """When a level counts as changed."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Costs of mitigations, and which are allowed."""
     recheck_share: float = 0.002
@@ -101,7 +102,7 @@ class RunWatch:
         self._config = config
         self._report = report
         self._say = say
-        self._levels = LevelWatch(config.detector)
+        self._levels = LevelWatch()
         self._policy = MitigationPolicy(config.policy)
         self._step = 0
         self._since_look_s = 0.0
@@ -129,8 +130,6 @@ class RunWatch:
         known = math.isfinite(self._healthy_s)
         return self._healthy_s if known else self._levels.before_s(self.since_step)
 
-    # -- every iteration ------------------------------------------------------------------------
-
     def see(
         self,
         step: int,
@@ -148,7 +147,7 @@ class RunWatch:
             is_changing: Whether it still ran under the plan from before the last act.
         """
         rows = np.asarray(notes, dtype=np.float64)
-        iteration_s = slowest_s(rows)
+        iteration_s = float(rows[:, 0].max())
         self._step = step
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
@@ -156,17 +155,18 @@ class RunWatch:
             # The time of changing plans isn't the new plan's iteration time.
             usual_s = self._levels.skip(step, rows)
             if not is_changing:
-                self._follow(step, usual_s)
+                self._follow(self._transition, usual_s)
             return Order.GO_ON
         event = self._levels.see(step, rows, last=self._change, is_known=bool(self.known))
         if event is not None:
             return self._changed(event)
         if step in self._next_looks and not self.known:
             return Order.LOOK
-        if self._recheck_is_due():
+        has_link = any(finding.kind is FindingKind.LINK for finding in self.known)
+        if has_link and self._look_s <= self._config.recheck_share * self._since_look_s:
             self.since_step = step - _RECENT + 1
             return Order.LOOK
-        return Order.ACT if self.known and self._decide(step) else Order.GO_ON
+        return Order.ACT if self.known and self._decide() else Order.GO_ON
 
     def _changed(self, event: ChangeEvent) -> Order:
         self._report(event)
@@ -178,15 +178,8 @@ class RunWatch:
         self._say(format_message(event))
         return Order.GO_ON
 
-    def _recheck_is_due(self) -> bool:
-        has_link = any(f.kind in (FindingKind.LINK, FindingKind.PORT) for f in self.known)
-        return has_link and self._look_s <= self._config.recheck_share * self._since_look_s
-
-    # -- a look ---------------------------------------------------------------------------------
-
     def found(
         self,
-        step: int,
         findings: Sequence[Finding],
         find_mitigations: Callable[[], Sequence[PossibleMitigation]],
         *,
@@ -196,76 +189,65 @@ class RunWatch:
         """Take in the findings of a look.
 
         Args:
-            step: The step after which the ranks looked.
             findings: The slow devices and links.
             find_mitigations: Returns the possible mitigations; called only for new findings.
             where: The slow part of the run, for people: "pipeline 1".
             look_s: Seconds that the look took.
         """
         self._look_s, self._since_look_s = look_s, 0.0
-        assert self._change is not None
+        change = self._change
+        assert change is not None
         if are_alike(findings, self.known):
             if not findings and not self._next_looks:
-                self._next_looks = tuple(step + after for after in _LOOK_AGAIN)
-                self._say(f"{format_message(self._change)}; no rank and no link stands out")
+                self._next_looks = tuple(self._step + after for after in _LOOK_AGAIN)
+                self._say(f"{format_message(change)}; no rank and no link stands out")
             return
         if self.known:
-            self._end(step)
-        self.known = tuple(findings)
+            self._end(change)
+        self.known = tuple(replace(finding, step=self._step) for finding in findings)
         if findings:
-            self._begin(step, tuple(find_mitigations()), where)
+            self._change = replace(change, where=where, step=self._step)
+            self._begin(self._change, tuple(find_mitigations()))
 
-    def _begin(self, step: int, possible: tuple[PossibleMitigation, ...], where: str) -> None:
-        assert self._change is not None
-        onset_step = self._change.onset_step
-        self._change = replace(self._change, where=where, step=step)
+    def _begin(self, change: ChangeEvent, possible: tuple[PossibleMitigation, ...]) -> None:
         for finding in self.known:
-            self._report(FindingEvent.from_finding(finding, step=step))
-        self._say(format_message(self._change, self.known))
+            self._report(finding)
+        self._say(format_message(change, self.known))
         self._healthy_s = self.base_s()
-        self._slow_s = self._levels.since_s(onset_step)
+        self._slow_s = self._levels.since_s(change.onset_step)
         self._possible = possible
         self._said_why = False
         self._policy.begin(healthy_s=self._healthy_s)
         # Time lost before the cause was known counts, too.
-        for _ in range(onset_step, step):
-            if self._decide(step):
+        for _ in range(change.onset_step, self._step):
+            if self._decide():
                 break
 
-    def _end(self, step: int) -> None:
-        assert self._change is not None
+    def _end(self, change: ChangeEvent) -> None:
         self._change = replace(
-            self._change,
+            change,
             kind=ChangeKind.RECOVERY,
-            step=step,
+            step=self._step,
             onset_step=self.since_step,
-            ratio=self._healthy_s / self._slow_s,
             before=self._slow_s,
             after=self._healthy_s,
         )
         decision = self._policy.end()
         was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
-        if was_done and not decision.dry_run:
-            self._decision = decision
-            return
-        self._decision = None
-        self._report(_event_of(decision, step))
-        self._say(format_message(self._change))
+        self._decision = decision if was_done else None
+        if self._decision is None:
+            self._report(self._event_of(decision))
+            self._say(format_message(self._change))
 
-    # -- what to do -----------------------------------------------------------------------------
-
-    def _decide(self, step: int) -> bool:
+    def _decide(self) -> bool:
         """Let the policy count one slow iteration; return whether there is something to do."""
         decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
         if decision.kind is DecisionKind.APPLY:
-            if not decision.dry_run:
-                self._decision = decision
-                return True
-            choice = decision.choice
-            self._finish(step, decision, before_s=self._slow_s, after_s=choice.iteration_s)
-        elif not self._said_why:
+            self._decision = decision
+            return True
+        if not self._said_why:
             self._said_why = True
-            self._report(_event_of(decision, step))
+            self._report(self._event_of(decision))
         return False
 
     def next_decision(self) -> Decision | None:
@@ -285,22 +267,20 @@ class RunWatch:
         """
         change = self._transition
         assert change is not None
-        decision = change.decision
         change.call_s = call_s
+        event = self._event_of(change.decision)
         if refusal is not None:
             self._transition = None
             self._possible = tuple(item for item in self._possible if not item.plans)
-            self._report(_event_of(decision, self._step))
-            self._say(f"{decision.mitigation.value} can't be done here. {refusal}")
-        elif not decision.choice.plans:
+            self._report(event)
+            self._say(f"{event.mitigation.value} can't be done here. {refusal}")
+        elif not change.decision.choice.plans:
             # A restart: this run won't see what it gains.
             self._transition = None
-            self._finish(self._step, decision, before_s=change.before_s)
+            self._finish(replace(event, before_s=change.before_s))
 
-    def _follow(self, step: int, iteration_s: float) -> None:
+    def _follow(self, change: _Transition, iteration_s: float) -> None:
         """Collect the new plan's iteration times; once there are enough, report gain and cost."""
-        change = self._transition
-        assert change is not None
         change.times_s.append(iteration_s)
         if len(change.times_s) <= _SETTLING:
             return
@@ -308,44 +288,28 @@ class RunWatch:
         first_s, *others_s = change.times_s
         after_s = statistics.median(others_s)
         cost_s = change.call_s + max(0.0, first_s - after_s)
+        event = self._event_of(change.decision)
         if cost_s > 0.0:
-            self._policy.record_cost(change.decision.mitigation, cost_s)
+            self._policy.record_cost(event.mitigation, cost_s)
         self._levels.settle()
         if not self.known:
             self._levels.forget()
             self._healthy_s = math.nan
-        self._finish(
-            step, change.decision, before_s=change.before_s, after_s=after_s, cost_s=cost_s
-        )
+        self._finish(replace(event, before_s=change.before_s, after_s=after_s, cost_s=cost_s))
 
-    def _finish(
-        self,
-        step: int,
-        decision: Decision,
-        *,
-        before_s: float,
-        after_s: float | None = None,
-        cost_s: float | None = None,
-    ) -> None:
-        """Report a mitigation that was applied or undone, or would have been in a dry run."""
+    def _finish(self, event: ActionEvent) -> None:
+        """Report a mitigation that was applied or undone."""
         assert self._change is not None
-        event = replace(
-            _event_of(decision, step),
-            effect="" if decision.kind is DecisionKind.UNDO else decision.choice.effect,
-            before_s=before_s,
-            after_s=after_s,
-            cost_s=cost_s,
-        )
         self._report(event)
-        self._say(format_message(replace(self._change, step=step), self.known, event))
+        self._say(format_message(replace(self._change, step=self._step), self.known, event))
 
-
-def _event_of(decision: Decision, step: int) -> ActionEvent:
-    """Return the event of a decision; effect, gain and cost are filled in once known."""
-    return ActionEvent(
-        step=step,
-        kind=decision.kind,
-        mitigation=decision.mitigation,
-        reason=decision.reason,
-        dry_run=decision.dry_run,
-    )
+    def _event_of(self, decision: Decision) -> ActionEvent:
+        """Return the event of a decision; gain and cost are filled in once known."""
+        is_done = decision.kind is DecisionKind.APPLY
+        return ActionEvent(
+            step=self._step,
+            kind=decision.kind,
+            mitigation=decision.choice.mitigation,
+            reason=decision.reason,
+            effect=decision.choice.effect if is_done else "",
+        )

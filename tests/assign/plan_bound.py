@@ -27,21 +27,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.covering import (
-    ROUNDING,
-    SequenceRuns,
-    StageSeconds,
-    add_cover,
-    least_possible_s,
-)
-from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.proposing.proposal import Scheme
 from lightning_hetero.planner.proposing.work_bound import (
+    SequenceRuns,
     longest_alone_s,
     possible_schemes,
 )
+from tests.assign.covering import ROUNDING, StageSeconds, add_cover, least_possible_s
 
 __all__ = ["plan_lower_bound_s"]
 

@@ -11,7 +11,6 @@ from lightning_hetero.assign.pipeline_cost import (
 )
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, costs
-from tests.assign.exact import latencies_s
 
 
 def test_a_microbatch_costs_the_sum_of_its_sequences_and_c_once() -> None:
@@ -51,7 +50,7 @@ def test_an_idle_pipeline_takes_no_time() -> None:
     pipeline = cost()
     assert pipeline.schedule_s(np.zeros(0)) == 0
     nothing = np.zeros(1)
-    assert latencies_s(CostTable.of([pipeline]), nothing, nothing, nothing) == 0
+    assert CostTable.of([pipeline]).ends_s(nothing, nothing, nothing) == 0
 
 
 @pytest.mark.parametrize(

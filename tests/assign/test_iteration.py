@@ -3,28 +3,26 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lightning_hetero.assign import assign_iteration, pack_all
+from lightning_hetero.assign import assign_iteration, pack
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases
 
 
 @settings(deadline=None, max_examples=60)
-@given(dispatch_cases(), st.integers(0, 3))
-def test_every_sample_stands_in_one_microbatch_within_the_limit(case, seed) -> None:
+@given(dispatch_cases())
+def test_every_sample_stands_in_one_microbatch_within_the_limit(case) -> None:
     lengths, pipelines = case
     candidates = [pipelines, [cost(max_len=1)], [cost(max_len=3000, c=2.0)]]
-    found = assign_iteration(lengths, candidates, seed=seed)
+    found = assign_iteration(lengths, candidates)
     plan = candidates[found.plan_index]
     assert len(found.microbatches) == len(plan)
     samples = [i for batches in found.microbatches for batch in batches for i in batch]
     assert sorted(samples) == list(range(len(lengths)))
     for pipeline, batches in zip(plan, found.microbatches, strict=True):
         assert all(sum(lengths[i] for i in batch) <= pipeline.max_len for batch in batches)
-    assert found.lower_bound_s <= found.latency_s
-    assert assign_iteration(lengths, candidates, seed=seed) == found
+    assert assign_iteration(lengths, candidates) == found
 
 
 @settings(deadline=None, max_examples=40)
@@ -56,7 +54,7 @@ def test_samples_too_long_for_every_candidate_are_refused_with_the_limits() -> N
         assign_iteration([10], [])
 
 
-def test_bounds_know_what_is_recomputed() -> None:
+def test_assignments_know_what_is_recomputed() -> None:
     generator = np.random.default_rng(0)
     pricey = cost(kept_len=900, recompute_share=0.4, max_len=4000)
     for _ in range(3):
@@ -70,11 +68,10 @@ def test_bounds_know_what_is_recomputed() -> None:
             for choice in itertools.product(range(3), repeat=5)
         ]
         found = assign_iteration(lengths, [pipelines])
-        assert found.lower_bound_s <= min(every_s) * (1 + 1e-9)
         assert found.latency_s <= min(every_s) * 1.1
 
 
 def packing_s(lengths, pipeline) -> float:
     """Return when a pipeline ends with its best packing."""
-    (packing,) = pack_all([lengths], [pipeline])
+    packing = pack(lengths, pipeline)
     return pipeline.schedule_s(microbatch_times_s(lengths, packing.microbatches, pipeline))

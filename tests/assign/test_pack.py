@@ -2,26 +2,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
-from lightning_hetero.assign import Packing, PipelineCost, pack_all
-from lightning_hetero.assign.bins import balance, improve_balance
-from lightning_hetero.assign.pack import (
-    microbatch_range,
-    packing_lower_bound_s,
-    partition_sums,
-    partitions,
-)
-from lightning_hetero.assign.pipeline_cost import as_lengths, sequence_times_s
+from lightning_hetero.assign import pack
+from lightning_hetero.assign.iteration import microbatch_range
+from lightning_hetero.assign.pipeline_cost import as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, pack_cases
-from tests.assign.exact import pack_into
-
-
-def pack(lengths, pipeline) -> Packing:
-    """Return the packing of one pipeline."""
-    return pack_all([lengths], [pipeline])[0]
 
 
 def time_s(lengths, pipeline) -> float:
@@ -67,89 +54,14 @@ def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) ->
     assert max(sums) <= pipeline.max_len
     longest_s = max(time_s([lengths[i] for i in b], pipeline) for b in packing.microbatches)
     assert packing.latency_s == pytest.approx(pipeline.latency_s(longest_s, len(sums)))
-    assert packing.lower_bound_s <= packing.latency_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(pack_cases(max_sequences=7))
-def test_up_to_eight_sequences_are_packed_exactly(case) -> None:
+def test_packings_are_near_the_best(case) -> None:
     lengths, pipeline = case
     best_s = optimum_s(lengths, pipeline)
-    packing = pack(lengths, pipeline)
-    assert packing.latency_s == pytest.approx(best_s)
-    assert packing.lower_bound_s <= best_s * (1 + 1e-9)
-
-
-# Seconds so short that HiGHS's tolerance, were they not scaled, is a large part of them.
-SHORT = PipelineCost(a=1e-8, b=3e-5, c=0.01, max_len=50, util_len=1, num_stages=1)
-
-
-@settings(deadline=None, max_examples=12)
-@example(([1, 1, 2, 4, 9, 9, 10, 10, 11], SHORT))
-@given(pack_cases(max_sequences=9).filter(lambda case: len(case[0]) == 9))
-def test_highs_packs_more_exactly_and_bounds_are_never_above_the_optimum(case) -> None:
-    lengths, pipeline = case
-    pipeline = replace(pipeline, recompute_share=0.0)  # It isn't linear.
-    best_s = optimum_s(lengths, pipeline)
-    sizes = np.sort(as_lengths(lengths))[::-1]
-    times_s = sequence_times_s(sizes, pipeline)
-    solved_s = []
-    for count in microbatch_range(sizes, pipeline):
-        found = pack_into(sizes, pipeline, count)
-        if found.bin_of is not None:
-            longest_s = np.bincount(found.bin_of, weights=times_s).max()
-            solved_s.append(pipeline.latency_s(longest_s, count))
-            assert found.lower_bound_s <= longest_s * (1 + 1e-6)
-    assert min(solved_s) <= best_s * (1 + 1e-5)
-    packing = pack(lengths, pipeline)
-    assert packing.latency_s <= best_s * 1.1
-    assert best_s * (1 - 1e-9) <= packing.latency_s
-    assert packing.lower_bound_s <= best_s * (1 + 1e-9)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(pack_cases(max_sequences=14), min_size=1, max_size=4))
-def test_packing_pipelines_together_equals_packing_each_alone(cases) -> None:
-    lengths, pipelines = zip(*cases, strict=True)
-    together = pack_all(lengths, pipelines)
-    alone = [pack(item, pipe) for item, pipe in zip(lengths, pipelines)]  # noqa: B905
-    assert [p.latency_s for p in together] == pytest.approx([p.latency_s for p in alone])
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=7), st.integers(1, 7))
-def test_the_lower_bound_of_a_number_of_microbatches_holds(times, count) -> None:
-    times_s = np.sort(times)[::-1]
-    _, counts = partitions(len(times))
-    best_s = partition_sums(times_s[None])[0][counts <= count].min()
-    assert packing_lower_bound_s(times_s, count) <= best_s * (1 + 1e-9)
-
-
-def test_there_are_as_many_partitions_as_the_bell_numbers_say() -> None:
-    assert [len(partitions(n)[0]) for n in range(9)] == [1, 1, 2, 5, 15, 52, 203, 877, 4140]
-
-
-@settings(deadline=None, max_examples=50)
-@given(pack_cases(max_sequences=20), st.integers(2, 6))
-def test_swaps_never_fill_the_fullest_bin_further(case, count) -> None:
-    lengths, pipeline = case
-    sizes = np.sort(as_lengths(lengths))[::-1]
-    times_s = sequence_times_s(sizes, pipeline)[None]
-    rows = balance(
-        times_s, sizes[None].astype(float), np.array([count]), np.array([float(pipeline.max_len)])
-    )
-    after = improve_balance(rows, stop_at_s=np.zeros(1))
-    assert after.fullest_s()[0] <= rows.fullest_s()[0]
-    if after.is_valid[0]:
-        sums = np.bincount(after.bin_of[0], weights=sizes)
-        assert sums.max() <= pipeline.max_len
-
-
-def test_an_integer_programme_says_when_too_few_microbatches_hold_no_packing() -> None:
-    sizes = np.array([60, 60, 60], dtype=np.int64)
-    result = pack_into(sizes, cost(max_len=100), 2)
-    assert result.bin_of is None
-    assert result.lower_bound_s == np.inf
+    assert best_s * (1 - 1e-9) <= pack(lengths, pipeline).latency_s <= best_s * 1.34
 
 
 def test_many_sequences_are_all_packed() -> None:

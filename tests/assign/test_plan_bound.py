@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.assign.pack import partitions
 from lightning_hetero.planner.proposing.proposal import Scheme
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from tests.assign.cases import costs
@@ -19,12 +18,21 @@ NUM_DEVICES = {"new": 3, "old": 2}
 
 
 @functools.cache
+def partitions(num_items: int) -> list[np.ndarray]:
+    """Return all partitions as the group of each item, numbered in order of their first item."""
+    groups: list[tuple[int, ...]] = [()]
+    for _ in range(num_items):
+        groups = [(*g, new) for g in groups for new in range(max(g, default=-1) + 2)]
+    return [np.array(group) for group in groups]
+
+
+@functools.cache
 def fastest_s(cost: PipelineCost, lengths: tuple[int, ...]) -> float:
     """Return the least 1F1B time of all packings and orders of a pipeline's sequences."""
     if not lengths:
         return 0.0
     ends_s = [np.inf]
-    for groups in partitions(len(lengths))[0]:
+    for groups in partitions(len(lengths)):
         batches = [np.array(lengths)[groups == index] for index in range(groups.max() + 1)]
         if max(int(batch.sum()) for batch in batches) <= cost.max_len:
             times_s = [sum(cost.a * n * n + cost.b * n for n in b) + cost.c for b in batches]
@@ -37,7 +45,7 @@ def optimum_s(lengths: list[int], schemes: list[Scheme]) -> float:
     """Return the least time of all plans, dispatches, packings and orders."""
     best_s = np.inf
     # A pipeline without sequences takes devices for nothing, so each has one, longest first.
-    for pipeline_of in partitions(len(lengths))[0]:
+    for pipeline_of in partitions(len(lengths)):
         members = [
             tuple(np.array(lengths)[pipeline_of == index]) for index in range(pipeline_of.max() + 1)
         ]

@@ -10,7 +10,8 @@ import torch
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.autoplan import AutoPlan
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.testing import CappedMemory, EmulatedDevices
+from lightning_hetero.testing import EmulatedDevices
+from tests.capped_memory import CappedMemory
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 from tests.without_check import WITHOUT_CHECK
 

@@ -14,7 +14,8 @@ import torch
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.autoplan import AutoPlan
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
-from lightning_hetero.testing import CappedMemory, EmulatedDevices
+from lightning_hetero.testing import EmulatedDevices
+from tests.capped_memory import CappedMemory
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 NUM_STEPS, GROWS_AT = 3, 1

@@ -20,7 +20,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
-from lightning_hetero.straggler.mitigation import swap_ranks
+from lightning_hetero.straggler.prediction import move_ranks
 
 PLAN = ParallelPlan.from_dict(
     {
@@ -154,7 +154,7 @@ def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_w
         return Cluster(nodes=nodes, devices=devices)
 
     roomy = start(cluster(1.1 * whole, 1.1 * whole, 1.1 * halves[1]))
-    swapped = {pair: swap_ranks(PLAN, pair[:1], pair[1:]) for pair in ((0, 1), (0, 2))}
+    swapped = {(a, b): move_ranks(PLAN, {a: b, b: a}) for a, b in ((0, 1), (0, 2))}
     assert roomy.has_room(PLAN)
     assert roomy.has_room(swapped[0, 1])
     assert not roomy.has_room(swapped[0, 2])

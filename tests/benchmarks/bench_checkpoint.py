@@ -31,15 +31,15 @@ from lightning_hetero.checkpoint import (
     Store,
     Tier,
     TierKind,
-    WriterOptions,
     recover,
 )
+from lightning_hetero.checkpoint.format import encoding
 from lightning_hetero.checkpoint.recovery import fetching
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
-from lightning_hetero.testing import MemoryStore, Throttle, ThrottledStore
 from tests.benchmarks.harness import Row, median_times_s
 from tests.benchmarks.spot_replay import replay_rows
+from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import contents, needs_of, run_ranks
 
 SLOWDOWN = 240
@@ -128,11 +128,11 @@ def recovery_rows() -> list[Row]:
             tiers,
             node_of_rank=NODES_BEFORE,
             peers=peers,
-            options=WriterOptions(block_bytes=BLOCK_BYTES),
         )
         writer.save(parts[rank]).wait_until_uploaded()
         writer.close()
 
+    encoding.BLOCK_BYTES = BLOCK_BYTES
     run_ranks(16, save, timeout_s=120)
     size = sum(len(data) for data in remote.files.values())
     rows = []

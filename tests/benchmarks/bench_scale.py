@@ -29,15 +29,9 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import TransferTable
-from lightning_hetero.straggler import (
-    Observation,
-    RankHistory,
-    RankNote,
-    RunWatch,
-    WatchConfig,
-    probe_rounds,
-    suspect,
-)
+from lightning_hetero.straggler.locate import probe_rounds, suspect
+from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote
+from lightning_hetero.straggler.watch import RunWatch, WatchConfig
 from tests.benchmarks.harness import Row
 from tests.benchmarks.lone_fit import measure_fit
 from tests.benchmarks.lone_rank import (

@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.runtime.setup.products import KeptProducts
-from lightning_hetero.testing.capped_memory import MemoryCounter
 from tests.benchmarks.harness import Row
+from tests.capped_memory import MemoryCounter
 
 WIDTH, NUM_TOKENS, REPEATS = 1024, 512, 9
 

@@ -16,16 +16,11 @@ from typing import Any
 import lightning as L
 import torch
 
+from examples.slow_parts import Fault, InjectFaults, SlowLink, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import StragglerMonitor
-from lightning_hetero.straggler import (
-    ActionEvent,
-    DecisionKind,
-    FindingEvent,
-    Mitigation,
-    read_events,
-)
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank
+from lightning_hetero.straggler import ActionEvent, DecisionKind, Finding, Mitigation, read_events
+from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -199,5 +194,5 @@ def _after(seconds: list[float], events: tuple[Any, ...], step: Mitigation) -> f
 
 def _named_after(events: tuple[Any, ...]) -> float:
     """Return the slow iterations until the first finding."""
-    found = [event.step for event in events if isinstance(event, FindingEvent)]
+    found = [event.step for event in events if isinstance(event, Finding)]
     return float(found[0] - START) if found else float("inf")

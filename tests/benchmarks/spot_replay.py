@@ -32,7 +32,7 @@ from lightning_hetero.checkpoint.recovery.fetching import (
     Locations,
     cut_into_chunks,
 )
-from lightning_hetero.checkpoint.saver.replicas import place_replicas
+from lightning_hetero.checkpoint.saver.commit import place_replicas
 from tests.benchmarks.harness import Row
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"
@@ -153,7 +153,7 @@ def _duration_s(
     for rank, ranges in needs.items():
         fetcher = Fetcher(manifests, holders, node=nodes[rank], reach=lambda *_: None, turn=rank)
         for index, item in enumerate(cut_into_chunks(ranges, manifests, 1 << 30)):
-            source, holder, _ = fetcher.choose(item, rank + index)
+            source, holder = fetcher.choose(item, rank + index)
             size = item.stop - item.start
             disk[holder] += size
             if source in (Source.PEER_MEMORY, Source.PEER_DISK):

@@ -24,11 +24,12 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from examples.slow_parts import InjectFaults, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, StragglerMonitor
-from lightning_hetero.checkpoint import AwsSpotNotice, RetryPolicy, SavedCheckpoint
+from lightning_hetero.checkpoint import AwsSpotNotice, SavedCheckpoint
 from lightning_hetero.straggler import Mitigation, PolicyConfig
-from lightning_hetero.testing import EmulatedDevices, InjectFaults, SlowRank
+from lightning_hetero.testing import EmulatedDevices
 from tests.callbacks.faults import arm
 from tests.callbacks.virtual_time import VirtualTime
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
@@ -147,7 +148,6 @@ def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
         local_dir=FOLDER / NODE / "disk",
         replicas=settings.get("replicas", 1),
         storage_options=settings.get("storage_options"),
-        retry=RetryPolicy(attempts=3, first_pause_s=0.2),
     )
     link = FOLDER / NODE / "memory"
     if not link.is_symlink():
@@ -156,7 +156,7 @@ def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
     notice = None
     if "metadata_url" in settings:
         notice = AwsSpotNotice(base_url=f"{settings['metadata_url']}/{NODE}", timeout_s=30.0)
-    elastic = ElasticRestart(notice, poll_interval_s=0.2)
+    elastic = ElasticRestart(notice)
     return [checkpoint, elastic, Record(checkpoint, elastic)]
 
 

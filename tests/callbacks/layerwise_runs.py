@@ -13,12 +13,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import LayerwiseCheckpoint
-from lightning_hetero.checkpoint import RetryPolicy
 from lightning_hetero.models import (
     HeteroLM,
     LMConfig,
     PackedBatch,
-    PackedCollate,
+    pack_samples,
     packed_cross_entropy,
 )
 from tests.data.rows import VOCABULARY, Rows, lengths_of
@@ -91,7 +90,7 @@ def fit(
         )
     num_pipelines = 1 if leg.plan is None else len(leg.plan["pipelines"])
     loader = StatefulDataLoader(
-        Rows(LENGTHS), batch_size=6 // num_pipelines, collate_fn=PackedCollate()
+        Rows(LENGTHS), batch_size=6 // num_pipelines, collate_fn=pack_samples
     )
     module = PackedModule()
     trainer = L.Trainer(**(options | {"enable_checkpointing": folder is not None}))
@@ -126,9 +125,7 @@ def train(
     *callbacks: L.Callback,
     every: int = 2,
     shared_memory: bool = False,
-    retry: RetryPolicy | None = None,
     skip_unreadable: bool = False,
-    resume: bool = True,
     storage_options: dict[str, Any] | None = None,
     in_epochs: bool = False,
     **options: Any,
@@ -139,9 +136,7 @@ def train(
         folder,
         every_n_train_steps=every,
         shared_memory=shared_memory,
-        retry=retry,
         skip_unreadable=skip_unreadable,
-        resume=resume,
         storage_options=storage_options,
     )
     module = Drops(ToyOptions())

@@ -16,7 +16,7 @@ from lightning_hetero.callbacks import (
     run_metrics,
 )
 from lightning_hetero.core.devices import KNOWN_DEVICES
-from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models.batches import AssignedBatch
 from tests.data.dynamic_runs import LENGTHS, Candidates, Module
 from tests.data.rows import Rows
@@ -100,7 +100,7 @@ def train_with_all(rank: int, folder: str) -> Record:
         context_length=31,
         lengths=LENGTHS,
         seed=2,
-        ahead=AheadOptions(num_producers=0),
+        num_ahead=0,
     )
     # The record stands behind the metrics, whose clock it has read when it is its turn.
     callbacks = [

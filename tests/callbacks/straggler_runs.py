@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.slow_parts import Fault, InjectFaults
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
-from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
-from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
+from lightning_hetero.testing import EmulatedDevices
 from tests.callbacks.virtual_time import PackedVirtualTime, VirtualTime
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import Case, PackedModule
@@ -38,7 +39,6 @@ class Drill:
     world_size: int = WORLD_SIZE
     batch_size: int = 8
     is_watched: bool = True
-    dry_run: bool = False
     is_packed: bool = False
     """Whether a data module assigns samples, to two pipelines or to one with all stages."""
     policy: PolicyConfig = field(
@@ -138,9 +138,7 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         if drill.is_packed and drill.world_size > 1:
             callbacks.append(Candidates())
         if drill.is_watched:
-            callbacks.append(
-                StragglerMonitor(dry_run=drill.dry_run, policy=drill.policy, recheck_share=0.3)
-            )
+            callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
         trainer = L.Trainer(
             **quiet(devices=drill.world_size, strategy=strategy_of(drill), callbacks=callbacks),
             max_steps=drill.num_steps,
@@ -169,11 +167,10 @@ def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedMo
     if drill.is_packed:
         packed = PackedModule(Case(model="packed", num_layers=drill.num_layers))
         rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
-        ahead = AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0)
         trainer.fit(
             packed,
             datamodule=HeteroDataModule(
-                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, ahead=ahead
+                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, num_ahead=2
             ),
         )
         return packed

@@ -16,13 +16,7 @@ import pytest
 
 from lightning_hetero.checkpoint import LocalStore, Tier, TierKind
 from lightning_hetero.checkpoint.inspection import look, verify
-from lightning_hetero.straggler import (
-    ActionEvent,
-    DecisionKind,
-    FindingEvent,
-    Mitigation,
-    read_events,
-)
+from lightning_hetero.straggler import ActionEvent, DecisionKind, Finding, Mitigation, read_events
 from tests.callbacks.faults import FILES, METHODS
 from tests.callbacks.nodes import Nodes
 from tests.callbacks.servers import MetadataServer, Mode, S3Server, UnreliableProxy
@@ -167,7 +161,7 @@ def test_nodes_come_and_go_and_the_loss_curve_stays(folders: Path, uninterrupted
         nodes.wait_for_end("f")
         nodes.wait_until(lambda: nodes.last("confirmed", "e") >= 68)
         events = read_events(nodes.folder / "events")
-        (found,) = (event for event in events if isinstance(event, FindingEvent))
+        (found,) = (event for event in events if isinstance(event, Finding))
         (done,) = (
             event.mitigation
             for event in events

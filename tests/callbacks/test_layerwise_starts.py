@@ -23,21 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path, limit: str) -> None:
     assert len(train(tmp_path, 4, in_epochs=limit == "epochs")) == 4
     before = set(tmp_path.rglob("*"))
-    with pytest.warns(UserWarning, match=rf"complete at step 4.* {tmp_path} .*resume=False"):
+    with pytest.warns(UserWarning, match=r"complete at step 4.*delete its folders"):
         assert train(tmp_path, 4, in_epochs=limit == "epochs") == []
     # Nor does it keep others from the folder, as long as its process goes on.
     assert set(tmp_path.rglob("*")) == before
-
-
-def test_a_run_may_begin_anew_and_is_gone_on_from_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = train(tmp_path, 4)
-    assert train(tmp_path, 2, resume=False) == losses[:2]
-    assert train(tmp_path, 4) == losses[2:]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with pytest.raises(ConfigurationError, match="begin anew with every restart"):
-        train(tmp_path, 2, resume=False)
 
 
 class Reads(Callback):
@@ -81,9 +70,9 @@ def test_a_run_that_nobody_seeds_goes_on_in_the_order_that_it_had(
 @pytest.mark.parametrize(
     ("key", "bucket", "endpoint", "why"),
     [
-        (None, "bucket", None, "no credentials"),
-        ("test", "absent", None, "no such bucket"),
-        ("test", "bucket", "http://127.0.0.1:9", "the endpoint doesn't answer"),
+        (None, "bucket", None, "NoCredentials"),
+        ("test", "absent", None, "bucket does not exist"),
+        ("test", "bucket", "http://127.0.0.1:9", "Could not connect|Nothing has moved"),
     ],
 )
 def test_a_store_that_takes_no_checkpoints_is_refused_before_training(
@@ -101,7 +90,7 @@ def test_a_store_that_takes_no_checkpoints_is_refused_before_training(
     options["endpoint_url"] = endpoint or options["endpoint_url"]
     # As a user has it, who names no number of tries.
     del options["config_kwargs"]
-    with pytest.raises(CheckpointError, match=f"Can't write to s3://{bucket}/run: .*{why}"):
+    with pytest.raises(CheckpointError, match=f"Can't write to s3://{bucket}/run: .*({why})"):
         train(f"s3://{bucket}/run", 2, storage_options=options)
 
 

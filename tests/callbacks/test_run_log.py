@@ -3,10 +3,10 @@ import types
 import lightning as L
 import pytest
 
+from examples.slow_parts import InjectFaults, SlowRank
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import RunLog, RunMetrics, StragglerMonitor, read_log
 from lightning_hetero.straggler import read_events
-from lightning_hetero.testing import InjectFaults, SlowRank
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 STAGES = [{"ranks": [0], "layers": [0, stop]} for stop in (3, 4, 5)]

@@ -8,13 +8,8 @@ import torch
 
 from lightning_hetero.callbacks import ElasticRestart, elastic
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
-from lightning_hetero.straggler import (
-    Decision,
-    DecisionKind,
-    Finding,
-    FindingKind,
-    Mitigation,
-)
+from lightning_hetero.straggler import DecisionKind, Finding, FindingKind, Mitigation
+from lightning_hetero.straggler.mitigation import Decision
 
 SLOW = [Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)]
 NODES = (0, 0, 1, 1, 2, 2)

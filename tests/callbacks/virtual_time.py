@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero import HeteroStrategy
+from examples import slow_parts
+from lightning_hetero import HeteroStrategy, testing
 from lightning_hetero.callbacks import run_metrics
 from lightning_hetero.callbacks.watching import session, step_times
 from lightning_hetero.core.profile import BlockTimes
@@ -26,7 +27,6 @@ from lightning_hetero.runtime import clock
 from lightning_hetero.runtime.setup import profiling
 from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.straggler import probe
-from lightning_hetero.testing import emulated, faults
 
 _CPU_S = 1e-3
 _READING_S = 1e-6
@@ -45,10 +45,10 @@ class VirtualTime(L.Callback):
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
         self.action_s = _CPU_S
-        timed = (clock, emulated, step_times, probe, run_metrics, session, faults)
+        timed = (clock, testing, step_times, probe, run_metrics, session, slow_parts)
         for module in timed:
             patch.setattr(module, "time", self)
-        for kind in (clock.ComputeClock, emulated.EmulatedClock):
+        for kind in (clock.ComputeClock, testing.EmulatedClock):
             patch.setattr(kind, "_begin_action", self._computing(kind))
 
     def _computing(self, kind: type[clock.ComputeClock]) -> Callable[[Any], None]:

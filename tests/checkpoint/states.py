@@ -26,7 +26,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import unit_of
-from lightning_hetero.testing import MemoryStore, Throttle, ThrottledStore, peers_in_threads
+from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore, peers_in_threads
 
 T = TypeVar("T")
 NUM_LAYERS = 4

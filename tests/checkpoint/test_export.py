@@ -22,7 +22,7 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.testing import MemoryStore
+from tests.checkpoint.stand_ins import MemoryStore
 from tests.checkpoint.states import run_ranks
 
 

@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint.recovery.inventory import (
 )
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4)

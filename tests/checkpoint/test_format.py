@@ -22,15 +22,13 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
-from lightning_hetero.checkpoint.format.blocks import (
-    BlockChecksums,
-    align_to_blocks,
-    first_corrupt_block,
-)
 from lightning_hetero.checkpoint.format.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.checkpoint.format.manifest import (
+    BlockChecksums,
     CheckpointId,
     PartManifest,
+    align_to_blocks,
+    first_corrupt_block,
     manifest_name,
     parse_manifest_name,
 )
@@ -85,7 +83,7 @@ def test_metadata_loads_with_weights_only(folder: Path) -> None:
 
 
 def test_metadata_that_needs_pickle_is_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="metadata entry 'callbacks'"):
+    with pytest.raises(CheckpointError, match=r"metadata entry \['callbacks'\]"):
         encode_metadata({"good": 1, "callbacks": {"x": Path("a")}}, what="metadata")
 
 
@@ -183,10 +181,3 @@ def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
         recovered.slices[0].weight.to(torch.float32), values[:, 1:].to(torch.float32)
     )
     assert recovered.plan is None
-
-
-def test_a_slice_of_the_wrong_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"must have shape \(2, 4\)"):
-        SliceContent(
-            parameter="p", unit=0, shape=(8, 4), dim=0, start=0, stop=2, weight=torch.zeros(3, 4)
-        )

@@ -14,7 +14,6 @@ from lightning_hetero.checkpoint import (
     Peers,
     Recovered,
     RetryingStore,
-    RetryPolicy,
     Store,
     Tier,
     TierKind,
@@ -24,8 +23,8 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.peers.deadlines import HangingError, Operations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.deadlines import Progress
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from lightning_hetero.core.process import Progress
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     TWO,
     Nodes,
@@ -108,8 +107,8 @@ def num_threads() -> int:
 @pytest.mark.parametrize("attempts", [1, 5])
 def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads(attempts: int) -> None:
     hanging = Hanging(lambda verb, name: True)
-    policy = RetryPolicy(attempts=attempts, first_pause_s=0.0, stall_s=0.01)
-    store = RetryingStore(FaultyStore(MemoryStore(), hanging), policy)
+    inner = FaultyStore(MemoryStore(), hanging)
+    store = RetryingStore(inner, attempts=attempts, pause_s=0.0, stall_s=0.01)
     before = num_threads()
     for _ in range(40):
         with pytest.raises((TimeoutError, CheckpointError)):
@@ -156,8 +155,7 @@ def test_a_tier_whose_listing_hangs_is_its_own_failure_in_a_recovery() -> None:
 
 def test_a_tier_that_hangs_costs_its_own_copy_and_none_of_the_next_tier() -> None:
     hanging, local = Hanging(lambda verb, name: True), MemoryStore()
-    policy = RetryPolicy(attempts=1, stall_s=0.2)
-    memory = RetryingStore(FaultyStore(MemoryStore(), hanging), policy)
+    memory = RetryingStore(FaultyStore(MemoryStore(), hanging), attempts=1, stall_s=0.2)
     writer = CheckpointWriter(
         [Tier(kind=TierKind.MEMORY, store=memory), disk(local)], options=WriterOptions(stall_s=20.0)
     )

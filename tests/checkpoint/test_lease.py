@@ -8,8 +8,8 @@ import pytest
 
 from lightning_hetero.checkpoint.places.claims import OWNER_FILE, Lease, OccupiedError
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.identity import machine_namespace
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from lightning_hetero.core.process import machine_namespace
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 
 FOREVER_S = 10_000.0
 """A test that waits for a sign of life would run into its timeout."""

@@ -15,7 +15,6 @@ from lightning_hetero.checkpoint import (
     Peers,
     Recovered,
     RetryingStore,
-    RetryPolicy,
     SliceNeed,
     Tier,
     TierKind,
@@ -24,7 +23,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.inspection import look
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.testing import FaultyStore, MemoryStore, Throttle, ThrottledStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import (
     PLANS,
     Nodes,
@@ -242,8 +241,7 @@ def test_a_source_that_hangs_is_given_up_and_another_one_taken() -> None:
             assert let_go.wait(30)
 
     own = nodes.tiers("b")
-    impatient = RetryPolicy(attempts=1, stall_s=0.5)
-    store = RetryingStore(FaultyStore(own[0].store, before), impatient)
+    store = RetryingStore(FaultyStore(own[0].store, before), attempts=1, stall_s=0.5)
     hanging = Tier(kind=TierKind.MEMORY, store=store)
     needs = [needs_of(rank, plan, size) for rank in range(size)]
     results = recover_with(nodes, needs, [hanging, *own[1:]])

@@ -19,7 +19,7 @@ from lightning_hetero.checkpoint.recovery.fetching import (
     whole_blocks,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 BLOCK = 8
 KINDS = (TierKind.MEMORY, TierKind.DISK)
@@ -99,7 +99,7 @@ def fetch_all(situation: dict[str, Any], rank: int) -> list[tuple[Location, File
         situation["manifests"],
         situation["locations"],
         node=situation["node_of_rank"][rank],
-        reach=lambda location, turn: Recording(location, reads),
+        reach=lambda location: Recording(location, reads),
         turn=rank,
     )
     fetcher.run(
@@ -178,22 +178,6 @@ def test_senders_that_hold_the_same_share_the_work(
     for location, item in fetch_all(situation, first):
         load[location] += item.stop - item.start
     assert max(load.values()) - min(load.values()) <= BLOCK
-
-
-def test_ranks_of_one_node_take_turns_to_send() -> None:
-    turns: list[int] = []
-
-    def reach(location: Location, turn: int) -> Recording:
-        turns.append(turn)
-        return Recording(location, [])
-
-    situation = one_file(8 * BLOCK, [Location("a", TierKind.DISK)])
-    fetcher = Fetcher(
-        situation["manifests"], situation["locations"], node="new", reach=reach, turn=3
-    )
-    ranges = situation["needs"][0]
-    fetcher.run(ranges, lambda *_: None, Progress(), chunk_bytes=BLOCK)
-    assert sorted(turns) == list(range(3, 11))
 
 
 def test_a_file_that_nobody_has_is_named_with_its_layer() -> None:

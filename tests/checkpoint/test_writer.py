@@ -18,13 +18,11 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.format.content import tensors_of
-from lightning_hetero.checkpoint.saver import snapshot
 from lightning_hetero.checkpoint.saver import snapshot as snapshots
 from lightning_hetero.checkpoint.saver.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     PLANS,
     Gate,
@@ -70,23 +68,6 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
     result[0].wait_until_confirmed(20)
     assert result[0].snapshot.tensors[0, "weight"].data_ptr() == place
     writer.close()
-
-
-def test_a_buffer_of_several_blocks_keeps_each_tensor_and_is_reused(monkeypatch) -> None:
-    monkeypatch.setattr(snapshot, "_BLOCK_BYTES", 200)
-    buffer, content = HostBuffer(60.0), contents(1, PLAN, SIZE)[0]
-    places = []
-    for _ in range(2):
-        taken = buffer.take(content)
-        taken.wait()
-        places.append({key: copy.data_ptr() for key, copy in taken.tensors.items()})
-        originals = tensors_of(content)
-        assert all(copy.equal(originals[key]) for key, copy in taken.tensors.items())
-        taken.release()
-    assert places[0] == places[1]
-    assert len(set(places[0].values())) == len(originals)
-    assert 1 < len(buffer._blocks) < len(originals)
-    buffer.close()
 
 
 def test_waiting_for_memory_in_vain_is_a_timeout() -> None:

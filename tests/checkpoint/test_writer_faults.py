@@ -13,17 +13,16 @@ from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
     RetryingStore,
-    RetryPolicy,
     Store,
     Tier,
     TierKind,
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.format.blocks import Buffer
+from lightning_hetero.checkpoint.format.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.testing import FaultyStore, MemoryStore, Throttle, ThrottledStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import (
     PLANS,
     TWO,
@@ -139,9 +138,7 @@ def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too
 
 def test_a_failing_remote_never_ends_training_while_a_disk_takes_all() -> None:
     local = MemoryStore()
-    flaky = RetryingStore(
-        FaultyStore(MemoryStore(), down), RetryPolicy(attempts=3, first_pause_s=0.0)
-    )
+    flaky = RetryingStore(FaultyStore(MemoryStore(), down), attempts=3, pause_s=0.0)
     writer = CheckpointWriter(
         [disk(local), Tier(kind=TierKind.REMOTE, store=flaky)],
         options=WriterOptions(lasting_within_s=0.0),

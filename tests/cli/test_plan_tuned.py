@@ -7,7 +7,6 @@ import pytest
 from lightning_hetero.cli import main
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.tuning.adapters import load_model
 from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
 
 CASES = {
@@ -56,7 +55,7 @@ def test_a_backward_of_frozen_layers_takes_as_long_as_their_forward():
     shape = StageShape("A100-80GB", 1, 8)
     layout = StateLayout.of_precision("bf16-mixed")
     whole, frozen, packed = (
-        RooflineCost(cluster, load_model("llama-13b", **how), layout=layout)
+        RooflineCost(cluster, ModelSpec.load("llama-13b").tuned(**how), layout=layout)
         for how in ({}, {"lora_rank": 16}, {"lora_rank": 16, "quantize": "nf4"})
     )
     (forward, backward), (same, inputs) = (c.compute_s(shape, (1024,) * 4) for c in (whole, frozen))

@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import AssignmentError
 
 
 def assignment(microbatches: tuple = (((0, 2), (1,)), ())) -> Assignment:
-    return Assignment(plan_index=1, microbatches=microbatches, latency_s=2.5, lower_bound_s=2.0)
+    return Assignment(plan_index=1, microbatches=microbatches, latency_s=2.5)
 
 
 def test_an_assignment_survives_json() -> None:

@@ -6,7 +6,7 @@ from threading import Barrier
 
 import pytest
 
-from lightning_hetero.core.process.cache import write_whole
+from lightning_hetero.core.process import write_whole
 
 
 def test_threads_that_write_one_file_at_once_each_write_it_whole(tmp_path: Path) -> None:

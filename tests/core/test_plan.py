@@ -90,12 +90,6 @@ def test_even_splits_ranks_once_and_layers_to_within_one(num_pipelines, degrees,
     assert plan.has_tensor_parallelism == (max(degrees) > 1)
 
 
-def test_a_degree_of_whole_pipelines_is_deprecated():
-    mixed = pipeline(stage((0,), 0, 2), stage((1, 2), 2, 4))
-    with pytest.warns(DeprecationWarning, match="PipelinePlan.tp_degrees"):
-        assert mixed.tp_degree == 2
-
-
 def test_the_ranks_of_a_pipeline_share_its_layers():
     first = [{"ranks": [0, 1], "layers": [0, 1]}, {"ranks": [4, 5], "layers": [1, 4]}]
     second = [{"ranks": [2], "layers": [0, 4]}]

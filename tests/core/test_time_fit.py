@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.core.profile import TimeFit
 
 
 @given(st.floats(0, 1e-6), st.floats(1e-6, 1e-3), st.floats(0, 1.0), st.integers(0, 2**32 - 1))

@@ -10,12 +10,13 @@ import numpy as np
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.autoplan.facts import AutoPlanned
-from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.batches import AssignedBatch
-from lightning_hetero.models.loss import packed_cross_entropy
-from lightning_hetero.straggler.mitigation import move_ranks
-from lightning_hetero.testing import CappedMemory, EmulatedDevices
+from lightning_hetero.models.packing import packed_cross_entropy
+from lightning_hetero.straggler.prediction import move_ranks
+from lightning_hetero.testing import EmulatedDevices
+from tests.capped_memory import CappedMemory
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import SEED, Case, PackedModule
 from tests.toy import quiet
@@ -187,9 +188,8 @@ def fit(
         tokens_per_step=60 * times,
         context_length=31 * times,
         lengths=lengths,
-        val_lengths=lengths[:20],
         seed=2,
-        ahead=AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0),
+        num_ahead=2,
     )
     left: list[int] = []
 

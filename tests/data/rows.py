@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.iteration import AssignmentRequest
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
@@ -77,11 +78,16 @@ def equal_costs(num_pipelines: int, **changes: Any) -> tuple[PipelineCost, ...]:
     return (PipelineCost(**(fields | changes)),) * num_pipelines
 
 
+def equal_candidates(num_ranks: int) -> Candidates:
+    """Return one plan: each rank is a pipeline."""
+    plan = ParallelPlan.even(world_size=num_ranks, num_layers=1)
+    costs = equal_costs(num_ranks, max_len=10_000, util_len=10_000)
+    return Candidates(plans=(plan,), costs=(costs,))
+
+
 def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:
     """Return what asks for an assignment of samples of these lengths."""
-    return AssignmentRequest(
-        lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),), seed=1
-    )
+    return AssignmentRequest(lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),))
 
 
 def dealers(

@@ -1,5 +1,4 @@
 from itertools import islice, pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +13,8 @@ from tests.data.rows import samples_of
 def orders(draw: st.DrawFn) -> EpochOrder:
     lengths = draw(st.lists(st.integers(1, 100), min_size=1, max_size=60))
     budget = draw(st.integers(max(lengths), 5 * max(lengths)))
-    least = draw(st.integers(1, min(4, len(lengths))))
     seed = draw(st.integers(0, 5))
-    return EpochOrder(lengths, tokens_per_step=budget, seed=seed, min_samples=least)
+    return EpochOrder(lengths, tokens_per_step=budget, seed=seed)
 
 
 @settings(deadline=None, max_examples=200)
@@ -70,13 +68,6 @@ def test_going_on_from_a_cut_draws_what_would_have_followed(order, data) -> None
     assert [item.before for item in again] == [item.before for item in drawn[index:]]
 
 
-@settings(deadline=None, max_examples=100)
-@given(orders())
-def test_each_iteration_has_a_sample_for_every_rank(order) -> None:
-    least = order._min_samples
-    assert all(len(item.samples) >= least for item in islice(order.draw(Cursor()), len(order)))
-
-
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     lengths = list(range(1, 100))
     order = EpochOrder(lengths, tokens_per_step=200, seed=1)
@@ -87,16 +78,11 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert plain.order(4).tolist() == list(range(99))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tokens_per_step": 9}, "longest sample has 10 tokens"),
-        ({"tokens_per_step": 20, "min_samples": 4}, "at least 4"),
-    ],
-)
-def test_impossible_budgets_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        EpochOrder([10, 3, 4], **options)
+def test_impossible_budgets_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="longest sample has 10 tokens"):
+        EpochOrder([10, 3, 4], tokens_per_step=9)
+    with pytest.raises(ConfigurationError, match="0 samples"):
+        EpochOrder([], tokens_per_step=9)
 
 
 def test_a_state_of_another_order_is_refused() -> None:

@@ -1,7 +1,6 @@
 """Producers plan ahead; whatever becomes of them, every rank deals the same samples once."""
 
 import threading
-import warnings
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -15,24 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
-from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
-from lightning_hetero.core.process.answering import AnsweringProcess
-from lightning_hetero.data.ahead import (
-    AheadOptions,
-    AheadPlanner,
-    AssignmentStore,
-    Producer,
-)
-from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
+from lightning_hetero.core.process import AnsweringProcess
+from lightning_hetero.data import ahead
+from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
+from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import Ticket, TicketDealer
-from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.streaming import StreamOrder
-from lightning_hetero.straggler.mitigation import move_ranks
+from lightning_hetero.data.order import Cursor, EpochOrder, StreamOrder
+from lightning_hetero.straggler.prediction import move_ranks
 from tests.core.sample_plans import random_plan
-from tests.data.rows import Rows, dealers, lengths_of, request
-
-PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
+from tests.data.rows import Rows, dealers, equal_candidates, lengths_of
 
 
 @st.composite
@@ -130,9 +121,8 @@ def test_an_iteration_is_assigned_alike_wherever_a_run_began_and_however_far_it_
     order = EpochOrder(lengths_of(60, longest=40), tokens_per_step=150)
     whole = list(dealers(order, candidates, 1)[0].deal(Cursor()))
     start = data.draw(st.integers(1, len(whole) - 1))
-    planner = AheadPlanner(
-        AssignmentStore(), options=AheadOptions(num_producers=0, num_ahead=num_ahead)
-    )
+    planner = AheadPlanner(AssignmentStore())
+    planner.num_ahead = num_ahead
     resumed = TicketDealer(order, planner, candidates)
     assert list(resumed.deal(whole[start - 1].after)) == whole[start:]
 
@@ -146,7 +136,7 @@ def test_ranks_that_draw_different_samples_are_told() -> None:
     ]
     for sources in (orders, streams):
         store = AssignmentStore()
-        first, second = (dealers(s, Candidates.equal_ranks(2), 2, store)[0] for s in sources)
+        first, second = (dealers(s, equal_candidates(2), 2, store)[0] for s in sources)
         assert next(first.deal(Cursor()))
         with pytest.raises(BatchError, match="different samples for the same iteration"):
             next(second.deal(Cursor()))
@@ -193,8 +183,10 @@ def deal_all(dealer: TicketDealer, num_epochs: int = 1) -> list[Ticket]:
 class Blocked(AnsweringProcess):
     """A process that answers only when it is allowed to."""
 
-    def __init__(self) -> None:
-        self.allowed = threading.Event()
+    allowed: threading.Event
+
+    def __init__(self, module: str) -> None:
+        pass
 
     def ask(self, question: AssignmentRequest) -> str:
         assert self.allowed.wait(200)
@@ -207,96 +199,58 @@ class Blocked(AnsweringProcess):
         pass
 
 
-def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_nothing() -> None:
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What lets the planning process answer."""
+    monkeypatch.setattr(ahead, "AnsweringProcess", Blocked)
+    Blocked.allowed = threading.Event()
+    return Blocked.allowed
+
+
+def planned_ahead(order: EpochOrder, num_ranks: int, patience_s: float) -> list[TicketDealer]:
+    store, ranks = AssignmentStore(), []
+    for rank in range(num_ranks):
+        planner = AheadPlanner(store, global_rank=rank, world_size=num_ranks, num_ahead=4)
+        planner._patience_s = patience_s
+        candidates = equal_candidates(num_ranks)
+        ranks.append(TicketDealer(order, planner, candidates, global_rank=rank))
+    return ranks
+
+
+def test_what_is_planned_too_late_changes_nothing(allowed: threading.Event) -> None:
     order = EpochOrder(lengths_of(150), tokens_per_step=100, seed=1)
-    candidates = Candidates.equal_ranks(2)
-    expected = deal_all(dealers(order, candidates, 1)[0], num_epochs=2)
-    store, process = AssignmentStore(), Blocked()
-    producer = Producer(store, process)
-    options = AheadOptions(num_producers=1, patience_s=0.01)
-    planner = AheadPlanner(store, options=options, producer=producer)
-    dealer = TicketDealer(order, planner, candidates)
-    with pytest.warns(UserWarning, match="plans by itself") as warned:
-        found = deal_all(dealer)
-    assert len([item for item in warned if "plans by itself" in str(item.message)]) == 1
-    process.allowed.set()
-    for number in range(20):
-        planner.request(0, f"later/{number}", request(3, 4))
-    assert store.wait("later/19", 200.0) is not None
-    left = [key for key in store._store.list_keys() if not key.startswith("later")]
-    assert all(key.startswith("train/1/1/") for key in left), "a used key came back"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # A slow machine may be late again.
-        found += dealer.deal(Cursor(epoch=1))
-    planner.close()
+    expected = list(zip(*(rank.deal(Cursor()) for rank in planned_ahead(order, 3, 0.0))))  # noqa: B905
+    ranks = planned_ahead(order, 3, 0.01)
+    iterations = zip(*(rank.deal(Cursor()) for rank in ranks), strict=True)
+    found = list(islice(iterations, 4))
+    allowed.set()
+    for rank in ranks:
+        rank._planner._patience_s = 200.0
+    found += iterations
+    ranks[0]._planner.close()
     assert found == expected
+    batches = [batch for tickets in found for item in tickets for batch in item.microbatches]
+    assert sorted(i for batch in batches for i in batch) == list(range(150))
 
 
-def test_what_is_planned_ahead_and_never_dealt_leaves_nothing_in_the_store() -> None:
-    order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store, process = AssignmentStore(), Blocked()
-    process.allowed.set()
-    options = AheadOptions(num_producers=1, num_ahead=4, patience_s=200.0)
-    planners = [
-        AheadPlanner(
-            store,
-            global_rank=rank,
-            world_size=2,
-            options=options,
-            producer=Producer(store, process) if rank == 0 else None,
-        )
-        for rank in range(2)
-    ]
-    ranks = [
-        TicketDealer(order, planner, Candidates.equal_ranks(2), global_rank=rank)
-        for rank, planner in enumerate(planners)
-    ]
+def test_what_is_planned_ahead_and_never_dealt_leaves_hardly_anything_in_the_store(
+    allowed: threading.Event,
+) -> None:
+    allowed.set()
+    ranks = planned_ahead(EpochOrder(lengths_of(100), tokens_per_step=100), 2, 200.0)
     for _ in range(20):
         for rank in ranks:
             next(rank.deal(Cursor()))
             rank._next = None  # As if a loader was made anew: the next one begins at the cursor.
-    for planner in planners:
-        planner.close()
-    assert len(store._store.list_keys()) <= options.num_ahead + 1
-
-
-def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> None:
-    order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = AssignmentStore()
-    candidates = Candidates.equal_ranks(3)
-    blocked = Blocked()
-    planners = [
-        AheadPlanner(
-            store,
-            global_rank=rank,
-            world_size=3,
-            options=AheadOptions(num_producers=1, patience_s=0.0),
-            producer=Producer(store, blocked) if rank == 0 else None,
-        )
-        for rank in range(3)
-    ]
-    ranks = [
-        TicketDealer(order, planner, candidates, global_rank=rank).deal(Cursor())
-        for rank, planner in enumerate(planners)
-    ]
-    iterations = zip(*ranks, strict=True)
-    with pytest.warns(UserWarning, match="plans by itself"):
-        dealt = list(islice(iterations, 4))
-    blocked.allowed.set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Whether it is in time again depends on the machine.
-        dealt += iterations
-    planners[0].close()
-    batches = [batch for tickets in dealt for item in tickets for batch in item.microbatches]
-    assert sorted(i for batch in batches for i in batch) == list(range(100))
+    store = ranks[0]._planner._store._store
+    ranks[0]._planner.close()
+    assert len(store.list_keys()) <= 2 * (4 + 1)
 
 
 def test_used_keys_leave_the_store() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
     store = AssignmentStore()
-    ranks = [
-        dealer.deal(Cursor()) for dealer in dealers(order, Candidates.equal_ranks(2), 2, store)
-    ]
+    ranks = [dealer.deal(Cursor()) for dealer in dealers(order, equal_candidates(2), 2, store)]
     assert len(list(zip(*ranks, strict=True))) == len(order)
     assert not store._store.list_keys()
 
@@ -304,11 +258,11 @@ def test_used_keys_leave_the_store() -> None:
 def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
     lengths = lengths_of(400)
     order = EpochOrder(lengths, tokens_per_step=400)
-    ranks = dealers(order, Candidates.equal_ranks(2), 2)
+    ranks = dealers(order, equal_candidates(2), 2)
     shares: list[float] = []
     since: set[int] = set()
     for number, tickets in enumerate(zip(*(r.deal(Cursor()) for r in ranks), strict=True)):
-        tokens = [sum(lengths[i] for i in ticket.microbatches[0]) for ticket in tickets]
+        tokens = [sum(lengths[i] for b in t.microbatches for i in b) for t in tickets]
         shares.append(tokens[0] / sum(tokens))
         if number == 1:
             since = {dealer.set_slowdowns([3.0, 1.0]) for dealer in ranks}
@@ -329,20 +283,3 @@ def test_costs_that_nobody_measured_follow_layers_and_ranks() -> None:
         assert cost.max_len >= 64
     with pytest.raises(ConfigurationError, match="one cost a pipeline"):
         Candidates(plans=(plan,), costs=(costs * 2,))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(1, 5))
-def test_no_rank_stays_without_samples(pipeline_of: list[int], num_pipelines: int) -> None:
-    rows: list[list[Any]] = [[] for _ in range(num_pipelines)]
-    for sample, pipeline in enumerate(pipeline_of):
-        rows[pipeline % num_pipelines].append((sample,))
-    given_rows = tuple(tuple(row) for row in rows)
-    uneven = Assignment(plan_index=0, microbatches=given_rows, latency_s=1.0, lower_bound_s=0.5)
-    if len(pipeline_of) < num_pipelines:
-        with pytest.raises(ConfigurationError, match="larger tokens_per_step"):
-            fill_empty(uneven)
-        return
-    filled = fill_empty(uneven).microbatches
-    assert all(len(batches) == 1 and batches[0] for batches in filled)
-    assert sorted(i for ((*batch,),) in filled for i in batch) == list(range(len(pipeline_of)))

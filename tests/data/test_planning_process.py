@@ -12,17 +12,14 @@ import pytest
 
 from lightning_hetero.assign import iteration
 from lightning_hetero.assign.iteration import plan_text, read_assignment
+from lightning_hetero.core import process as core_process
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.process import answering
-from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, AssignmentStore, Producer
-from lightning_hetero.data.candidates import Candidates
+from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder
-from tests.data.rows import dealers, lengths_of, request
-
-PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
+from tests.data.rows import dealers, equal_candidates, lengths_of, request
 
 
 def test_a_planning_process_says_what_planning_here_says() -> None:
@@ -41,7 +38,7 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
 
 def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     root = os.getcwd()
-    program = answering._PROGRAM.format(root=root, module=iteration.__name__)
+    program = core_process._PROGRAM.format(root=root, module=iteration.__name__)
     program = program.replace("serve()", "print(sorted(sys.modules))")
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -51,19 +48,22 @@ def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     assert "'lightning'" not in found.stdout
 
 
-def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
+def test_a_killed_process_costs_no_sample_and_a_new_one_takes_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
-    candidates = Candidates.equal_ranks(2)
+    candidates = equal_candidates(2)
     expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
-    store, process = AssignmentStore(), AnsweringProcess(iteration.__name__)
-    producer = Producer(store, process)
-    planner = AheadPlanner(store, options=PATIENT, producer=producer)
+    planner = AheadPlanner(AssignmentStore(), num_ahead=6)
+    planner._patience_s = 200.0
+    process = planner._process
+    assert process is not None
     tickets = TicketDealer(order, planner, candidates).deal(Cursor())
     first_pid = process.pid
     found = list(islice(tickets, 4))
     os.kill(first_pid, signal.SIGKILL)
-    with pytest.warns(UserWarning, match="planning process has died"):
-        found += tickets
+    found += tickets
+    assert "planning process has died" in caplog.text
     assert process.pid != first_pid
     planner.close()
     assert found == expected
@@ -74,16 +74,14 @@ def test_closing_ends_what_is_being_planned_at_once_and_leaves_no_process(
 ) -> None:
     planned_here: list[Any] = []
     monkeypatch.setattr(ahead, "plan_text", lambda item: planned_here.append(item) or "")
-    process = AnsweringProcess(iteration.__name__)
-    only_pid = process.pid
+    planner = AheadPlanner(AssignmentStore(), num_ahead=1)
+    assert planner._process is not None
+    only_pid = planner._process.pid
     os.kill(only_pid, signal.SIGSTOP)  # It never answers.
-    producer = Producer(AssignmentStore(), process)
-    producer.request("key", request(*lengths_of(40)))
-    while not producer._requests.empty():
+    planner.request("key", request(*lengths_of(40)))
+    while planner._thread._work_queue.qsize():
         time.sleep(0.01)
-    producer.close()
-    assert process.pid == only_pid
+    planner.close()
     assert not planned_here
-    assert not producer.complaints
     with pytest.raises(ProcessLookupError):
         os.kill(only_pid, 0)

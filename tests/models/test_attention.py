@@ -5,14 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.core.errors import BatchError, ModelError
 from lightning_hetero.models import attention
-from lightning_hetero.models.attention import (
-    attention_backends,
-    choose_attention,
-    register_attention,
-    varlen_attention,
-)
+from lightning_hetero.models.attention import varlen_attention
 
 lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
@@ -78,17 +73,6 @@ def test_a_window_hides_what_is_farther_away(lengths, window, causal):
     torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("causal", "window", "expected"),
-    [(True, None, (-1, 0)), (False, None, (-1, -1)), (True, 4, (3, 0)), (False, 4, (3, 3))],
-)
-def test_kernels_are_told_how_far_a_token_sees(causal, window, expected):
-    mask = attention.SequenceMask(
-        cu_seqlens=offsets([3]), max_seqlen=3, causal=causal, window=window
-    )
-    assert mask.window_size == expected
-
-
 def test_default_scale_is_one_over_the_root_of_the_head_dim():
     packed = random_packed([5, 3])
     ours = varlen_attention(*packed, offsets([5, 3]), max_seqlen=5)
@@ -131,84 +115,40 @@ def test_cost_is_the_sum_of_squares_not_the_square_of_the_sum():
     assert sum(pairs) == sum(length * length for length in lengths)
 
 
-def test_cpu_and_fp32_choose_per_sequence_sdpa():
-    assert choose_attention(torch.zeros(3, 2, 64)) == "sdpa"
-    assert choose_attention(torch.zeros(3, 2, 64, dtype=torch.bfloat16)) == "sdpa"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_varlen_equals_the_dense_reference_on_cuda():
     lengths = [33, 1, 70]
     packed = [t.detach().cuda().bfloat16() for t in random_packed(lengths, head_dim=64)]
-    ours = varlen_attention(*packed, offsets(lengths), max_seqlen=70, backend="torch_varlen")
+    ours = varlen_attention(*packed, offsets(lengths), max_seqlen=70)
     reference = dense_reference(*(t.cpu() for t in packed), lengths, causal=True)
     torch.testing.assert_close(ours.cpu().double(), reference, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_torch_varlen_passes_lengths_heads_and_causality_to_the_kernel(monkeypatch, grouped):
-    """The kernel runs on CUDA only; its contract is played by the SDPA backend here."""
+@pytest.mark.parametrize(
+    ("causal", "window", "expected"),
+    [(True, None, (-1, 0)), (False, None, (-1, -1)), (True, 4, (3, 0)), (False, 4, (3, 3))],
+)
+def test_the_kernel_gets_lengths_heads_scale_and_how_far_a_token_sees(
+    monkeypatch, causal, window, expected
+):
+    """The kernel runs on CUDA only; SDPA plays it here."""
     seen = {}
 
     def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
-        seen.update(options, key_heads=key.shape[1], lengths=(max_q, max_k), dtype=cu_q.dtype)
-        mask = attention.SequenceMask(
-            cu_seqlens=cu_k, max_seqlen=max_k, causal=options["window_size"] == (-1, 0)
-        )
-        return attention._sdpa_attention(query, key, value, mask, scale=options["scale"])
+        seen.update(options, lengths=(max_q, max_k), dtype=cu_q.dtype)
+        visible = {"causal": causal, "window": window, "scale": options["scale"]}
+        return attention._sdpa_each((query, key, value), cu_k, **visible)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_VARLEN_ATTN_GROUPS_HEADS", grouped)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
     packed = random_packed([5, 2])
-    for causal in (True, False):
-        ours = varlen_attention(
-            *packed, offsets([5, 2]), max_seqlen=5, causal=causal, backend="torch_varlen"
-        )
-        reference = dense_reference(*packed, [5, 2], causal=causal)
-        torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
-    assert seen["lengths"] == (5, 5)
-    assert seen["dtype"] == torch.int32
-    assert seen["key_heads"] == (2 if grouped else 4)
-    assert seen.get("enable_gqa", False) is grouped
-
-
-def test_flash_attn_gets_lengths_scale_and_causality(monkeypatch):
-    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size):
-        assert (max_q, max_k) == (5, 5)
-        assert window_size == (-1, -1)
-        mask = attention.SequenceMask(cu_seqlens=cu_k, max_seqlen=max_k, causal=causal)
-        return attention._sdpa_attention(query, key, value, mask, scale=softmax_scale)
-
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
-    monkeypatch.setitem(attention._BACKENDS, "flash_attn", attention._flash_attention)
-    packed = random_packed([5, 2])
-    ours = varlen_attention(
-        *packed, offsets([5, 2]), max_seqlen=5, causal=False, scale=0.2, backend="flash_attn"
-    )
-    reference = dense_reference(*packed, [5, 2], causal=False, scale=0.2)
+    options = {"causal": causal, "window": window, "scale": 0.2}
+    ours = varlen_attention(*packed, offsets([5, 2]), max_seqlen=5, **options)
+    reference = dense_reference(*packed, [5, 2], **options)
     torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
-
-
-def test_a_registered_backend_is_listed_and_runs(monkeypatch):
-    monkeypatch.setattr(attention, "_BACKENDS", dict(attention._BACKENDS))
-    register_attention("values", lambda query, key, value, mask, *, scale: value)
-    assert "values" in attention_backends()
-    query, key, value = random_packed([3], kv_heads=4)
-    assert (
-        varlen_attention(query, key, value, offsets([3]), max_seqlen=3, backend="values") is value
-    )
-
-
-def test_an_unknown_backend_is_refused_with_the_known_names():
-    with pytest.raises(ConfigurationError, match=r"'flush'.*sdpa, torch_varlen.*auto"):
-        varlen_attention(*random_packed([3]), offsets([3]), max_seqlen=3, backend="flush")
-
-
-@pytest.mark.parametrize("name", ["", "auto"])
-def test_reserved_names_cannot_be_registered(name):
-    with pytest.raises(ConfigurationError, match="automatic"):
-        register_attention(name, attention._sdpa_attention)
+    assert (seen["lengths"], seen["dtype"]) == ((5, 5), torch.int32)
+    assert seen["window_size"] == expected
 
 
 def test_heads_that_do_not_divide_are_refused():

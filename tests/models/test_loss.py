@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_hetero.models import loss
-from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.models import packing
+from lightning_hetero.models.packing import packed_cross_entropy
 
 
 def random_case(dtype, tokens=50, vocab=13):
@@ -16,7 +16,7 @@ def random_case(dtype, tokens=50, vocab=13):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_loss_and_gradient_are_the_fp32_mean_over_targets(dtype, monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_TOKENS", 16)
+    monkeypatch.setattr(packing, "_CHUNK_TOKENS", 16)
     logits, labels = random_case(dtype)
     ours = packed_cross_entropy(logits, labels)
     ours.backward()
@@ -32,7 +32,7 @@ def test_loss_and_gradient_are_the_fp32_mean_over_targets(dtype, monkeypatch):
 
 
 def test_bf16_loss_does_not_keep_fp32_logits(monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_TOKENS", 8)
+    monkeypatch.setattr(packing, "_CHUNK_TOKENS", 8)
     logits, labels = random_case(torch.bfloat16, tokens=64)
     kept = []
 

@@ -141,11 +141,9 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
         SafetensorsFile(path)
 
 
-def test_a_file_that_was_cut_off_is_refused_when_the_lost_part_is_read(tmp_path):
+def test_a_file_that_was_cut_off_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"rows": torch.arange(40.0).view(8, 5)}, path)
     path.write_bytes(path.read_bytes()[:-4])
-    rows = SafetensorsFile(path).tensors["rows"]
-    assert rows.read(((0, 2), (0, 5))).flatten().tolist() == list(range(10))
-    with pytest.raises(CheckpointError, match="ends before byte"):
-        rows.read(((6, 8), (0, 5)))
+    with pytest.raises(CheckpointError, match="Copy it again"):
+        SafetensorsFile(path)

@@ -1,9 +1,7 @@
 """An exchange by collectives, against the messages that it consists of, and their bytes."""
 
 import itertools
-import json
 from dataclasses import replace
-from math import log2
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +10,6 @@ from hypothesis import strategies as st
 from lightning_hetero.core import transfers
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
-from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.message_curve import MessageCurve
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
@@ -28,53 +24,12 @@ from lightning_hetero.simulator import (
 from lightning_hetero.simulator.exchange import ExchangeTable
 from lightning_hetero.simulator.exchange import exchange_of as exchange_table_of
 from lightning_hetero.simulator.unit_times import Holders, UnitTimes
+from tests.core.cluster_files import text_of
 from tests.simulator.closed_form import table_of
-from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
 
 KINDS = st.sampled_from([ExchangeKind.AUTO, ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER])
-CURVES = st.sampled_from([None, MessageCurve(((1e2, 1e5), (1e4, 1e6), (1e6, 1e7)))])
 CPU = replace(KNOWN_DEVICES["A100-40GB"], name="cpu", is_cpu=True)
-
-
-def curve_of(coefficients: list[float], fastest: float) -> MessageCurve:
-    """Return Sailor's fit, GB/s as a parabola over log2 of MB, as a curve from 16 KB to 1 GB."""
-    c2, c1, c0 = coefficients
-    points: list[tuple[float, float]] = []
-    for size in (2.0**power for power in range(14, 31)):
-        x = log2(size / 2**20)
-        rate = min(fastest, 1e9 * (c2 * x * x + c1 * x + c0))
-        if rate > 0 and (not points or size / rate > points[-1][0] / points[-1][1]):
-            points.append((size, rate))
-    return MessageCurve(tuple(points))
-
-
-def sailor_curves() -> dict[str, MessageCurve]:
-    data = json.loads((ROOT / "network_coeffs.json").read_text(encoding="utf-8"))["inter"]
-    return {device: curve_of(*counts["1"]) for device, counts in data.items()}
-
-
-@pytest.mark.skipif(not ROOT.exists(), reason="needs Sailor's data")
-def test_small_messages_of_real_networks_reach_less_of_their_links_rate():
-    for device, curve in sailor_curves().items():
-        rates = [size / curve(size) for size in (2**16, 2**20, 2**24, 2**28)]
-        assert rates == sorted(rates), device
-        assert rates[0] < (0.6 if device == "A100-40" else 1.0) * rates[-1]
-        # 1,024 ranks cut a layer into pieces that a link carries less well than 8 ranks' pieces.
-        layer_bytes = 2**28
-        share = [n * curve(layer_bytes / n) for n in (8, 1024)]
-        assert share[0] < share[1]
-
-
-def test_a_curve_interpolates_seconds_and_is_refused_if_larger_messages_took_less():
-    curve = MessageCurve(((1e3, 1e6), (1e6, 1e8)))
-    assert curve(0) == curve(1e3) == pytest.approx(1e-3)
-    assert curve(1e6) == pytest.approx(1e-2)
-    assert curve((1e3 + 1e6) / 2) == pytest.approx(5.5e-3)
-    assert curve(2e6) == pytest.approx(2e-2)
-    for points in ((), ((1e3, 1.0), (1e4, 1e9)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 0.0),)):
-        with pytest.raises(ClusterError, match="rising sizes"):
-            MessageCurve(points)
 
 
 def exchange_of(plan: ParallelPlan, cost: RooflineCost, kind: ExchangeKind) -> ExchangeTable:
@@ -82,10 +37,9 @@ def exchange_of(plan: ParallelPlan, cost: RooflineCost, kind: ExchangeKind) -> E
     return table_of(plan, cost)
 
 
-@given(plans(), costs(), KINDS, CURVES)
+@given(plans(), costs(), KINDS)
 @settings(max_examples=80, deadline=None)
-def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, kind, curve):
-    cost.message_curve = curve
+def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, kind):
     pairwise, table = (exchange_of(plan, cost, k) for k in (ExchangeKind.MESSAGES, kind))
     for index, segment in enumerate(table.segments):
         stages = [p.stages[s] for p, s in zip(plan.pipelines, segment.stages, strict=True)]
@@ -171,7 +125,7 @@ def test_auto_takes_as_long_as_what_the_runtime_uses_on_that_backend(device, num
 def test_a_cluster_with_any_cpu_communicates_by_gloo():
     nodes = (Node(device="A100-40GB", count=1), Node(device="cpu", count=1))
     assert Cluster(nodes=nodes, devices=(CPU,)).backend == "gloo"
-    text = Cluster(nodes=nodes, devices=(CPU,)).to_yaml()
+    text = text_of(Cluster(nodes=nodes, devices=(CPU,)))
     assert Cluster.from_yaml(text).backend == "gloo"
 
 
@@ -229,39 +183,6 @@ def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_deg
     # Nobody shares a node, or all do, so nothing is summed on it first.
     for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
         assert one == pytest.approx(other)
-
-
-@given(plans(), costs())
-@settings(max_examples=40, deadline=None)
-def test_a_curve_that_is_a_straight_line_changes_nothing(plan, cost):
-    straight = exchange_of(plan, cost, ExchangeKind.MESSAGES)
-    rate = cost.cluster.inter_node_bytes_per_s
-    cost.message_curve = MessageCurve(((1e-9, rate), (1e12, rate)))
-    curved = table_of(plan, cost)
-    for one, other in zip(
-        straight.push_s + straight.pull_s, curved.push_s + curved.pull_s, strict=True
-    ):
-        assert one == pytest.approx(other)
-
-
-def test_rates_by_size_in_a_cluster_file_slow_small_messages_down():
-    text = """
-        nodes: [{device: A100-40GB, count: 1}, {device: A100-40GB, count: 1}]
-        inter_node_bytes_per_s: 10 GB/s
-        inter_node_latency_s: 0
-        inter_node_rates:
-          - {message_bytes: 1 MB, bytes_per_s: 1 GB/s}
-          - {message_bytes: 100 MB, bytes_per_s: 10 GB/s}
-    """
-    cluster = Cluster.from_yaml(text)
-    cost = RooflineCost(cluster, MODEL)
-    assert cost.transfer_s(0, 1, 1e6) == pytest.approx(1e-3)
-    assert cost.transfer_s(0, 1, 1e9) == pytest.approx(0.1)
-    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
-    with pytest.raises(ClusterError, match="a larger message takes no less time"):
-        Cluster.from_yaml(text.replace("100 MB, bytes_per_s: 10 GB/s", "2 MB, bytes_per_s: 9 GB/s"))
-    with pytest.raises(ClusterError, match=r"name 2e.10 bytes/s, more than inter_node_bytes_per_s"):
-        Cluster.from_yaml(text.replace("100 MB, bytes_per_s: 10", "100 MB, bytes_per_s: 20"))
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.MESSAGES, ExchangeKind.REDUCE_SCATTER])

@@ -1,5 +1,4 @@
 import itertools
-import json
 from unittest import mock
 
 import pytest
@@ -14,10 +13,8 @@ from lightning_hetero.simulator import (
     RooflineCost,
     StageFacts,
     plot_timeline,
-    save_trace,
     simulate,
     split_batch,
-    trace_events,
 )
 from lightning_hetero.simulator.pictures import draw_memory
 
@@ -38,36 +35,6 @@ def draw(path, plan, simulation):
     plot_timeline(path, plan, COST, simulation)
 
 
-def test_trace_holds_every_action_once_on_its_lane(tmp_path):
-    simulation = run()
-    save_trace(tmp_path / "t.json", PLAN, simulation)
-    rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    actions = [row for row in rows if row.get("cat") in ("F", "B")]
-    assert len(actions) == 6 * 2 * 2
-    assert {(row["pid"], row["tid"]) for row in actions} == {(0, 0), (0, 5), (1, 0), (1, 5)}
-    end_us = max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X")
-    assert end_us == pytest.approx(simulation.iteration_time_s * 1e6)
-
-
-@pytest.mark.parametrize("bytes_per_s", [50e9, 1e7])
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_no_row_of_a_trace_overlaps_itself(num_stages, bytes_per_s):
-    plan = ParallelPlan.even(world_size=4, num_layers=24, num_stages=num_stages)
-    names = ("T4", "A10", "V100-16GB", "A100-80GB")
-    nodes = tuple(Node(device=name, count=1) for name in names)
-    cost = RooflineCost(Cluster(nodes=nodes, inter_node_bytes_per_s=bytes_per_s), COST.model)
-    batches = split_batch(plan, global_batch_size=16, sequence_length=512)
-    simulation = simulate(plan, cost, batches, record_events=True)
-    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for row in trace_events(plan, simulation):
-        if row["ph"] == "X":
-            lanes.setdefault((row["pid"], row["tid"]), []).append((row["ts"], row["dur"]))
-    for spans in lanes.values():
-        spans.sort()
-        for (start, length), (following, _) in itertools.pairwise(spans):
-            assert start + length <= following * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_a_picture_is_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")
@@ -78,11 +45,10 @@ def test_a_picture_is_drawn(tmp_path, suffix):
 
 def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):
     pytest.importorskip("matplotlib")
-    for write in (save_trace, draw):
-        with pytest.raises(ConfigurationError, match="record_events"):
-            write(tmp_path / "x.svg", PLAN, run(record=False))
-        with pytest.raises(ConfigurationError, match="Can't write"):
-            write(tmp_path / "missing" / "x.svg", PLAN, run())
+    with pytest.raises(ConfigurationError, match="record_events"):
+        draw(tmp_path / "x.svg", PLAN, run(record=False))
+    with pytest.raises(ConfigurationError, match="Can't write"):
+        draw(tmp_path / "missing" / "x.svg", PLAN, run())
     with pytest.raises(ConfigurationError, match="Can't draw"):
         draw(tmp_path / "x.nothing", PLAN, run())
 

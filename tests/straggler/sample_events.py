@@ -6,9 +6,8 @@ from lightning_hetero.straggler import (
     ChangeKind,
     DecisionKind,
     Event,
-    FindingEvent,
+    Finding,
     FindingKind,
-    GenerationEvent,
     IterationEvent,
     Mitigation,
 )
@@ -20,13 +19,11 @@ CHANGE = ChangeEvent(
     step=43,
     onset_step=40,
     kind=ChangeKind.SLOWDOWN,
-    ratio=2.0,
     before=1.0,
     after=2.0,
-    confidence=0.98,
     where="pipeline 1",
 )
-FOUND = FindingEvent(step=43, kind=FindingKind.LINK, ranks=(1, 2), ratio=3.0)
+FOUND = Finding(step=43, kind=FindingKind.LINK, ranks=(1, 2), ratio=3.0)
 ACTION = ActionEvent(
     step=45,
     kind=DecisionKind.APPLY,
@@ -36,7 +33,4 @@ ACTION = ActionEvent(
     before_s=2.0,
     after_s=1.0,
 )
-LOST = GenerationEvent(
-    step=50, generation=1, ranks=3, idle_s=1.25, steps_again=2, lost=(2,), joined=(4,)
-)
-EVENTS: tuple[Event, ...] = (*ITERATIONS, CHANGE, FOUND, ACTION, LOST)
+EVENTS: tuple[Event, ...] = (*ITERATIONS, CHANGE, FOUND, ACTION)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from lightning_hetero.straggler import DecisionKind, Mitigation, PolicyConfig, PossibleMitigation
-from lightning_hetero.straggler.policy import MitigationPolicy
+from lightning_hetero.straggler import DecisionKind, Mitigation, PolicyConfig
+from lightning_hetero.straggler.mitigation import MitigationPolicy, PossibleMitigation
 
 STEPS = (Mitigation.REBALANCE, Mitigation.SWAP, Mitigation.RESTART)
 
@@ -44,7 +44,7 @@ def online_s(fault: RandomFault) -> float:
         ]
         decision = policy.decide(unmitigated_s=slow_s, possible=options)
         if decision.kind is DecisionKind.APPLY:
-            step = decision.mitigation
+            step = decision.choice.mitigation
             total_s += fault.cost_s(step)
         total_s += fault.loss_s(step, iteration)
     return total_s

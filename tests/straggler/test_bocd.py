@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler import BocdConfig, BocdDetector, ChangeKind
+from lightning_hetero.straggler import BocdDetector, ChangeKind
 from tests.straggler.corpus import DEVELOPMENT_SEEDS, make_corpus, make_short_corpus, score
 
 
-def changes(values, config=None):
-    detector = BocdDetector(config)
+def changes(values):
+    detector = BocdDetector()
     found = (detector.update(float(value)) for value in values)
     return [change for change in found if change is not None]
 
@@ -35,8 +34,6 @@ def test_a_slowdown_of_a_fifth_is_reported_within_five_iterations(jitter, seed):
     assert change.step - 100 <= 4
     assert abs(change.onset_step - 100) <= 1
     assert change.ratio == pytest.approx(1.2, abs=0.06)
-    assert 0.9 < change.confidence <= 1.0
-    assert change.is_slow
 
 
 @pytest.mark.parametrize("num_before", range(8, 40, 3))
@@ -50,28 +47,22 @@ def test_onset_and_end_are_reported(ratio):
     found = changes(noisy([(1.0, 120), (ratio, 60), (1.0, 60)]))
     assert [change.kind for change in found] == [ChangeKind.SLOWDOWN, ChangeKind.RECOVERY]
     assert found[1].onset_step == pytest.approx(180, abs=2)
-    assert not found[1].is_slow
-    assert found[1].healthy == pytest.approx(1.0, rel=0.02)
 
 
 def test_a_partial_recovery_is_still_slow():
     found = changes(noisy([(1.0, 100), (2.0, 50), (1.3, 50), (1.0, 50)], 0.01))
     kinds = [change.kind for change in found]
     assert kinds == [ChangeKind.SLOWDOWN, ChangeKind.RECOVERY, ChangeKind.RECOVERY]
-    assert [change.is_slow for change in found] == [True, True, False]
 
 
 def test_a_second_slowdown_on_top_of_the_first_is_reported():
     found = changes(noisy([(1.0, 100), (1.4, 60), (2.5, 60)], 0.01))
     assert [change.kind for change in found] == [ChangeKind.SLOWDOWN] * 2
-    assert found[1].healthy == pytest.approx(1.0, rel=0.02)
 
 
 def test_an_improvement_is_no_slowdown_and_becomes_the_healthy_level():
     found = changes(noisy([(1.0, 100), (0.7, 100), (1.0, 50)]))
     assert [change.kind for change in found] == [ChangeKind.IMPROVEMENT, ChangeKind.SLOWDOWN]
-    assert not found[0].is_slow
-    assert found[1].healthy == pytest.approx(0.7, rel=0.02)
 
 
 @pytest.mark.parametrize("ratio", [1.03, 1.06, 0.95])
@@ -147,7 +138,7 @@ def test_the_unit_does_not_matter(scale, seed):
 )
 def test_any_floats_are_survived(values):
     found = changes([1.0] * 20 + values + [1.0] * 20)
-    assert all(math.isfinite(change.confidence) and change.ratio > 0 for change in found)
+    assert all(0 < change.ratio < math.inf for change in found)
 
 
 def test_clock_jumps_and_failed_measurements_are_ignored_and_counted():
@@ -166,14 +157,6 @@ def test_correlated_noise_is_known_for_what_it_is_right_after_a_change_too():
         levels = np.repeat([1.0, 0.6], [150, 90])
         (change,) = changes(levels * np.exp(0.05 * noise))
         assert change.onset_step == pytest.approx(150, abs=3)
-
-
-@pytest.mark.parametrize(
-    "options", [{"min_change": 0.0}, {"hazard": 1.0}, {"min_run": 1}, {"min_history": 2}]
-)
-def test_bad_configurations_are_refused(options):
-    with pytest.raises(ConfigurationError):
-        BocdConfig(**options)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler import CommunicationOp, find_changes, read_times
-from lightning_hetero.straggler.any_job import OPTIMIZER_STEP, as_line
+from lightning_hetero.straggler import find_changes, read_times
 
 NUM_STEPS, SLOW_FROM, SLOW_TO = 150, 60, 100
 SIZES = (4096, 1024, 1024, 512)
@@ -41,8 +40,6 @@ def write(path, kind):
         path.write_text("\n".join(map(str, times())))
     elif kind == "csv":
         path.write_text("step,seconds\n" + "\n".join(f"{i},{t}" for i, t in enumerate(times())))
-    elif kind == "json list":
-        path.write_text(json.dumps(times()))
     elif kind in ("trace", "zipped trace"):
         events = [
             {
@@ -56,7 +53,7 @@ def write(path, kind):
         ]
         text = json.dumps({"traceEvents": events}).encode()
         path.write_bytes(gzip.compress(text) if kind == "zipped trace" else text)
-    elif kind in ("flight recorder", "pickled flight recorder"):
+    else:
         entries = [
             {
                 "profiling_name": f"nccl:{name}",
@@ -70,25 +67,15 @@ def write(path, kind):
         data = {"version": "2.10", "entries": entries}
         pickled = kind.startswith("pickled")
         path.write_bytes(pickle.dumps(data) if pickled else json.dumps(data).encode())
-    else:
-        found = [CommunicationOp(name=n, num_bytes=b, start_s=s) for n, b, s in ops()]
-        end = 0.0
-        for time_s in times() if kind == "recording" else ():
-            end += time_s
-            found.append(CommunicationOp(name=OPTIMIZER_STEP, num_bytes=99, start_s=end))
-        path.write_text("".join(as_line(op) + "\n" for op in found) + '{"op": "all_re')
 
 
 KINDS = [
     "list",
     "csv",
-    "json list",
     "trace",
     "zipped trace",
     "flight recorder",
     "pickled flight recorder",
-    "recording",
-    "recording without optimizer",
 ]
 
 
@@ -104,22 +91,20 @@ def test_every_kind_of_file_gives_the_iterations_and_their_changes(kind, tmp_pat
     assert f"Found {found.source}." in output
     rows = [line.split() for line in output.splitlines() if "since step" in line]
     assert [row[1] for row in rows] == ["slowdown", "recovery"]
-    assert output.count(" s an iteration (confidence") == 2
     for row, true in zip(rows, (SLOW_FROM, SLOW_TO), strict=True):
         assert 0 <= int(row[0]) - true <= 10
     if "operations" in found.source:
         assert found.source.startswith("4 operations an iteration")
 
 
-def test_several_files_are_ranks_with_a_picture_each(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    for rank in (0, 1):
-        write(tmp_path / f"rank{rank}.jsonl", "recording")
-    files = [str(tmp_path / f"rank{rank}.jsonl") for rank in (0, 1)]
-    assert main(["stragglers", *files, "--plot", str(tmp_path / "run.svg")]) == 0
-    assert capsys.readouterr().out.count("slowdown") == 2
-    assert (tmp_path / "run-1.svg").exists()
-    assert (tmp_path / "run-2.svg").exists()
+def test_several_files_are_ranks(tmp_path, capsys):
+    files = [tmp_path / f"rank{rank}.jsonl" for rank in (0, 1)]
+    for path in files:
+        write(path, "list")
+    assert main(["stragglers", *map(str, files)]) == 0
+    output = capsys.readouterr().out
+    assert output.count("slowdown") == 2
+    assert f"{files[1]}:" in output
 
 
 def test_a_list_of_equal_times_has_no_change():
@@ -148,7 +133,7 @@ def test_a_list_of_equal_times_has_no_change():
         b'{"entries": [{"profiling_name": "x", "time_created_ns": null}]}',
         b'{"entries": [null]}',
         b'{"op": 3}\n',
-        b'{"op": "x", "num_bytes": [], "start_s": 1}\n',
+        b'{"entries": []}',
     ],
 )
 def test_what_holds_no_iterations_is_one_line_and_exit_code_2(content, tmp_path, capsys):

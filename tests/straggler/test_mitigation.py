@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler import DecisionKind, Mitigation, PolicyConfig, PossibleMitigation
-from lightning_hetero.straggler.policy import MitigationPolicy
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.straggler import DecisionKind, Mitigation, PolicyConfig
+from lightning_hetero.straggler.mitigation import MitigationPolicy, PossibleMitigation
 from tests.straggler.ski_rental import RandomFault, hindsight_s, online_s
 
+PLAN = ParallelPlan.even(world_size=2, num_layers=2)
 STEPS = (Mitigation.REBALANCE, Mitigation.SWAP, Mitigation.RESTART)
 
 
@@ -50,13 +52,15 @@ def test_steps_are_climbed_in_order_of_cost_and_undone_at_the_end():
     )
     options = [
         PossibleMitigation(mitigation=Mitigation.REBALANCE, iteration_s=1.5),
-        PossibleMitigation(mitigation=Mitigation.SWAP, iteration_s=1.2),
+        PossibleMitigation(mitigation=Mitigation.SWAP, iteration_s=1.2, plans=(PLAN,)),
         PossibleMitigation(mitigation=Mitigation.RESTART, iteration_s=1.0),
     ]
-    taken = [d.mitigation for d in slow_run(policy, 60, options) if d.kind is DecisionKind.APPLY]
+    taken = [
+        d.choice.mitigation for d in slow_run(policy, 60, options) if d.kind is DecisionKind.APPLY
+    ]
     assert taken == [Mitigation.REBALANCE, Mitigation.SWAP]
     undo = policy.end()
-    assert (undo.kind, undo.mitigation) == (DecisionKind.UNDO, Mitigation.SWAP)
+    assert (undo.kind, undo.choice.mitigation) == (DecisionKind.UNDO, Mitigation.SWAP)
     assert policy.mitigation is Mitigation.IGNORE
     assert policy.end().kind is DecisionKind.KEEP
 
@@ -70,27 +74,21 @@ def test_a_step_that_does_not_help_is_never_taken():
 def test_a_step_that_is_not_allowed_is_never_taken():
     policy = MitigationPolicy(PolicyConfig(allowed=(Mitigation.IGNORE, Mitigation.SWAP)))
     options = [PossibleMitigation(mitigation=step, iteration_s=1.0) for step in STEPS]
-    taken = [d.mitigation for d in slow_run(policy, 500, options) if d.kind is DecisionKind.APPLY]
+    taken = [
+        d.choice.mitigation for d in slow_run(policy, 500, options) if d.kind is DecisionKind.APPLY
+    ]
     assert taken == [Mitigation.SWAP]
-
-
-def test_a_dry_run_says_each_step_once_and_marks_it():
-    policy = MitigationPolicy(PolicyConfig(dry_run=True))
-    options = [PossibleMitigation(mitigation=Mitigation.REBALANCE, iteration_s=1.0)]
-    applied = [d for d in slow_run(policy, 20, options) if d.kind is DecisionKind.APPLY]
-    assert len(applied) == 1
-    assert applied[0].dry_run
 
 
 def test_measured_costs_replace_guesses():
     policy = MitigationPolicy(PolicyConfig(swap_cost_s=8.0))
     for _ in range(20):
         policy.record_cost(Mitigation.SWAP, 2.0)
-    assert policy.cost_s(Mitigation.SWAP) == pytest.approx(2.0, rel=1e-4)
-    with pytest.raises(ConfigurationError):
-        policy.record_cost(Mitigation.IGNORE, 1.0)
+    options = [PossibleMitigation(mitigation=Mitigation.SWAP, iteration_s=1.0)]
+    taken = [decision.kind for decision in slow_run(policy, 3, options)]
+    assert taken == [DecisionKind.KEEP, DecisionKind.KEEP, DecisionKind.APPLY]
 
 
-def test_deciding_without_a_fault_is_refused():
-    with pytest.raises(ConfigurationError, match="begin"):
-        MitigationPolicy().decide(unmitigated_s=1.0)
+def test_a_cost_of_nothing_is_refused():
+    with pytest.raises(ConfigurationError, match="above 0"):
+        PolicyConfig(swap_cost_s=0.0)

@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from lightning_hetero.straggler import ChangeKind, Observation, RankHistory
+from lightning_hetero.straggler import ChangeKind
+from lightning_hetero.straggler.paces import Observation, RankHistory
 
 
 def seen(step: int, pace: float, **options) -> Observation:
@@ -54,7 +55,7 @@ def test_the_baseline_of_a_fault_stands_until_it_recovers():
     history.settle(10)
     history.settle(15)
     assert history.report(10).slowness == pytest.approx(2.0)
-    history.recover()
+    history.forget()
     for step in range(20, 30):
         history.observe(seen(step, 1.0))
     history.settle(25)

@@ -1,6 +1,5 @@
 """`record()` watches a job that knows nothing of it: plain DDP in two processes."""
 
-import json
 import pathlib
 import subprocess
 
@@ -56,7 +55,6 @@ def test_one_line_records_plain_ddp_in_each_process(tmp_path):
     assert [process.wait(300) for process in processes] == [0, 0]
     for rank in (0, 1):
         found = read_times(tmp_path / "records" / f"rank{rank}.jsonl")
-        assert "optimizer" in found.source
         assert len(found.times_s) == NUM_STEPS - 1
         slow = [index + 1 for index, time_s in enumerate(found.times_s) if time_s > 0.5]
         assert set(SLOW) <= set(slow)
@@ -69,16 +67,17 @@ def test_a_job_in_one_process_is_recorded_until_stopped(tmp_path):
         for _ in range(5):
             optimizer.step()
     optimizer.step()
-    lines = recording.path.read_text().splitlines()
-    assert [json.loads(line)["op"] for line in lines] == ["optimizer_step"] * 5
+    assert len(recording.path.read_text().splitlines()) == 4
     recording.stop()
 
 
-def test_a_process_is_recorded_once(tmp_path):
-    with straggler.record(tmp_path), pytest.raises(ConfigurationError, match="Another"):
-        straggler.record(tmp_path)
-    with straggler.record(tmp_path):
-        pass
+def test_of_several_optimizers_the_largest_counts(tmp_path):
+    optimizers = [torch.optim.SGD(torch.nn.Linear(n, n).parameters()) for n in (2, 8)]
+    with straggler.record(tmp_path) as recording:
+        for _ in range(5):
+            for optimizer in optimizers:
+                optimizer.step()
+    assert len(recording.path.read_text().splitlines()) == 4
 
 
 def test_a_folder_that_can_not_be_made_is_refused(tmp_path):

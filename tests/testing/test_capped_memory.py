@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.testing import CappedMemory
-from lightning_hetero.testing.capped_memory import MemoryCounter
+from tests.capped_memory import CappedMemory, MemoryCounter
 from tests.toy import quiet
 
 

@@ -1,9 +1,9 @@
 import lightning as L
 import pytest
 
+from examples.slow_parts import InjectFaults, SlowLink, SlowRank
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.testing import InjectFaults, SlowLink, SlowRank
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 
@@ -46,9 +46,9 @@ class Look(L.Callback):
         self.at_the_end = trainer.strategy.engine.clock.slowdown
 
 
-def fit(faults, strategy="hetero", max_steps=5, unit="steps"):
+def fit(faults, strategy="hetero", max_steps=5):
     look = Look()
-    callbacks = [InjectFaults(faults, unit=unit), *([look] if strategy == "hetero" else [])]
+    callbacks = [InjectFaults(faults), *([look] if strategy == "hetero" else [])]
     trainer = L.Trainer(
         **quiet(devices=1, strategy=strategy, max_steps=max_steps, callbacks=callbacks)
     )
@@ -63,13 +63,6 @@ def test_slowdowns_multiply_while_they_hold_and_end_with_training():
     look = fit([first, second])
     assert look.slowdowns == [1.0, 2.0, 3.0, 3.0, 1.5]
     assert look.at_the_end == 1.0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_faults_may_be_scheduled_in_seconds():
-    soon = SlowRank(start=0, duration=1e9, global_rank=0, slowdown=2.0)
-    late = SlowRank(start=1e9, global_rank=0, slowdown=3.0)
-    assert set(fit([soon, late], unit="seconds").slowdowns) == {2.0}
 
 
 @pytest.mark.filterwarnings("ignore")

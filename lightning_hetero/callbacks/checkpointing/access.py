@@ -83,12 +83,11 @@ class Access:
             skip_unreadable=self._skip_unreadable,
         )
 
-    def enter(self, recovered: Recovered | None, *, anew: bool = False) -> CheckpointId:
+    def enter(self, recovered: Recovered | None) -> CheckpointId:
         """Make the writer, once leases are taken; every rank calls it. Communicates.
 
         Args:
             recovered: The state from which the ranks go on.
-            anew: Whether a new run begins, whatever is in the places.
 
         Returns:
             Step 0 of the attempt that begins; see `begin_run`.
@@ -104,7 +103,6 @@ class Access:
             node=joined.node,
             peers=self._peers,
             skip_unreadable=self._skip_unreadable,
-            anew=anew,
         )
         if self._is_first_of_node:
             self._places.forget_other_runs(start.run)

@@ -1,6 +1,8 @@
-"""The places where a node keeps its checkpoints, and a note there of the last finished step.
+"""The places where a node keeps its checkpoints; what was found there, and what was lost.
 
-`join` opens them on all ranks of a job, or fails on all of them.
+`join` opens them on all ranks of a job, or fails on all of them. Shared memory holds the newest
+checkpoint for a run's own restart and is freed at its end; what runs that failed for good have left
+there is freed by this user's next run after a week.
 """
 
 import contextlib
@@ -10,47 +12,51 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import time
-import uuid
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import (
     LocalStore,
     Peers,
-    RetryPolicy,
+    Recovered,
+    Source,
     Tier,
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Operations
 from lightning_hetero.checkpoint.places.claims import Lease
-from lightning_hetero.checkpoint.places.retry import local_folder, probe_store
-from lightning_hetero.checkpoint.places.shared_memory import (
-    has_shared_memory,
-    make_own_folder,
-    memory_places,
-    own_folder,
-)
+from lightning_hetero.checkpoint.places.store import check_store, local_folder
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process.cache import write_whole
-from lightning_hetero.core.process.deadlines import Progress
-from lightning_hetero.core.process.identity import machine_id
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.process import Progress, machine_namespace, write_whole
 
-__all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
+__all__ = [
+    "FinishedStep",
+    "Found",
+    "Joined",
+    "Places",
+    "join",
+    "probe",
+    "release",
+    "report_recovery",
+]
 
 _log = logging.getLogger(__name__)
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux keeps shared memory."""
 _KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
-"""How long after its last step a failed run's data stay in shared memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedStep:
+class FinishedStep(NamedTuple):
     """The last step that finished."""
 
     step: int
@@ -79,14 +85,8 @@ class Places:
     """Complete checkpoints to keep on disk and in the remote store."""
     storage_options: Mapping[str, Any]
     """For fsspec's filesystem."""
-    retry: RetryPolicy | None
     stall_s: float = 300.0
-    """Seconds after which an operation that hangs in a local place is given up."""
-    _noting: Operations = field(
-        default_factory=lambda: Operations(1.0, max_hanging=1),
-        repr=False,
-        compare=False,
-    )
+    """Seconds after which an operation that hangs is given up."""
 
     def __post_init__(self) -> None:
         if self.path_or_url is None and self.local_dir is None:
@@ -95,29 +95,23 @@ class Places:
                 "Give a path or URL that all nodes reach, or local_dir, or both."
             )
 
-    def identify_node(self) -> tuple[str, str]:
-        """Return a name for this node and one for its disk; may write files that identify them.
-
-        Processes that share the shared memory and the local folder get the same names; two machines
-        never do, even with the same host name.
-        """
-        host = socket.gethostname()
-        memory = _random_name(make_own_folder()) if self.memory_dir is not None else ""
-        disk = "" if self.local_dir is None else _random_name(Path(self.local_dir))
-        text = f"{machine_id()} {memory} {disk or self.local_dir}"
-        return f"{host}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", disk
+    @property
+    def node(self) -> str:
+        """Name of this node: the same in processes that share its memory and local folder."""
+        text = f"{machine_namespace()} {self.local_dir}"
+        return f"{socket.gethostname()}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     @property
     def memory_dir(self) -> Path | None:
         """Folder in shared memory, of its own for each user and set of places; None without one."""
-        if not self.shared_memory or not has_shared_memory():
+        if not self.shared_memory or not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
             return None
         endpoint = self.storage_options.get("endpoint_url")
         places = [
             item and str(local_folder(item) or item) for item in (self.path_or_url, self.local_dir)
         ]
         digest = hashlib.sha256(repr((places, endpoint)).encode()).hexdigest()[:16]
-        return own_folder() / digest
+        return _own_folder() / digest
 
     def tiers(self) -> list[Tier]:
         """Return the tiers, fastest first.
@@ -126,44 +120,38 @@ class Places:
             ConfigurationError: Another user has made this user's folder in shared memory.
         """
         tiers = []
-        if self.memory_dir is not None:
-            make_own_folder()
-            self.memory_dir.mkdir(mode=0o700, exist_ok=True)
-            store = LocalStore(self.memory_dir, private=True, stall_s=self.stall_s)
+        memory = self.memory_dir
+        if memory is not None:
+            _make_own_folder()
+            memory.mkdir(mode=0o700, exist_ok=True)
+            store = LocalStore(memory, private=True, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
         if self.local_dir is not None:
             disk = LocalStore(self.local_dir, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.DISK, store=disk, keep=self.keep))
         if self.path_or_url is not None:
-            remote = open_store(self.path_or_url, retry=self.retry, **self.storage_options)
+            remote = open_store(self.path_or_url, stall_s=self.stall_s, **self.storage_options)
             tiers.append(Tier(kind=TierKind.REMOTE, store=remote, keep=self.keep))
         return tiers
 
     def note(self, finished: FinishedStep) -> None:
-        """Remember a finished step beside the node's checkpoints; costs about 0.1 ms."""
-        path = self._progress_path
-        if path is not None:
-            text = json.dumps([finished.step, finished.at_s, finished.run])
-
-            def write(_: Progress) -> None:
-                # Replaced whole: if this process is killed now, the step before stays known.
-                write_whole(path, lambda new: new.write_text(text))
-
-            # Only a log message depends on it: a place that is full or hangs mustn't stop training.
+        """Remember a finished step in shared memory; costs about 0.1 ms."""
+        memory = self.memory_dir
+        if memory is not None:
+            text = json.dumps(finished)
+            # Only a log message depends on it: full memory mustn't stop training. Replaced whole:
+            # if this process is killed now, the step before stays known.
             with contextlib.suppress(OSError):
-                if self._noted_in_memory is None:
-                    self._noting.run(write)
-                else:
-                    write(Progress())  # Memory never hangs, so no thread of its own is needed.
+                write_whole(memory / "progress.json", lambda new: new.write_text(text))
 
     def last_finished(self) -> FinishedStep | None:
         """Return the step that an earlier process noted last; None if there is nothing readable."""
-        if self._progress_path is None:
+        memory = self.memory_dir
+        if memory is None:
             return None
         try:
-            step, at_s, run = json.loads(self._progress_path.read_text())
-            return FinishedStep(step=int(step), at_s=float(at_s), run=str(run))
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+            return FinishedStep(*json.loads((memory / "progress.json").read_text()))
+        except (OSError, ValueError, TypeError):
             return None
 
     def forget_other_runs(self, run: str) -> None:
@@ -179,52 +167,43 @@ class Places:
 
         Runs that still train note every step there, so they aren't affected.
         """
-        own = self.memory_dir
-        for place in () if own is None else memory_places():
-            age_s = time.time() - place.last_write_s
-            if place.folder != own and age_s > _KEPT_IN_MEMORY_S:
-                _log.warning(
-                    "Freeing %.1f MB of shared memory in %s, which a run left %.0f days ago.",
-                    place.num_bytes / 1e6,
-                    place.folder,
-                    age_s / 86400,
-                )
-                shutil.rmtree(place.folder, ignore_errors=True)
+        root = _own_folder()
+        if self.memory_dir is None or not root.is_dir() or root.is_symlink():
+            return
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):
+                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
+                if time.time() - last_s > _KEPT_IN_MEMORY_S and folder != self.memory_dir:
+                    _log.warning("Freeing shared memory in %s, which an old run left.", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def forget_memory(self) -> None:
         """Free this run's shared memory: it has ended, and other places have all checkpoints."""
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
 
-    @cached_property
-    def _noted_in_memory(self) -> Path | None:
-        """`memory_dir` at the first note; cached, since finding it takes longer than a note."""
-        return self.memory_dir
 
-    @property
-    def _progress_path(self) -> Path | None:
-        folder = self._noted_in_memory or (None if self.local_dir is None else Path(self.local_dir))
-        return None if folder is None else folder / "progress.json"
+def _own_folder() -> Path:
+    return SHARED_MEMORY / f"lightning_hetero-{os.getuid()}"
 
 
-def _random_name(folder: Path) -> str:
-    """Return the random name in a folder's file, which the first process to ask writes.
+def _make_own_folder() -> None:
+    """Make this user's folder in shared memory, which nobody else can read or replace.
 
-    Returns:
-        The name; "" if the folder can't be written, which the first save will report.
+    Raises:
+        ConfigurationError: Somebody else has made it.
     """
-    path, temporary = folder / "node", folder / f".tmp-{uuid.uuid4().hex}"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(uuid.uuid4().hex)
-            # Unlike a rename it fails if another process was first.
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
-            temporary.unlink()
-        return path.read_text()
-    except OSError:
-        return ""
+    folder = _own_folder()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigurationError(
+            f"{folder} is no folder of this user's (its owner has the id {status.st_uid}), so what "
+            "is in it can't be trusted. Have it deleted, or give LayerwiseCheckpoint "
+            "shared_memory=False."
+        )
+    folder.chmod(0o700)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,33 +228,30 @@ def join(places: Places, peers: Peers, *, is_first_of_node: bool, tidies: bool =
         tidies: Whether to remove old leftovers: once per start, since there may be many.
 
     Raises:
-        CheckpointError: A place can't be used, another job uses it, or machines share a
-            `local_dir`; all ranks raise it.
+        CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
     """
     leases: list[Lease] = []
 
-    def enter(progress: Progress) -> tuple[list[Tier], str, str]:
+    def enter(progress: Progress) -> list[Tier]:
         if is_first_of_node and tidies:
             places.forget_old_memory()
         tiers = places.tiers()
-        node, disk = places.identify_node()
         for tier in tiers:
             is_own = tier.is_looked_after_by(peers.global_rank, is_first_of_node=is_first_of_node)
             if is_own and tier.kind is not TierKind.MEMORY:
                 progress.refuse_if_late()
                 leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
                 leases[-1].take()
-        return tiers, node, disk
+        return tiers
 
+    node = places.node
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: release(leases))
         # Ranks wait for one that checks whether a lease's owner lives, or waits for a slow place.
-        entering, answers = peers.do(enter, lambda found: {"names": found[1:]})
-        _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
+        entering, answers = peers.do(enter, lambda _: {"node": node})
         undo.pop_all()
-    tiers, node, _ = entering.result()
-    names = tuple(answer["names"][0] for answer in answers)
-    return Joined(tiers=tiers, node=node, node_of_rank=names, leases=tuple(leases))
+    names = tuple(answer["node"] for answer in answers)
+    return Joined(tiers=entering.result(), node=node, node_of_rank=names, leases=tuple(leases))
 
 
 def release(leases: Iterable[Lease]) -> None:
@@ -287,7 +263,7 @@ def release(leases: Iterable[Lease]) -> None:
 def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
     """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
 
-    Communicates. A store that doesn't answer is waited for if this run has used it before.
+    Communicates.
 
     Raises:
         CheckpointError: It takes none; all ranks raise it.
@@ -295,21 +271,62 @@ def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
 
     def ask(_: Progress) -> None:
         if places.path_or_url is not None and is_first_of_node:
-            has_served = places.last_finished() is not None
-            probe_store(places.path_or_url, has_served=has_served, **places.storage_options)
+            check_store(places.path_or_url, writes=True, **places.storage_options)
 
     peers.do(ask)
 
 
-def _refuse_shared_disks(nodes: list[tuple[str, str]]) -> None:
-    nodes_of_disk: dict[str, set[str]] = defaultdict(set)
-    for node, disk in nodes:
-        if disk:
-            nodes_of_disk[disk].add(node)
-    for sharing in nodes_of_disk.values():
-        if len(sharing) > 1:
-            raise CheckpointError(
-                f"Nodes {sorted(sharing)} share their local_dir, so a copy in it would be lost "
-                "with them all. Give each a folder on its own disk; what all nodes reach is "
-                "path_or_url."
-            )
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The state that a fit goes on from."""
+
+    recovered: Recovered
+    is_live: bool
+    """Whether it comes from the ranks' memory, not from a checkpoint."""
+    why_not_live: str | None
+    """Why ranks didn't go on from memory after one was lost; None if none was lost."""
+    peers: Peers
+    """All ranks."""
+
+
+def report_recovery(trainer: pl.Trainer, found: Found, places: Places, began_s: float) -> None:
+    """Print and log a recovery on rank 0, once the state is loaded; collective.
+
+    Args:
+        trainer: The trainer.
+        found: The state.
+        places: This node's.
+        began_s: When this start began, in seconds since the epoch.
+    """
+    recovered, seconds = found.recovered, {"start": time.time() - began_s}
+    own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
+    rows = found.peers.gather({"bytes": own, "finished": places.last_finished()})
+    sources: Counter[Source] = Counter()
+    for row in rows:
+        sources.update({Source(source): count for source, count in row["bytes"]})
+    # What any remaining node has noted.
+    known = [FinishedStep(*row["finished"]) for row in rows if row["finished"] is not None]
+    ours = [item for item in known if item.run == recovered.id.run]
+    finished = max(ours, key=lambda item: item.at_s, default=None)
+    lost, lost_steps = "", None
+    if finished is not None:
+        # Not below 0: the rank that notes steps may have been lost before it noted its last one.
+        lost_steps = max(0, finished.step - recovered.id.step)
+        seconds["restart"] = began_s - finished.at_s
+        lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
+    rank_zero_info(
+        f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
+        f"{seconds['start']:.2f} s to start; {trainer.world_size} ranks, {recovered.world_size} "
+        "had saved it."
+    )
+    note(
+        trainer,
+        "recovered",
+        bytes_by_source={source.name.lower(): count for source, count in sources.items()},
+        seconds=seconds,
+        lost_steps=lost_steps,
+        world_size=trainer.world_size,
+        saved_by=recovered.world_size,
+        is_live=found.is_live,
+        why_not_live=found.why_not_live,
+    )

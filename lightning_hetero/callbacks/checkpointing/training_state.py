@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_models
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
-from lightning_hetero.checkpoint.format.content import optimizer_state_dict
-from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.core.process import installed_version
 from lightning_hetero.runtime.random_state import RandomState
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "is_epoch_ending",
     "is_validation_due",
     "restore",
-    "restore_now",
 ]
 
 _OWN = "lightning_hetero"
@@ -159,13 +157,6 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def restore_now(trainer: pl.Trainer) -> None:
-    """Restore at once what `restore` has left to Lightning, which then does it again."""
-    if run_of(trainer).strategy is not None:
-        _restore_modules(trainer)
-    trainer._checkpoint_connector.restore_training_state()
-
-
 def _restore_modules(trainer: pl.Trainer) -> None:
     connector = trainer._checkpoint_connector
     connector.restore_model()
@@ -193,17 +184,13 @@ class _Restored:
 
     def whole(self) -> dict[str, Any]:
         """Return it as Lightning's own checkpoint, where all slices are whole parameters."""
-        states = self.checkpoint["optimizer_states"]
-        self._owned.check_groups(states)
         weights = {name: item.weight for name, item in self._by_name.items()}
         # Frozen weights may not have been saved.
         before = self._trainer.lightning_module.state_dict()
         return {
             **self.checkpoint,
             "state_dict": {**before, **self.checkpoint["state_dict"], **weights},
-            "optimizer_states": [
-                optimizer_state_dict(entry["param_groups"], self._by_name) for entry in states
-            ],
+            "optimizer_states": self._states(),
         }
 
     def load_weights(self) -> None:
@@ -213,8 +200,12 @@ class _Restored:
 
     def load_optimizers(self) -> None:
         """Put the optimizers' state, and averages of weights, in place."""
-        self._owned.load_optimizers(self._by_name, self.checkpoint["optimizer_states"])
+        for optimizer, state in zip(self._owned.optimizers, self._states(), strict=True):
+            optimizer.load_state_dict(state)
         self.load_averages()
+
+    def _states(self) -> list[dict[str, Any]]:
+        return self._owned.optimizer_states(self._by_name, self.checkpoint["optimizer_states"])
 
     def load_averages(self) -> None:
         """Put averages of weights, and of buffers, in place."""

@@ -14,29 +14,22 @@ from lightning_hetero.callbacks.run import Ranks
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.setup.detect import describe_device
-from lightning_hetero.straggler import (
-    Decision,
-    DecisionKind,
-    Event,
-    Finding,
-    FindingEvent,
-    Mitigation,
-    Observation,
-    Order,
+from lightning_hetero.straggler import DecisionKind, Event, Finding, Mitigation
+from lightning_hetero.straggler.events import Pair
+from lightning_hetero.straggler.locate import (
     Probes,
-    RankHistory,
-    RankNote,
-    RunWatch,
     Suspicion,
-    WatchConfig,
     diagnose,
     probe_rounds,
+    ring_rounds,
+    slow_of_their_kind,
     suspect,
-    true_causes,
 )
-from lightning_hetero.straggler.events import Pair
-from lightning_hetero.straggler.locate import slow_of_their_kind
-from lightning_hetero.straggler.probe import probe_devices, probe_links, probe_memory
+from lightning_hetero.straggler.mitigation import Decision
+from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote
+from lightning_hetero.straggler.prediction import true_causes
+from lightning_hetero.straggler.probe import probe_device, probe_links, probe_memory
+from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 __all__ = ["StragglerSession"]
 
@@ -65,7 +58,7 @@ class StragglerSession:
     ) -> None:
         self._run = run
         self._ranks = ranks
-        self._history = RankHistory(ranks.global_rank, config.detector)
+        self._history = RankHistory(ranks.global_rank)
         self._watch = RunWatch(config, report=report, say=say) if ranks.leads else None
         self._is_known = False
         self._factor = 1.0
@@ -73,13 +66,12 @@ class StragglerSession:
         self._matmul_size, most_bytes = (256, 2**20) if run.device.type == "cpu" else (2048, 2**24)
         # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
         self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
-        everyone = Suspicion(is_informed=False)
-        hosts = tuple(ranks.gather(socket.gethostname()))
-        self._healthy = self._probe(everyone, probe_rounds(everyone, ranks.world_size), hosts)
+        self._hosts = tuple(ranks.gather(socket.gethostname()))
+        self._healthy = self._probe(ring_rounds(range(ranks.world_size)), devices=True)
         if admission is not None and ranks.world_size > 1:
             for finding in self._admit(admission):
                 if ranks.leads:
-                    report(FindingEvent.from_finding(finding, step=0))
+                    report(finding)
                     say(f"Before training: {finding}")
 
     @property
@@ -138,11 +130,11 @@ class StragglerSession:
             since_step = self._watch.since_step
         code, since_step = self._ranks.from_leader([order, since_step])
         if code == Order.LOOK:
-            self._look(observation.step, since_step)
+            self._look(since_step)
         if code != Order.GO_ON:
             self._obey()
 
-    def _look(self, step: int, since_step: int) -> None:
+    def _look(self, since_step: int) -> None:
         """Find out what is slow, with all ranks, and tell the leader's `RunWatch`."""
         start_s = time.perf_counter()
         self._history.settle(since_step)
@@ -151,42 +143,36 @@ class StragglerSession:
         rounds: tuple[tuple[Pair, ...], ...] = ()
         if watch is not None:
             suspicion = suspect(reports, iteration_s=watch.base_s(), known=watch.known)
-            rounds = probe_rounds(suspicion, self._ranks.world_size, watch.known)
-        suspicion, rounds = self._ranks.share((suspicion, rounds))
-        probes = self._probe(suspicion, rounds, self._healthy.hosts)
+            rounds = probe_rounds(suspicion, self._ranks.world_size)
+        rounds, devices = self._ranks.share((rounds, bool(suspicion.ranks)))
+        probes = self._probe(rounds, devices=devices)
         if watch is None:
             return
         measured = self._run.measure(reports, watch.base_s(), self._healthy)
-        found = diagnose(suspicion, probes, self._healthy)
-        findings = true_causes(found, measured, self._ranks.world_size)
+        findings = true_causes(diagnose(suspicion, probes, self._healthy), measured)
         watch.found(
-            step,
             findings,
             lambda: self._run.find_mitigations(findings, measured, healthy_s=watch.base_s()),
             where=self._run.where(findings),
             look_s=time.perf_counter() - start_s,
         )
 
-    def _probe(
-        self,
-        suspicion: Suspicion,
-        rounds: Sequence[Sequence[Pair]],
-        hosts: tuple[str, ...],
-    ) -> Probes:
-        """Probe suspected devices and links; collective."""
-        if self._ranks.world_size == 1:
-            return Probes(hosts=hosts)
+    def _probe(self, rounds: Sequence[Sequence[Pair]], *, devices: bool) -> Probes:
+        """Probe links, and devices if these are suspected; collective."""
         clock, device = self._run.clock, self._run.device
         device_s: dict[int, float] = {}
-        if suspicion.ranks or not suspicion.is_informed:
+        if devices and self._ranks.world_size > 1:
             within = None if clock is None else clock.probing()
-            device_s = probe_devices(device, size=self._matmul_size, within=within)
+            own_s = probe_device(device, size=self._matmul_size, within=within)
+            device_s = dict(enumerate(self._ranks.gather(own_s)))
         link_s: dict[Pair, float] = {}
         if rounds:
             link_s = probe_links(
                 rounds, device, num_bytes=self._link_bytes, wait_for=_waiter(clock)
             )
-        return Probes(device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=hosts)
+        return Probes(
+            device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=self._hosts
+        )
 
     def _obey(self) -> None:
         """Get from the leader whether a fault is known and what to do, and do it; collective."""
@@ -198,9 +184,9 @@ class StragglerSession:
         if decision is not None:
             self._do(decision)
         elif was_known and not self._is_known:
-            self._history.recover()
+            self._history.forget()
         elif not self._is_known:
-            self._history.unsettle()
+            self._history.forget(baseline_only=True)
 
     def _do(self, decision: Decision) -> None:
         start_s = time.perf_counter()
@@ -218,7 +204,7 @@ class StragglerSession:
         self._history.move(self._factor)
         if self._recovers:
             self._recovers = False
-            self._history.recover()
+            self._history.forget()
 
 
 def _waiter(clock: ComputeClock | None) -> Callable[[dist.Work, int, int], None] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.models.batches import work_of
 from lightning_hetero.runtime.clock import IterationTimes
-from lightning_hetero.straggler import Observation
+from lightning_hetero.straggler.paces import Observation
 
 __all__ = ["StepTimes"]
 

@@ -10,21 +10,17 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.straggler import (
+from lightning_hetero.straggler import DecisionKind, Finding
+from lightning_hetero.straggler.locate import Probes
+from lightning_hetero.straggler.mitigation import (
     Decision,
-    DecisionKind,
-    Finding,
-    MeasuredRun,
-    PlaceTimes,
     PossibleMitigation,
-    Probes,
-    RankReport,
-    RunPrediction,
-    Slowness,
     WatchedPlans,
     find_mitigations,
     restart_mitigation,
 )
+from lightning_hetero.straggler.paces import RankReport
+from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction, Slowness
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import RestartsRun
 
@@ -133,7 +129,7 @@ class HeteroRun(PlainRun):
         restarts = super().find_mitigations(findings, measured, healthy_s=healthy_s)
         if not measured:
             return restarts
-        slowness = Slowness.of(findings, self._world_size)
+        slowness = Slowness.of(findings)
         memory = self._strategy.memory
         assert memory is not None, "the strategy has not been set up"
         watched = WatchedPlans(

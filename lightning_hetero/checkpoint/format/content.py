@@ -36,7 +36,7 @@ class SliceContent:
     """One owned slice of a parameter with its optimizer state.
 
     Raises:
-        CheckpointError: The weight's shape isn't that of the slice.
+        CheckpointError: Optimizer state has a name that is taken.
     """
 
     parameter: str
@@ -61,11 +61,6 @@ class SliceContent:
     """Optimizer state that is a plain number, text, boolean or None."""
 
     def __post_init__(self) -> None:
-        if tuple(self.weight.shape) != self.slice_shape:
-            raise CheckpointError(
-                f"Slice [{self.start}, {self.stop}) of {self.parameter} {self.shape} along dim "
-                f"{self.dim} must have shape {self.slice_shape}, not {tuple(self.weight.shape)}."
-            )
         twice = self.state.keys() & self.whole_state.keys()
         if twice or "weight" in self.state or "weight" in self.whole_state:
             raise CheckpointError(

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.blocks import BLOCK_BYTES, BlockChecksums, Buffer
 from lightning_hetero.checkpoint.format.content import CheckpointContent, SliceContent
 from lightning_hetero.checkpoint.format.manifest import (
+    BLOCK_BYTES,
     SHARED_METADATA,
     WEIGHT,
+    BlockChecksums,
+    Buffer,
     FileEntry,
     PartManifest,
     SliceEntry,
@@ -26,11 +28,11 @@ from lightning_hetero.checkpoint.format.manifest import (
     rank_metadata_name,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.identity import installed_version
-from lightning_hetero.models.stored import SAFETENSORS_DTYPES
+from lightning_hetero.core.process import installed_version
 
 __all__ = [
     "DTYPE_NAMES",
+    "SAFETENSORS_DTYPES",
     "FileBody",
     "encode_metadata",
     "encode_part",
@@ -38,6 +40,21 @@ __all__ = [
     "metadata_files",
 ]
 
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 """Spelling of each dtype in safetensors."""
 
@@ -114,7 +131,7 @@ def encode_part(
     copies: Mapping[tuple[int, str], torch.Tensor],
     metadata: Mapping[str, bytes],
     *,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> tuple[list[FileBody], list[SliceEntry]]:
     """Return the files of a part and the manifest's entries of its slices.
 
@@ -122,11 +139,9 @@ def encode_part(
         content: The state; its own tensors may have changed since it was copied.
         copies: The tensors on the host, see `tensors_of`.
         metadata: Names and contents of the metadata files, at least one.
-        block_bytes: Bytes that one checksum covers.
+        block_bytes: Bytes that one checksum covers; `BLOCK_BYTES` if None.
     """
-    bodies = [
-        FileBody(name, None, data, block_bytes=block_bytes) for name, data in metadata.items()
-    ]
+    bodies = [FileBody(name, None, data) for name, data in metadata.items()]
     entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
     for unit in sorted({item.unit for item in content.slices}):
         members = [i for i, item in enumerate(content.slices) if item.unit == unit]
@@ -144,7 +159,9 @@ def encode_part(
                 body, made = _encode_file(name, unit, found)
                 for (index, _), entry in zip(tensors, made, strict=True):
                     entries[index].append(entry)
-                bodies.append(replace(body, block_bytes=block_bytes))
+                bodies.append(body)
+    for body in bodies:
+        body.block_bytes = block_bytes or BLOCK_BYTES
     slices = [
         SliceEntry(
             parameter=item.parameter,
@@ -201,22 +218,20 @@ def metadata_files(
 
 
 def encode_metadata(metadata: Mapping[str, Any], *, what: str) -> bytes:
-    """Return a file that `torch.load(weights_only=True)` reads.
+    """Return metadata as a file that `torch.load(weights_only=True)` reads.
 
     Raises:
-        CheckpointError: An entry can't be read back that way; the message names it.
+        CheckpointError: Some entry holds objects that would have to be pickled.
     """
     data = _save(dict(metadata))
-    if _load_error(data) is None:
-        return data
-    for key, value in metadata.items():
-        error = _load_error(_save(value))
-        if error is not None:
-            raise CheckpointError(
-                f"{what} entry {key!r} holds objects that torch.load(weights_only=True) refuses: "
-                f"{error}. Keep to tensors, numbers, texts, lists and dicts."
-            )
-    raise CheckpointError(f"{what} can't be read back: {_load_error(data)}.")
+    why = _load_error(data)
+    if why is not None:
+        bad = [key for key, value in metadata.items() if _load_error(_save(value)) is not None]
+        raise CheckpointError(
+            f"{what} entry {bad} holds objects that torch.load(weights_only=True) refuses: {why}. "
+            "Keep to tensors, numbers, texts, lists and dicts."
+        )
+    return data
 
 
 def _save(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The files of one rank's part of a checkpoint: files, byte ranges, checksums.
+"""One rank's part of a checkpoint: its files, byte ranges and checksums.
 
 A checkpoint is a folder `step-<step>-<attempt>-<run>`, to which every rank adds one *part*: for
 each *unit* (a layer, or what lies before or after the layers) one safetensors file with the weights
@@ -14,27 +14,43 @@ another plan or tensor-parallel degree asks for, is one byte range.
 import json
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import total_ordering
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, total_ordering
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter
 
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = [
+    "BLOCK_BYTES",
     "SHARED_METADATA",
     "WEIGHT",
+    "BlockChecksums",
+    "Buffer",
     "CheckpointId",
     "FileEntry",
     "PartManifest",
     "Scalar",
     "SliceEntry",
     "TensorEntry",
+    "align_to_blocks",
+    "fault_in",
+    "first_corrupt_block",
     "manifest_name",
     "name_of_unit",
     "parse_manifest_name",
     "rank_metadata_name",
 ]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+BLOCK_BYTES = 1 << 20
+"""Bytes that one checksum covers: a partial read is rounded to at most two blocks more."""
+
+SHARED_METADATA = "metadata.pt"
+"""File with the metadata that are the same on all ranks; part 0 has it."""
 
 Scalar = float | int | bool | str | None
 """Optimizer state that JSON can hold."""
@@ -45,8 +61,6 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
-_BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
 
 
 @total_ordering
@@ -73,7 +87,7 @@ class CheckpointId:
         return f"{name}-{self.run}" if self.run else name
 
     @classmethod
-    def parse(cls, folder: str) -> Self | None:
+    def parse(cls, folder: str) -> "CheckpointId | None":
         """Return the checkpoint that a folder's name stands for; None if it is no such name."""
         match = re.fullmatch(r"step-(\d{12,20})-(\d{6,20})(?:-([0-9a-z-]{1,64}))?", folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3] or "")
@@ -187,32 +201,12 @@ class PartManifest:
 
     def encode(self) -> bytes:
         """Return the manifest as JSON text that carries its own checksum."""
-        body = json.dumps(
-            {
-                "format": _FORMAT,
-                "step": self.id.step,
-                "attempt": self.id.attempt,
-                "run": self.id.run,
-                "part": self.part,
-                "world_size": self.world_size,
-                "num_layers": self.num_layers,
-                "block_bytes": self.block_bytes,
-                "files": [
-                    [f.name, f.unit, f.size_bytes, "".join(f"{c:08x}" for c in f.checksums)]
-                    for f in self.files
-                ],
-                "slices": [_slice_to_json(item) for item in self.slices],
-                "plan": self.plan,
-                "versions": dict(self.versions),
-            },
-            sort_keys=True,
-            separators=(",", ":"),
-        ).encode()
+        body = json.dumps({"format": _FORMAT, **asdict(self)}, separators=(",", ":")).encode()
         return _HEAD % zlib.crc32(body) + body + _TAIL
 
     @classmethod
-    def decode(cls, data: bytes, *, is_live: bool = False) -> Self:
-        """Parse what `encode` returns; files of live memory have no checksums.
+    def decode(cls, data: bytes) -> "PartManifest":
+        """Parse what `encode` returns.
 
         Raises:
             CheckpointError: It is torn, altered, or of another format.
@@ -229,83 +223,89 @@ class PartManifest:
                     f"lightning_hetero reads format {_FORMAT}. Install the version that wrote it: "
                     f"{body.get('versions')}."
                 )
-            manifest = cls(
-                id=CheckpointId(body["step"], body["attempt"], body.get("run", "")),
-                part=body["part"],
-                world_size=body["world_size"],
-                num_layers=body["num_layers"],
-                block_bytes=body["block_bytes"],
-                files=tuple(
-                    FileEntry(name, unit, size, _checksums(text))
-                    for name, unit, size, text in body["files"]
-                ),
-                slices=tuple(_slice_from_json(item) for item in body["slices"]),
-                plan=body["plan"],
-                versions=body["versions"],
-            )
-            if not is_live:
-                manifest._check()
+            manifest = _parser().validate_python(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"The checkpoint's manifest can't be read: {error!r}.") from error
         return manifest
 
-    def _check(self) -> None:
-        """Raise ValueError unless a rank can have written this: a file may come from anywhere."""
-        if CheckpointId.parse(self.id.folder) != self.id:
-            raise ValueError(f"{self.id!r} is no checkpoint")
-        if not 0 <= self.part < self.world_size or self.block_bytes < 1:
-            raise ValueError(f"part {self.part} of {self.world_size}, {self.block_bytes} a block")
-        sizes = {entry.name: entry.size_bytes for entry in self.files}
-        for entry in self.files:
-            if not _BARE_NAME.fullmatch(entry.name) or parse_manifest_name(
-                f"{self.id.folder}/{entry.name}"
-            ):
-                raise ValueError(f"{entry.name!r} is no name of a part's file")
-            if len(entry.checksums) != -(-entry.size_bytes // self.block_bytes):
-                raise ValueError(f"{entry.name} has {len(entry.checksums)} checksums")
-        for tensor in (tensor for item in self.slices for tensor in item.tensors):
-            if not 0 <= tensor.begin <= tensor.end <= sizes[tensor.file]:
-                raise ValueError(f"{tensor.key} lies outside of {tensor.file}")
 
-
-def _checksums(text: str) -> tuple[int, ...]:
-    return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
-
-
-def _slice_to_json(item: SliceEntry) -> dict[str, Any]:
-    return {
-        "parameter": item.parameter,
-        "unit": item.unit,
-        "shape": list(item.shape),
-        "cut": [item.dim, item.start, item.stop],
-        "scalars": dict(item.scalars),
-        "tensors": [
-            [t.key, t.file, t.dtype, list(t.shape), t.by_rows, t.begin, t.end] for t in item.tensors
-        ],
-    }
-
-
-def _slice_from_json(data: Mapping[str, Any]) -> SliceEntry:
-    dim, start, stop = data["cut"]
-    return SliceEntry(
-        parameter=data["parameter"],
-        unit=data["unit"],
-        shape=tuple(data["shape"]),
-        dim=dim,
-        start=start,
-        stop=stop,
-        scalars=data["scalars"],
-        tensors=tuple(
-            TensorEntry(key, file, dtype, tuple(shape), by_rows, begin, end)
-            for key, file, dtype, shape, by_rows, begin, end in data["tensors"]
-        ),
-    )
-
-
-SHARED_METADATA = "metadata.pt"
-"""File with the metadata that are the same on all ranks; part 0 has it."""
+@cache
+def _parser() -> TypeAdapter[PartManifest]:
+    return TypeAdapter(PartManifest)
 
 
 def rank_metadata_name(part: int) -> str:
     """Return the name of the file with one rank's own metadata."""
     return f"rank-{part:05d}.pt"
+
+
+class BlockChecksums:
+    """Checksums of the blocks of a stream that arrives in chunks of any size."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._done: list[int] = []
+        self._crc = 0
+        self._filled_bytes = 0
+
+    def update(self, chunk: Buffer) -> None:
+        """Take the next bytes of the stream."""
+        view = memoryview(chunk).cast("B")
+        position = 0
+        while position < len(view):
+            part = view[position : position + self._block_bytes - self._filled_bytes]
+            self._crc = zlib.crc32(part, self._crc)
+            self._filled_bytes += len(part)
+            position += len(part)
+            if self._filled_bytes == self._block_bytes:
+                self._close_block()
+
+    def finish(self) -> tuple[int, ...]:
+        """Return the checksums of all blocks; the stream has ended."""
+        if self._filled_bytes:
+            self._close_block()
+        return tuple(self._done)
+
+    def _close_block(self) -> None:
+        self._done.append(self._crc)
+        self._crc = self._filled_bytes = 0
+
+
+def align_to_blocks(start: int, stop: int, *, block_bytes: int, size_bytes: int) -> tuple[int, int]:
+    """Return the smallest run of whole blocks that holds bytes [start, stop)."""
+    return (
+        start - start % block_bytes,
+        min(size_bytes, -(-stop // block_bytes) * block_bytes),
+    )
+
+
+def first_corrupt_block(
+    data: Buffer, start: int, checksums: Sequence[int], *, block_bytes: int
+) -> int | None:
+    """Return the index of the first block of `data` that doesn't match, or None.
+
+    Args:
+        data: Bytes of a file from `start` on, up to a block's end or the file's.
+        start: A multiple of `block_bytes`.
+        checksums: Of all blocks of the file.
+        block_bytes: Bytes that one checksum covers.
+    """
+    view = memoryview(data).cast("B")
+    first = start // block_bytes
+    for index in range(-(-len(view) // block_bytes)):
+        block = view[index * block_bytes : (index + 1) * block_bytes]
+        if zlib.crc32(block) != checksums[first + index]:
+            return first + index
+    return None
+
+
+def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes: int) -> str:
+    """Return what is wrong with bytes [start, stop), whole blocks, of a file; "" if nothing is."""
+    if len(data) != stop - start:
+        return f"got {len(data)} of {stop - start} bytes at {start}"
+    if not entry.checksums:  # Live memory has none.
+        return ""
+    block = first_corrupt_block(data, start, entry.checksums, block_bytes=block_bytes)
+    if block is None:
+        return ""
+    return f"the checksum of block {block} ({block_bytes} bytes each) is wrong"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from lightning_hetero.core.process.deadlines import Deadline, Progress
+from lightning_hetero.core.process import Deadline, Progress
 
 __all__ = [
     "MARGIN",

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.peers.serving import Address, FileServer, Probe, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
-from lightning_hetero.core.process.deadlines import Deadline, Progress
+from lightning_hetero.core.process import Deadline, Progress
 
 __all__ = ["Keys", "Peers"]
 

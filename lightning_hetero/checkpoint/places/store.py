@@ -7,28 +7,40 @@ completed at the end and aborted on failure.
 
 import contextlib
 import errno
+import logging
 import os
-import stat
+import re
+import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lightning_hetero.checkpoint.format.blocks import Buffer
-from lightning_hetero.checkpoint.peers.deadlines import Followed, Operations
+from lightning_hetero.checkpoint.format.manifest import Buffer
+from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
-__all__ = ["FsspecStore", "LocalStore", "Store"]
+__all__ = [
+    "FsspecStore",
+    "LocalStore",
+    "RetryingStore",
+    "Store",
+    "check_store",
+    "local_folder",
+    "open_store",
+]
 
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _TEMPORARY = ".tmp-"
-_FOREIGN = {"lost+found"}
-_TRIES = 3
 _SYNC_BYTES = 256 << 20
-_GENERIC_FIND = AsyncFileSystem._find
+_MULTIPART_BYTES = 16 << 20
+_HOPELESS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EROFS, errno.EDQUOT}
+_PROBE_S = 10.0
 
 
 class Store(Protocol):
@@ -126,34 +138,23 @@ class LocalStore:
         Raises:
             OSError: A folder can't be read, so its contents are unknown.
         """
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                return self._operations.run(self._walk)
-            except OSError as error:
-                # A network filesystem's handle of a file that was replaced: look it up again.
-                if error.errno != errno.ESTALE or not tries_left:
-                    raise
-        raise AssertionError("the last try returns or raises")
+        return self._operations.run(self._walk)
 
     def _walk(self, progress: Progress) -> dict[str, int]:
+        def fail(error: OSError) -> None:
+            # Folders may be deleted meanwhile, or never have been made.
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
         found = {}
-        folders = [("", self._root, frozenset[tuple[int, int]]())]
-        while folders:
-            prefix, folder, above = folders.pop()
-            try:
-                status, entries = folder.stat(), list(os.scandir(folder))
-            except FileNotFoundError:
-                # Deleted meanwhile, or never made.
-                continue
-            key = (status.st_dev, status.st_ino)
-            for entry in Followed([] if key in above else entries, progress):
-                info = None if entry.name.startswith(_TEMPORARY) else _status_of(entry)
-                if info is None or entry.name in _FOREIGN:
-                    continue
-                if stat.S_ISDIR(info.st_mode):
-                    folders.append((f"{prefix}{entry.name}/", Path(entry.path), above | {key}))
-                else:
-                    found[f"{prefix}{entry.name}"] = info.st_size
+        for folder, folders, names in os.walk(self._root, onerror=fail, followlinks=True):
+            progress.tick()
+            folders[:] = [name for name in folders if name != "lost+found"]
+            for name in names:
+                path = Path(folder, name)
+                size = None if name.startswith(_TEMPORARY) else _size_of(path)
+                if size is not None:
+                    found[path.relative_to(self._root).as_posix()] = size
         return found
 
     def remove(self, names: Collection[str]) -> None:
@@ -186,16 +187,15 @@ class FsspecStore:
     `open_store` wraps it in a `RetryingStore`.
     """
 
-    def __init__(self, url: str, *, multipart_bytes: int = 16 << 20, **options: Any) -> None:
+    def __init__(self, url: str, **options: Any) -> None:
         self._url = url.rstrip("/")
-        self._multipart_bytes = multipart_bytes
         try:
             self._fs, self._path = fsspec.core.url_to_fs(self._url, **options)
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"Can't open the checkpoint store {url}: {error}") from error
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Upload in parts of `multipart_bytes`, the memory it needs; abort on an error."""
+        """Upload in parts of 16 MiB, the memory it needs; abort on an error."""
         path = f"{self._path}/{name}"
         if isinstance(self._fs, AsyncFileSystem):
             self._upload(path, chunks)
@@ -204,7 +204,7 @@ class FsspecStore:
 
     def _upload(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Write to an object store, where a file exists once it is closed."""
-        file = self._fs.open(path, "wb", block_size=self._multipart_bytes)
+        file = self._fs.open(path, "wb", block_size=_MULTIPART_BYTES)
         try:
             for chunk in chunks:
                 file.write(chunk)
@@ -246,30 +246,29 @@ class FsspecStore:
         """List everything below the URL, past fsspec's cache."""
         self._fs.invalidate_cache()
         root = self._path.lstrip("/")
-        if isinstance(self._fs, AsyncFileSystem) and type(self._fs)._find is not _GENERIC_FIND:
-            try:
+        try:
+            if isinstance(self._fs, AsyncFileSystem):
                 found = self._fs.find(self._path, detail=True)
-            except FileNotFoundError:
-                return {}
-        else:
-            found = {info["name"]: info for info in self._walk()}
+            else:
+                found = self._walk(self._path)
+        except FileNotFoundError:
+            return {}
         return {
             name.lstrip("/").removeprefix(root).lstrip("/"): info["size"]
             for name, info in found.items()
             if not name.rpartition("/")[2].startswith(_TEMPORARY)
         }
 
-    def _walk(self) -> Iterator[Mapping[str, Any]]:
-        """Yield all files; unlike fsspec's own walk it raises if a folder can't be read."""
-        folders = [self._path]
-        while folders:
-            folder = folders.pop()
-            with contextlib.suppress(FileNotFoundError):
-                for info in self._fs.ls(folder, detail=True):
-                    if info["type"] != "directory":
-                        yield info
-                    elif info["name"].rstrip("/") != folder:
-                        folders.append(info["name"].rstrip("/"))
+    def _walk(self, folder: str) -> dict[str, Any]:
+        """Return all files; unlike fsspec's own walk it raises if a folder can't be read."""
+        found = {}
+        for info in self._fs.ls(folder, detail=True):
+            name = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[name] = info
+            elif name != folder:
+                found |= self._walk(name)
+        return found
 
     def remove(self, names: Collection[str]) -> None:
         """Delete objects in bulk: object stores take a thousand with one request."""
@@ -283,28 +282,136 @@ class FsspecStore:
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
-        if not isinstance(self._fs, AsyncFileSystem):
-            self._remove_empty({path.rpartition("/")[0] for path in paths} - {self._path})
-
-    def _remove_empty(self, folders: Collection[str]) -> None:
-        """Delete folders that are empty; object stores have no folders."""
-        self._fs.invalidate_cache()
-        for folder in folders:
-            # Some filesystems' `rmdir` would delete files, too.
-            with contextlib.suppress(OSError):
-                if not self._fs.ls(folder, detail=False):
-                    self._fs.rmdir(folder)
 
     def __str__(self) -> str:
         return self._url
 
 
-def _status_of(entry: "os.DirEntry[str]") -> os.stat_result | None:
-    """Return the status of what an entry, perhaps a link, leads to; None if to nothing."""
+class RetryingStore:
+    """A store whose operations are tried again, after growing pauses, and given up if they hang.
+
+    What is missing, forbidden or full isn't tried again. If several operations hang, no more begin
+    until one of them returns.
+
+        store = RetryingStore(FsspecStore("s3://bucket/run"))
+        store.write("a/b.bin", [b"some", b"bytes"])
+        store.list()  # {"a/b.bin": 9}
+
+    Args:
+        store: The store.
+        attempts: Tries in all.
+        pause_s: Pause before the second try, seconds; doubles with each further one.
+        stall_s: Seconds without progress after which a try is given up.
+    """
+
+    def __init__(
+        self, store: Store, *, attempts: int = 3, pause_s: float = 0.5, stall_s: float = 300.0
+    ) -> None:
+        self._store = store
+        self._attempts = attempts
+        self._pause_s = pause_s
+        self._operations = Operations(stall_s)
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write, again from the first chunk after a failure."""
+        self._retry(f"write {name} to", lambda it: self._store.write(name, Followed(chunks, it)))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read a byte range."""
+        return self._retry(f"read {name} from", lambda _: self._store.read(name, start, stop))
+
+    def list(self) -> dict[str, int]:
+        """List all files."""
+        return self._retry("list", lambda _: self._store.list())
+
+    def remove(self, names: Collection[str]) -> None:
+        """Delete files."""
+        self._retry(f"remove {len(names)} files from", lambda _: self._store.remove(names))
+
+    def _retry(self, what: str, action: Callable[[Progress], _T]) -> _T:
+        for failures in range(1, self._attempts + 1):
+            try:
+                return self._operations.run(action)
+            except Exception as error:
+                # Stores raise their client library's own types, so no narrower class will do.
+                if isinstance(error, HangingError) or getattr(error, "errno", None) in _HOPELESS:
+                    raise
+                if isinstance(error, FileNotFoundError | PermissionError):  # Without a number.
+                    raise
+                if failures == self._attempts:
+                    raise CheckpointError(
+                        f"Couldn't {what} {self._store} in {failures} attempts: {error!r}. Check "
+                        "that it is reachable and that it answers."
+                    ) from error
+                _log.warning("Trying again to %s %s: %r", what, self._store, error)
+                time.sleep(self._pause_s * 2.0 ** (failures - 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+
+def open_store(url: str | Path, *, stall_s: float = 300.0, **options: Any) -> Store:
+    """Return a store for a path or URL: local folders try once, others again.
+
+    Args:
+        url: A path, file://..., or a URL that fsspec knows, such as s3://bucket/run.
+        stall_s: Seconds without progress after which an operation is given up.
+        **options: Options of fsspec's filesystem.
+
+    Raises:
+        CheckpointError: fsspec doesn't know the URL, or its package is missing.
+    """
+    folder = local_folder(url)
+    if folder is not None:
+        return LocalStore(folder, stall_s=stall_s)
+    return RetryingStore(FsspecStore(str(url), **options), stall_s=stall_s)
+
+
+def local_folder(url: str | Path) -> Path | None:
+    """Return the absolute folder that a path or a file:// URL names; None for other URLs."""
+    text = str(url).removeprefix("file://")
+    return None if re.match(r"\w[\w+.-]*://", text) else Path(text).resolve()
+
+
+def check_store(url: str, *, writes: bool, **options: Any) -> None:
+    """Ask a remote store once whether it takes files, or whether anything is there.
+
+    Args:
+        url: Of a run; local folders aren't asked.
+        writes: Whether to write a small file there, and delete it; else something must be there.
+        **options: For fsspec's filesystem.
+
+    Raises:
+        CheckpointError: Within 10 seconds: it doesn't answer, or refuses.
+    """
+    if local_folder(url) is not None:
+        return
+
+    def ask(_: Progress) -> None:
+        store, name = FsspecStore(url, **options), f"{_TEMPORARY}{uuid.uuid4().hex}"
+        if writes:
+            store.write(name, [b"probe"])
+            store.remove([name])
+        else:
+            store.check_exists()
+
     try:
-        return entry.stat()
+        Operations(_PROBE_S).run(ask)
+    except Exception as error:
+        # Stores raise their client library's own types.
+        raise CheckpointError(
+            f"Can't {'write to' if writes else 'read'} {url}: {error!r}. Check the bucket's name, "
+            "the credentials and their rights, the endpoint, and this machine's network."
+        ) from error
+
+
+def _size_of(path: Path) -> int | None:
+    """Return a file's size; None if it has gone, as a network filesystem may only learn now."""
+    try:
+        return path.stat().st_size
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):
+        if error.errno in (errno.ENOENT, errno.ESTALE, errno.ELOOP):
             return None
         raise
 

@@ -1,48 +1,59 @@
-"""The places of one node's checkpoints: what they hold, and which checkpoints are complete.
+"""The places of one node's checkpoints: copy parts between them, confirm whole ones, delete others.
 
-Only this module decides what is complete, for all code that lists, prunes or recovers checkpoints.
 A part is *whole* in a place if its manifest is valid and every file has the manifest's size. A
 checkpoint is *complete* if the places under consideration together hold every file of all ranks'
-parts. Parts of saves by different numbers of ranks are never counted together.
+parts (`recovery.inventory`). It is *confirmed* in a tier once all ranks have said that they have
+brought their parts there. Only what is older than confirmed checkpoints is ever deleted, and what
+this start of the run knows to be useless; of each part the manifest goes first, so that what is
+half deleted doesn't exist.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
 from lightning_hetero.checkpoint.format.manifest import (
+    BlockChecksums,
+    Buffer,
     CheckpointId,
+    FileEntry,
     PartManifest,
     manifest_name,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import map_on_threads
+from lightning_hetero.checkpoint.peers.deadlines import Followed
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "CONFIRMED",
     "REJECTED",
     "Location",
-    "PartCopy",
     "Source",
-    "StoreParts",
     "Tier",
     "TierKind",
+    "TornError",
     "checkpoints_in",
-    "complete_size",
-    "look_at_parts",
+    "confirm",
+    "copy_part",
     "own_stores",
-    "parts_in",
+    "pull_part",
     "read_manifest",
+    "remove_checkpoints",
+    "remove_files",
     "source_of",
+    "write_manifest",
 ]
 
 CONFIRMED = "confirmed"
 """File of a checkpoint that all ranks have saved."""
+REJECTED = "rejected"
+"""File of a checkpoint that a user has rejected: its copy in that place isn't used any more."""
+
+_CHUNK_BYTES = 8 << 20
 
 
 class TierKind(IntEnum):
@@ -108,9 +119,6 @@ class Tier:
         return f"{self.kind.name.lower()} tier {self.store}"
 
 
-_SOMEWHERE = Location("", TierKind.REMOTE)
-
-
 class Source(IntEnum):
     """Where a byte range comes from, cheapest first."""
 
@@ -129,37 +137,6 @@ def source_of(location: Location, node: str) -> Source:
     return Source(first + max(location.kind, TierKind.MEMORY))
 
 
-REJECTED = "rejected"
-"""File of a checkpoint that a user has rejected: its copy in that place isn't used any more."""
-
-_READERS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PartCopy:
-    """One part in one place, with a valid manifest."""
-
-    id: CheckpointId
-    part: int
-    world_size: int
-    """Number of parts that the checkpoint has."""
-    missing: tuple[str, ...]
-    """Files of the part that aren't there or have a wrong size."""
-    location: Location = _SOMEWHERE
-    """The tier that it is in, if several are considered."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreParts:
-    """Parts of some checkpoints that a store holds."""
-
-    copies: tuple[PartCopy, ...]
-    broken: tuple[tuple[CheckpointId, str], ...]
-    """Manifests that are torn or have vanished, and why."""
-    unreadable: tuple[tuple[CheckpointId, str], ...]
-    """Manifests that the store couldn't read, and why: they may be good."""
-
-
 def own_stores(tiers: Iterable[Tier]) -> dict[str, Store]:
     """Return the stores of a node's own tiers, by the names of their kinds."""
     return {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
@@ -171,21 +148,15 @@ def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
     return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
 
-def parts_in(files: Iterable[str]) -> dict[CheckpointId, list[int]]:
-    """Return the parts that have a manifest, valid or not."""
-    parts: dict[CheckpointId, list[int]] = defaultdict(list)
-    for name in sorted(files):
-        parsed = parse_manifest_name(name)
-        if parsed is not None:
-            parts[parsed[0]].append(parsed[1])
-    return dict(parts)
+class TornError(CheckpointError):
+    """A manifest's content is wrong; not raised if only the store doesn't answer."""
 
 
 def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
     """Read and check one manifest.
 
     Raises:
-        CheckpointError: It is torn, or another part's.
+        TornError: It is torn, or another part's.
         OSError: It is missing. Stores may raise their client library's own types.
     """
     name = manifest_name(checkpoint, part)
@@ -193,77 +164,92 @@ def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartM
     try:
         manifest = PartManifest.decode(data)
     except CheckpointError as error:
-        raise _TornError(f"{store}/{name}: {error}") from error
+        raise TornError(f"{store}/{name}: {error}") from error
     if (manifest.id, manifest.part) != (checkpoint, part):
-        raise _TornError(
+        raise TornError(
             f"{store}/{name} is the manifest of part {manifest.part} of {manifest.id}; somebody "
             "moved it. Delete it."
         )
     return manifest
 
 
-class _TornError(CheckpointError):
-    """A manifest's content is wrong; not raised if only the store doesn't answer."""
+def write_manifest(store: Store, manifest: PartManifest) -> None:
+    """Write a part's manifest, once all its files are written: only then the part exists."""
+    store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
 
 
-def look_at_parts(
-    store: Store,
-    files: Mapping[str, int],
-    wanted: Collection[CheckpointId],
-    progress: Progress | None = None,
-) -> StoreParts:
-    """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
+def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
+    """Copy a part between stores; CheckpointError if the source turns out corrupt."""
+    for entry in manifest.files:
+        chunks = Followed(_StoredFile(source, manifest, entry), progress)
+        target.write(f"{manifest.id.folder}/{entry.name}", chunks)
+    progress.refuse_if_late()
+    write_manifest(target, manifest)
 
-    Rejected checkpoints count as absent. `progress` ticks with every manifest.
+
+@dataclass(frozen=True)
+class _StoredFile:
+    """The chunks of a stored file; at their end, before a copy exists, checksums are compared."""
+
+    store: Readable
+    manifest: PartManifest
+    entry: FileEntry
+
+    def __iter__(self) -> Iterator[Buffer]:
+        size, checksums = self.entry.size_bytes, BlockChecksums(self.manifest.block_bytes)
+        for start in range(0, size, _CHUNK_BYTES):
+            name = f"{self.manifest.id.folder}/{self.entry.name}"
+            chunk = self.store.read(name, start, min(start + _CHUNK_BYTES, size))
+            checksums.update(chunk)
+            yield chunk
+        if checksums.finish() != self.entry.checksums:
+            raise CheckpointError(
+                f"{self.entry.name} of {self.manifest.id} is corrupt at its source; it wasn't "
+                "copied."
+            )
+
+
+def pull_part(
+    source: Readable, target: Store, checkpoint: CheckpointId, part: int, progress: Progress
+) -> None:
+    """Copy another rank's part from where it is served; remove all if that fails.
+
+    Raises:
+        CheckpointError: It is of another part or checkpoint, or corrupt.
     """
-    trusted = {item for item in wanted if f"{item.folder}/{REJECTED}" not in files}
-    names = [
-        (id_, part) for id_, parts in parts_in(files).items() if id_ in trusted for part in parts
-    ]
-    copies: list[PartCopy] = []
-    broken: list[tuple[CheckpointId, str]] = []
-    unreadable: list[tuple[CheckpointId, str]] = []
-    results = map_on_threads(
-        lambda name: _try_manifest(store, *name),
-        names,
-        count=min(_READERS, len(names)),
-        progress=progress or Progress(),
-    )
-    for (checkpoint, part), result in zip(names, results, strict=True):
-        if isinstance(result, PartManifest):
-            copies.append(_copy_of(result, files))
-        else:
-            is_bad = isinstance(result, _TornError | FileNotFoundError)
-            why = f"part {part} of {checkpoint} in {store}: {result}"
-            (broken if is_bad else unreadable).append((checkpoint, why))
-    return StoreParts(tuple(copies), tuple(broken), tuple(unreadable))
-
-
-def _try_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartManifest | Exception:
+    manifest = read_manifest(source, checkpoint, part)
     try:
-        return read_manifest(store, checkpoint, part)
-    except Exception as error:
-        # Stores raise their client library's own types.
-        return error
+        copy_part(source, target, manifest, progress)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            target.remove([f"{checkpoint.folder}/{entry.name}" for entry in manifest.files])
+        raise
 
 
-def _copy_of(manifest: PartManifest, files: Mapping[str, int]) -> PartCopy:
-    folder = manifest.id.folder
-    missing = [f.name for f in manifest.files if files.get(f"{folder}/{f.name}") != f.size_bytes]
-    return PartCopy(manifest.id, manifest.part, manifest.world_size, tuple(missing))
+def remove_files(store: Store, names: Collection[str]) -> None:
+    """Delete files of checkpoints, manifests first."""
+    manifests = [name for name in names if parse_manifest_name(name) is not None]
+    for some in (manifests, [name for name in names if name not in set(manifests)]):
+        if some:
+            store.remove(some)
 
 
-def complete_size(copies: Iterable[PartCopy]) -> int | None:
-    """Return the number of parts of a checkpoint if copies make it complete, else None.
+def remove_checkpoints(store: Store, files: Iterable[str], gone: Collection[CheckpointId]) -> None:
+    """Delete checkpoints out of a store that holds these files."""
+    folders = {item.folder for item in gone}
+    remove_files(store, [name for name in files if name.partition("/")[0] in folders])
 
-    Args:
-        copies: All known copies of one checkpoint's parts, from any places.
+
+def confirm(tier: Tier, checkpoint: CheckpointId, busy: Collection[CheckpointId] = ()) -> None:
+    """Note that all ranks have a checkpoint in a tier; of its run keep the newest `keep` such ones.
+
+    What is older than these is deleted, unless it is `busy`: read at present.
     """
-    missing: dict[int, dict[int, set[str]]] = defaultdict(dict)
-    for copy in copies:
-        known = missing[copy.world_size]
-        known[copy.part] = known.get(copy.part, set(copy.missing)) & set(copy.missing)
-    for world_size, parts in sorted(missing.items()):
-        if set(parts) >= set(range(world_size)) and not any(parts.values()):
-            return world_size
-    return None
+    tier.store.write(f"{checkpoint.folder}/{CONFIRMED}", [b"all ranks have saved it\n"])
+    files = tier.store.list()
+    older = [i for i in checkpoints_in(files) if i.run == checkpoint.run and i < checkpoint]
+    confirmed = [item for item in older if f"{item.folder}/{CONFIRMED}" in files]
+    if len(confirmed) + 1 >= tier.keep:
+        oldest = [*confirmed, checkpoint][-tier.keep]
+        gone = [item for item in older if item < oldest and item not in busy]
+        remove_checkpoints(tier.store, files, gone)

@@ -14,13 +14,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.checkpoint.format.blocks import Buffer, align_to_blocks, fault_in
-from lightning_hetero.checkpoint.format.manifest import PartManifest, name_of_unit
+from lightning_hetero.checkpoint.format.manifest import (
+    Buffer,
+    PartManifest,
+    align_to_blocks,
+    fault_in,
+    name_of_unit,
+)
 from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
 from lightning_hetero.checkpoint.peers.serving import Readable
 from lightning_hetero.checkpoint.places.tiers import Location, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks", "whole_blocks"]
 
@@ -28,8 +33,7 @@ _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 """Largest fetch: the bytes that a sender, a link and a receiver hold at a time."""
-_LOCAL_READERS = 2
-_OTHER_READERS = 8
+_READERS = 8
 """Several, because one connection to an object store carries much less than the link."""
 
 Locations = Mapping[tuple[int, str], Sequence[Location]]
@@ -95,8 +99,7 @@ class Fetcher:
         manifests: The parts of the checkpoint.
         locations: Which places hold each file.
         node: Where this rank is: it tells own places from peers'.
-        reach: Returns what to read a location's files from, given a number by which several ranks
-            that reach it take turns; None if this rank can't reach it.
+        reach: Returns what to read a location's files from; None if this rank can't reach it.
         turn: Begins the turns: this rank's number.
     """
 
@@ -106,7 +109,7 @@ class Fetcher:
         locations: Locations,
         *,
         node: str,
-        reach: Callable[[Location, int], Readable | None],
+        reach: Callable[[Location], Readable | None],
         turn: int,
     ) -> None:
         self.bytes_by_source: dict[Source, int] = defaultdict(int)
@@ -132,15 +135,13 @@ class Fetcher:
         Raises:
             CheckpointError: No location of a file is left; the message names the layer.
         """
-        local = BackgroundThread("checkpoint-fetch", _LOCAL_READERS)
-        others = BackgroundThread("checkpoint-fetch", _OTHER_READERS)
-        results = []
-        for index, item in enumerate(cut_into_chunks(ranges, self._manifests, chunk_bytes)):
-            is_own = self.cheapest(item)[0] <= Source.OWN_DISK
-            readers = local if is_own else others
-            results.append(readers.submit(self._fetch, item, self._turn + index, deliver))
-        for threads in (local, others):
-            threads.finish()
+        readers = BackgroundThread("checkpoint-fetch", _READERS)
+        chunks = cut_into_chunks(ranges, self._manifests, chunk_bytes)
+        results = [
+            readers.submit(self._fetch, item, self._turn + index, deliver)
+            for index, item in enumerate(chunks)
+        ]
+        readers.finish()
         try:
             for result in results:
                 result.result()
@@ -149,11 +150,11 @@ class Fetcher:
             for result in results:
                 result.cancel()
 
-    def cheapest(self, item: FileRange) -> tuple[Source, list[Location]]:
-        """Return the cheapest kind of source of a range, and all locations of that kind.
+    def choose(self, item: FileRange, turn: int) -> tuple[Source, Location]:
+        """Return from where a range is read: locations of the cheapest kind take turns.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: Nobody is left.
         """
         options = list(self._holders.get((item.part, item.file), ()))
         if not options:
@@ -165,24 +166,16 @@ class Fetcher:
                 "a node that had one, or delete this checkpoint to go on from an older one."
             )
         best = min(source_of(location, self._node) for location in options)
-        return best, [location for location in options if source_of(location, self._node) is best]
-
-    def choose(self, item: FileRange, turn: int) -> tuple[Source, Location, int]:
-        """Return from whom a range is read in a turn, and the turn among the ranks that reach it.
-
-        Raises:
-            CheckpointError: Nobody is left.
-        """
-        source, options = self.cheapest(item)
-        return source, options[turn % len(options)], turn // len(options)
+        cheapest = [at for at in options if source_of(at, self._node) is best]
+        return best, cheapest[turn % len(cheapest)]
 
     def _fetch(
         self, item: FileRange, turn: int, deliver: Callable[[FileRange, Buffer], None]
     ) -> None:
         """Get a range from the cheapest location, from the next one if that fails, and so on."""
         while True:
-            source, location, turn_of_location = self.choose(item, turn)
-            data, why = self._read(item, location, turn_of_location)
+            source, location = self.choose(item, turn)
+            data, why = self._read(item, location)
             if not why:
                 deliver(item, data)
                 with self._lock:
@@ -190,11 +183,11 @@ class Fetcher:
                 return
             self._strike(item, location, why)
 
-    def _read(self, item: FileRange, location: Location, turn: int) -> tuple[bytes, str]:
+    def _read(self, item: FileRange, location: Location) -> tuple[bytes, str]:
         """Return (bytes, ""), or no bytes and what went wrong."""
         manifest = self._manifests[item.part]
         try:
-            files = self._reach(location, turn)
+            files = self._reach(location)
             if files is None:
                 return b"", "this rank doesn't reach it"
             data = files.read(f"{manifest.id.folder}/{item.file}", item.start, item.stop)

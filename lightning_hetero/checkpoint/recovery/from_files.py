@@ -1,52 +1,183 @@
 """Recover the state of a run's ranks from files, all together.
 
 1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
-   (`inventory`).
-2. Its manifests are shared, each read by one rank for all.
-3. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
+   (`inventory`). Its manifests, which were read for that, are shared.
+2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
    and the remote store directly, peers' tiers by HTTP.
-4. All say whether they have everything. If not, all try the next older complete checkpoint.
+3. All say whether they have everything. If not, all try the next older complete checkpoint.
 
-Storage is waited for while it makes progress, and given up if it hangs.
+Storage is waited for while it makes progress, and given up if it hangs. `take` also serves states
+that aren't in files (`live`): either every rank goes on from a state, or none does.
 """
 
 import logging
-import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any
 
-from lightning_hetero.checkpoint.format.content import SliceNeed
+from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.peers.deadlines import MARGIN
 from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.claims import mark_places, new_run
-from lightning_hetero.checkpoint.places.tiers import (
-    Location,
-    Tier,
-    TierKind,
-    own_stores,
-    read_manifest,
-)
+from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.recovery.assembly import Assembly
+from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
 from lightning_hetero.checkpoint.recovery.inventory import (
     Choice,
     ChoiceError,
     Inventory,
+    Manifests,
     choose,
     locations_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process import Progress
 
-__all__ = ["begin_run", "recover"]
+__all__ = ["Parts", "Recovered", "RecoveryReport", "begin_run", "recover", "take"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Times to look again, if a run that still writes has deleted what was seen."""
+"""Times to look again, if a run that still writes has pruned what was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """Account of a recovery, for the log line after a restart."""
+
+    id: CheckpointId
+    """The checkpoint that was taken."""
+    bytes_by_source: Mapping[Source, int]
+    """Bytes that this rank got from each kind of source, whole blocks counted."""
+    failures: tuple[str, ...]
+    """Sources that were struck off, and why."""
+    attempt: int
+    """Attempt number for the checkpoints that this run saves."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that couldn't be used, and why."""
+
+    def __str__(self) -> str:
+        sources = ", ".join(
+            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
+            for source, count in sorted(self.bytes_by_source.items())
+        )
+        text = f"recovered {self.id}: {sources or 'nothing needed'}"
+        if self.failures:
+            text += f"; {len(self.failures)} sources failed"
+        if self.skipped:
+            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One rank's state."""
+
+    id: CheckpointId
+    """The checkpoint that it comes from."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """The needed slices, in the order of the needs."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """This rank's own state; None if another number of ranks saved the checkpoint."""
+    report: RecoveryReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of one state, and how a rank reaches them."""
+
+    id: CheckpointId
+    manifests: Mapping[int, PartManifest]
+    locations: Locations
+    own_part: int | None
+    """The part that this rank itself saved, or holds; None if it has none."""
+    node: str
+    """Where this rank is, as locations call it."""
+    reach: Callable[[Location], Readable | None]
+    """See `Fetcher`."""
+    attempt: int
+    """Attempt number of the checkpoints that are saved next."""
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """No copy can serve this rank: the model isn't the one that was saved."""
+
+    why: str
+
+
+def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
+    """Return what this rank needs, or why a rank can't have all; the same kind on all ranks.
+
+    Every rank calls it. Communicates.
+
+    Raises:
+        CheckpointError: The model or its optimizer isn't the one whose state this is.
+        PeerError: Another rank is gone.
+    """
+
+    def describe(found: Recovered | _Refused | str) -> dict[str, str]:
+        if isinstance(found, Recovered):
+            return {}
+        own = f"Rank {peers.global_rank}: "
+        is_refused = isinstance(found, _Refused)
+        return {"refused": own + found.why} if is_refused else {"missing": own + str(found)}  # type: ignore[union-attr]
+
+    done, answers = peers.do(
+        lambda progress: _take(needs, parts, peers.global_rank, progress), describe, may_fail=True
+    )
+    for answer in answers:
+        if "refused" in answer:
+            raise CheckpointError(answer["refused"])
+    for answer in answers:
+        if why := answer.get("missing") or answer.get("error"):
+            return str(why)
+    found = done.result()
+    assert isinstance(found, Recovered)
+    return found
+
+
+def _take(
+    needs: Sequence[SliceNeed], parts: Parts, turn: int, progress: Progress
+) -> Recovered | _Refused | str:
+    try:
+        assembly = Assembly(needs, parts.manifests, parts.own_part)
+    except CheckpointError as error:
+        return _Refused(str(error))
+    fetcher = Fetcher(
+        parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
+    )
+    try:
+        fetcher.run(assembly.blocks(), assembly.deliver, progress)
+        slices, metadata, rank_metadata = assembly.finish()
+    except CheckpointError as error:
+        tried = f" Tried: {'; '.join(fetcher.failures)}." if fetcher.failures else ""
+        return f"{error}{tried}"
+    first = next(iter(parts.manifests.values()))
+    report = RecoveryReport(
+        id=parts.id,
+        bytes_by_source=dict(fetcher.bytes_by_source),
+        failures=tuple(fetcher.failures),
+        attempt=parts.attempt,
+    )
+    return Recovered(
+        id=parts.id,
+        world_size=first.world_size,
+        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
+        slices=slices,
+        metadata=metadata,
+        rank_metadata=rank_metadata,
+        report=report,
+    )
 
 
 class _ExhaustedError(CheckpointError):
@@ -64,11 +195,11 @@ class _Search:
     """Where each rank serves its node's tiers; None for a single rank."""
     inventory: Inventory = field(default_factory=Inventory)
     """What all ranks together found when they looked last."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of each phase."""
+    manifests: Manifests = field(default_factory=dict)
+    """What this rank has read of it."""
 
     @classmethod
-    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> Self:
+    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> "_Search":
         """Open a search, in which the ranks know each other's nodes; all call it. Communicates."""
         peers = peers or Peers()
         own = peers.serve(own_stores(tiers))
@@ -93,15 +224,11 @@ class _Search:
         found = sorted({held.location for held in self.inventory.held})
         return ", ".join(map(str, (*found, *self.tiers)))
 
-    def tier_of(self, location: Location) -> Tier | None:
-        """Return a location's tier; None if this rank doesn't reach it."""
-        return next((tier for tier in self.tiers if tier.location(self.node) == location), None)
-
-    def reach(self, location: Location, turn: int) -> Readable | None:
+    def reach(self, location: Location) -> Readable | None:
         """Return from what to read a location's files: its tier, or a rank of its node."""
-        own = self.tier_of(location)
-        if own is not None:
-            return own.store
+        for tier in self.tiers:
+            if tier.location(self.node) == location:
+                return tier.store
         found = [
             address
             for name, address in zip(self.node_of_rank, self.addresses, strict=True)
@@ -109,7 +236,8 @@ class _Search:
         ]
         if location.kind is TierKind.REMOTE or not found:
             return None
-        address = found[turn % len(found)]
+        # Readers spread over the ranks of that node.
+        address = found[self.peers.global_rank % len(found)]
         return PeerFiles(address, location.kind.name, self.peers.timeout_s)
 
     def look(self) -> bool:
@@ -118,75 +246,29 @@ class _Search:
         Raises:
             CheckpointError: A rank has failed; all ranks raise it.
         """
-        start_s, before = time.perf_counter(), self.inventory
-        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode().decode()})
-        self.inventory = Inventory.merge(
-            Inventory.decode(report["report"].encode()) for report in reports
-        )
-        self.seconds["inventory"] = time.perf_counter() - start_s
+        before = self.inventory
+        self.manifests.clear()
+        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode()})
+        self.inventory = Inventory.merge(Inventory.decode(report["report"]) for report in reports)
         return self.inventory != before
 
     def _take(self, progress: Progress) -> Inventory:
         return take_inventory(
             self.looked_after,
             node=self.node,
+            manifests=self.manifests,
             progress=progress,
             # Less than the others wait, so that it is reported as that place's failure.
             timeout_s=self.peers.timeout_s / MARGIN,
         )
 
-    def share_manifests(self, checkpoint: CheckpointId, world_size: int) -> dict[int, PartManifest]:
-        """Return all manifests; the lowest rank that reaches one reads it for all. Communicates.
-
-        Raises:
-            _ExhaustedError: Some can't be read any more; all ranks raise it.
-        """
-        locations: dict[int, list[Location]] = defaultdict(list)
-        for held in self.inventory.held:
-            if (held.id, held.world_size) == (checkpoint, world_size):
-                locations[held.part].append(held.location)
-        for items in locations.values():
-            items.sort(key=lambda location: (location.kind, location.node))
-
-        def read_own(progress: Progress) -> list[str]:
-            texts = []
-            for part, items in sorted(locations.items()):
-                if self._reader_of(part, items[0]) == self.peers.global_rank:
-                    texts += self._read_any(checkpoint, part, items)
-                    progress.tick()
-            return texts
-
-        _, answers = self.peers.do(read_own, lambda found: {"manifests": found}, may_fail=True)
-        shared = (text for answer in answers for text in answer.get("manifests", ()))
-        manifests = {
-            manifest.part: manifest
-            for manifest in (PartManifest.decode(text.encode()) for text in shared)
-            if (manifest.id, manifest.world_size) == (checkpoint, world_size)
-        }
-        lost = sorted(set(range(world_size)) - set(manifests))
-        if lost:
-            raise _ExhaustedError(
-                f"The manifests of parts {lost} became unreadable. Looked in {self.places}."
-            )
-        return manifests
-
-    def _reader_of(self, part: int, location: Location) -> int:
-        if location.kind is TierKind.REMOTE:
-            return part % self.peers.world_size
-        return self.node_of_rank.index(location.node)
-
-    def _read_any(
-        self, checkpoint: CheckpointId, part: int, locations: Sequence[Location]
-    ) -> list[str]:
-        for location in locations:
-            tier = self.tier_of(location)
-            if tier is not None:
-                try:
-                    return [read_manifest(tier.store, checkpoint, part).encode().decode()]
-                except Exception as error:
-                    # Stores raise their client library's own types; the next location may do.
-                    _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)
-        return []
+    def share_manifests(self, checkpoint: CheckpointId, size: int) -> dict[int, PartManifest]:
+        """Return all manifests of a checkpoint of `size` parts. Communicates."""
+        wanted = [self.manifests.get((checkpoint, size, part)) for part in range(size)]
+        own = [manifest.encode().decode() for manifest in wanted if manifest is not None]
+        shared = [text for texts in self.peers.gather(own) for text in texts]
+        found = [PartManifest.decode(text.encode()) for text in dict.fromkeys(shared)]
+        return {manifest.part: manifest for manifest in found}
 
 
 def recover(
@@ -217,10 +299,11 @@ def recover(
         PeerError: Another rank is gone.
     """
     search = _Search.open(tiers, node, peers)
-    search.look()
+    failure: CheckpointError | None = None
     for _ in range(_LOOKS):
-        found: Recovered | None = None
-        failure: CheckpointError | None = None
+        if not search.look():
+            break
+        found, failure = None, None
         try:
             choice = choose(search.inventory, step=step, skip_unreadable=skip_unreadable)
             found = _recover_newest(search, choice, needs)
@@ -230,9 +313,6 @@ def recover(
             failure = CheckpointError(f"{error} Looked in {search.places}.")
         if found is not None:
             return found
-        # A run that still writes may have pruned what was seen.
-        if not search.look():
-            break
     if failure is not None:
         raise failure
     return None
@@ -241,16 +321,28 @@ def recover(
 def _recover_newest(
     search: _Search, choice: Choice, needs: Sequence[SliceNeed]
 ) -> Recovered | None:
-    for text in (*search.inventory.broken, *choice.ignored):
-        if search.peers.global_rank == 0:
+    if search.peers.global_rank == 0:
+        for text in search.inventory.broken:
             _log.warning("Not counted as a checkpoint: %s", text)
     skipped: list[str] = []
-    for checkpoint in choice.checkpoints:
-        try:
-            return _recover_from(search, choice, checkpoint, needs, skipped)
-        except _ExhaustedError as error:
-            _log.warning("%s can't be used: %s", checkpoint, error)
-            skipped.append(f"{checkpoint}: {error}")
+    for checkpoint, world_size in choice.checkpoints.items():
+        peers = search.peers
+        manifests = search.share_manifests(checkpoint, world_size)
+        parts = Parts(
+            id=checkpoint,
+            manifests=manifests,
+            locations=locations_of_files(search.inventory, manifests),
+            own_part=peers.global_rank if world_size == peers.world_size else None,
+            node=search.node,
+            reach=search.reach,
+            attempt=choice.attempt,
+        )
+        taken = take(needs, parts, peers)
+        if isinstance(taken, Recovered):
+            report = replace(taken.report, skipped=tuple(skipped))
+            return replace(taken, report=report)
+        skipped.append(f"{checkpoint}: {taken} Looked in {search.places}.")
+        _log.warning("%s can't be used: %s", checkpoint, taken)
     if skipped:
         raise _ExhaustedError(" ".join(skipped))
     return None
@@ -263,7 +355,6 @@ def begin_run(
     node: str = "node",
     peers: Peers | None = None,
     skip_unreadable: bool = False,
-    anew: bool = False,
 ) -> CheckpointId:
     """Return the run's identity and the attempt number of this start's checkpoints, as an id.
 
@@ -277,7 +368,6 @@ def begin_run(
         node: Name of this rank's node.
         peers: The ranks; None for a single one.
         skip_unreadable: Go on without tiers that can't be read.
-        anew: Whether a new run begins, whatever is in the places.
 
     Returns:
         Step 0 of the attempt.
@@ -286,9 +376,7 @@ def begin_run(
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
     search = _Search.open(tiers, node, peers)
-    if anew:
-        run, attempt = search.peers.gather(new_run())[0], 0
-    elif recovered is None:
+    if recovered is None:
         search.look()
         choice = choose(search.inventory, skip_unreadable=skip_unreadable)
         proposals = search.peers.gather(new_run())
@@ -299,34 +387,3 @@ def begin_run(
     own = search.looked_after
     search.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
     return CheckpointId(0, attempt, run)
-
-
-def _recover_from(
-    search: _Search,
-    choice: Choice,
-    checkpoint: CheckpointId,
-    needs: Sequence[SliceNeed],
-    skipped: list[str],
-) -> Recovered:
-    start_s, world_size = time.perf_counter(), choice.checkpoints[checkpoint]
-    peers, seconds = search.peers, search.seconds
-    manifests = search.share_manifests(checkpoint, world_size)
-    seconds["manifests"] = time.perf_counter() - start_s
-    start_s = time.perf_counter()
-    kind = min(held.location.kind for held in search.inventory.held if held.id == checkpoint)
-    source = Parts(
-        id=checkpoint,
-        manifests=manifests,
-        locations=locations_of_files(search.inventory, manifests),
-        own_part=peers.global_rank if world_size == peers.world_size else None,
-        node=search.node,
-        reach=search.reach,
-        attempt=choice.attempt,
-        place=kind.name.lower(),
-    )
-    taken = take(needs, source, peers)
-    if isinstance(taken, str):
-        raise _ExhaustedError(f"{taken} Looked in {search.places}.")
-    seconds["fetch"] = time.perf_counter() - start_s
-    report = replace(taken.report, seconds=dict(seconds), skipped=tuple(skipped))
-    return replace(taken, report=report)

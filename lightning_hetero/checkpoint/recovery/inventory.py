@@ -1,8 +1,8 @@
 """Take the inventory of all tiers (the layer bitmap), and choose the checkpoint (AutoHet §IV-C).
 
 Every rank reports which valid files of which checkpoints its node's tiers hold, rank 0 also those
-of the remote one. `tiers` decides what is complete; files' checksums are compared when they are
-read.
+of the remote one. Only this module decides what is complete; files' checksums are compared when
+they are read.
 
 From the inventory of all ranks, each chooses the same run and checkpoint, or raises the same error.
 A run never begins anew if there is, or might be, a lasting checkpoint to go on from. Shared memory
@@ -11,39 +11,65 @@ before any lasting place has one begins anew, just as a later loss would take it
 lasting one.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from functools import cache
 
-from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
+from pydantic import TypeAdapter
+
+from lightning_hetero.checkpoint.format.manifest import (
+    CheckpointId,
+    PartManifest,
+    parse_manifest_name,
+)
 from lightning_hetero.checkpoint.peers.deadlines import Operations, map_on_threads
 from lightning_hetero.checkpoint.places.claims import RUN_FILE, read_run
 from lightning_hetero.checkpoint.places.tiers import (
     CONFIRMED,
     REJECTED,
     Location,
-    PartCopy,
     Tier,
     TierKind,
+    TornError,
     checkpoints_in,
-    complete_size,
-    look_at_parts,
+    read_manifest,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 __all__ = [
     "Choice",
     "ChoiceError",
     "Inventory",
+    "Manifests",
+    "PartCopy",
     "choose",
     "choose_run",
     "complete_checkpoints",
     "locations_of_files",
     "take_inventory",
 ]
+
+_READERS = 16
+_UNSEEN_ATTEMPTS = 1000
+"""More starts than an unreadable place may know of that the others don't."""
+
+Manifests = dict[tuple[CheckpointId, int, int], PartManifest]
+"""Manifests by checkpoint, its number of parts, and part."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopy:
+    """One part in one place, with a valid manifest."""
+
+    id: CheckpointId
+    part: int
+    world_size: int
+    """Number of parts that the checkpoint has."""
+    missing: tuple[str, ...]
+    """Files of the part that aren't there or have a wrong size."""
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,53 +88,34 @@ class Inventory:
     unreadable: tuple[tuple[CheckpointId | None, str], ...] = ()
     """Places and manifests that should be readable and weren't, and why; they may be good."""
 
-    def encode(self) -> bytes:
+    def encode(self) -> str:
         """Return it as JSON."""
-        return json.dumps(
-            [getattr(self, item.name) for item in fields(self)], default=_to_json
-        ).encode()
+        return _parser().dump_json(self).decode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Self:
+    def decode(cls, text: str) -> "Inventory":
         """Parse what `encode` returns."""
-        body = json.loads(data, object_hook=_from_json)
-        return cls(*(tuple(_as_tuple(entry) for entry in items) for items in body))
+        return _parser().validate_json(text)
 
     @classmethod
-    def merge(cls, inventories: Iterable[Self]) -> Self:
+    def merge(cls, inventories: Iterable["Inventory"]) -> "Inventory":
         """Return all ranks' reports as one, without duplicates, and sorted so that it compares."""
         items = list(inventories)
-
-        def all_of(name: str) -> tuple[Any, ...]:
-            found = {entry for item in items for entry in getattr(item, name)}
-            return tuple(sorted(found, key=repr))
-
-        return cls(**{field.name: all_of(field.name) for field in fields(cls)})
+        names = [item.name for item in fields(cls)]
+        found = {name: {entry for item in items for entry in getattr(item, name)} for name in names}
+        return cls(**{name: tuple(sorted(entries, key=repr)) for name, entries in found.items()})
 
 
-def _to_json(item: CheckpointId | Location | PartCopy) -> dict[str, Any]:
-    if isinstance(item, CheckpointId):
-        return {"id": item.folder}
-    return {type(item).__name__: [getattr(item, name) for name in item.__slots__]}
-
-
-def _from_json(data: dict[str, Any]) -> Any:
-    ((kind, body),) = data.items()
-    if kind == "id":
-        return CheckpointId.parse(body)
-    if kind == "Location":
-        return Location(body[0], TierKind(body[1]))
-    return PartCopy(*map(_as_tuple, body))
-
-
-def _as_tuple(item: Any) -> Any:
-    return tuple(item) if isinstance(item, list) else item
+@cache
+def _parser() -> TypeAdapter[Inventory]:
+    return TypeAdapter(Inventory)
 
 
 def take_inventory(
     tiers: Sequence[Tier],
     *,
     node: str,
+    manifests: Manifests | None = None,
     progress: Progress | None = None,
     timeout_s: float = 300.0,
 ) -> Inventory:
@@ -117,14 +124,16 @@ def take_inventory(
     Args:
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
+        manifests: Takes the manifests that are read.
         progress: Ticks with everything that is read.
         timeout_s: How long a place may make no progress.
     """
+    found: Manifests = {} if manifests is None else manifests
 
     def look(tier: Tier) -> Inventory:
         def take(own: Progress) -> Inventory:
             own.part_of = progress
-            return _take_one(tier, tier.location(node), own)
+            return _take_one(tier, tier.location(node), found, own)
 
         try:
             return Operations(timeout_s).run(take)
@@ -135,43 +144,63 @@ def take_inventory(
     return Inventory.merge(map_on_threads(look, tiers, count=len(tiers), progress=Progress()))
 
 
-def _take_one(tier: Tier, location: Location, progress: Progress) -> Inventory:
+def _take_one(tier: Tier, location: Location, found: Manifests, progress: Progress) -> Inventory:
     files = tier.store.list()
     progress.tick()
     run = read_run(tier.store) if RUN_FILE in files else None
     present = checkpoints_in(files)
-    found = look_at_parts(tier.store, files, present, progress)
-    marks = (CONFIRMED, REJECTED)
-    finished = {item for item in present if any(f"{item.folder}/{mark}" in files for mark in marks)}
-    # Files are written before their manifest, each whole or not at all: this was done by no crash.
-    finished |= {copy.id for copy in found.copies if copy.missing} | {
-        id_ for id_, _ in found.broken
-    }
+    rejected = {item for item in present if f"{item.folder}/{REJECTED}" in files}
+    confirmed = {item for item in present if f"{item.folder}/{CONFIRMED}" in files}
+    parts = [parsed for name in sorted(files) if (parsed := parse_manifest_name(name))]
+    trusted = [item for item in parts if item[0] not in rejected]
+
+    def read(item: tuple[CheckpointId, int]) -> PartManifest | Exception:
+        try:
+            return read_manifest(tier.store, *item)
+        except Exception as error:
+            # Stores raise their client library's own types.
+            return error
+
+    results = map_on_threads(read, trusted, count=min(_READERS, len(trusted)), progress=progress)
+    held, broken, unreadable = [], [], []
+    for (id_, part), result in zip(trusted, results, strict=True):
+        if isinstance(result, PartManifest):
+            sizes = {f.name: files.get(f"{id_.folder}/{f.name}") for f in result.files}
+            missing = tuple(f.name for f in result.files if sizes[f.name] != f.size_bytes)
+            held.append(PartCopy(id_, part, result.world_size, missing, location))
+            found[id_, result.world_size, part] = result
+            continue
+        why = f"part {part} of {id_} in {tier}: {result}"
+        if isinstance(result, TornError | FileNotFoundError):
+            broken.append(why)
+        else:
+            unreadable.append((id_, why))
+    broken += [
+        f"{item} in {tier} was rejected; delete {item.folder}/{REJECTED} there to use it all the "
+        "same"
+        for item in sorted(rejected)
+    ]
     return Inventory(
-        held=tuple(replace(copy, location=location) for copy in found.copies),
+        held=tuple(held),
         present=tuple((item, location) for item in present),
-        finished=tuple((item, tier.kind) for item in finished),
+        finished=tuple((item, tier.kind) for item in rejected | confirmed),
         places=((location, run),),
-        broken=(
-            *(why for _, why in found.broken),
-            *(
-                f"{item} in {tier} was rejected; delete {item.folder}/{REJECTED} there to use it "
-                "all the same"
-                for item in present
-                if f"{item.folder}/{REJECTED}" in files
-            ),
-        ),
-        unreadable=found.unreadable,
+        broken=tuple(broken),
+        unreadable=tuple(unreadable),
     )
 
 
 def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
     """Return the complete checkpoints, newest first, each with its number of parts."""
-    copies: dict[CheckpointId, list[PartCopy]] = defaultdict(list)
-    for held in inventory.held:
-        copies[held.id].append(held)
-    sizes = {checkpoint: complete_size(copies[checkpoint]) for checkpoint in copies}
-    return {item: size for item, size in sorted(sizes.items(), reverse=True) if size is not None}
+    missing: dict[tuple[CheckpointId, int], dict[int, set[str]]] = defaultdict(dict)
+    for copy in inventory.held:
+        known = missing[copy.id, copy.world_size]
+        known[copy.part] = known.get(copy.part, set(copy.missing)) & set(copy.missing)
+    return {
+        checkpoint: world_size
+        for (checkpoint, world_size), parts in sorted(missing.items(), reverse=True)
+        if set(parts) >= set(range(world_size)) and not any(parts.values())
+    }
 
 
 def locations_of_files(
@@ -191,10 +220,6 @@ def locations_of_files(
     return {key: tuple(sorted(set(items))) for key, items in locations.items()}
 
 
-_UNSEEN_ATTEMPTS = 1000
-"""More starts than an unreadable place may know of that the others don't."""
-
-
 class ChoiceError(CheckpointError):
     """There is nothing to go on from, and beginning anew may be wrong; the same on all ranks."""
 
@@ -205,13 +230,11 @@ class Choice:
 
     run: str | None
     """Identity of the run; None if no place knows one."""
-    checkpoints: Mapping[CheckpointId, int]
+    checkpoints: Mapping[CheckpointId, int] = field(default_factory=dict)
     """Its complete checkpoints, newest first, each with its number of parts."""
     attempt: int
     """Attempt number of the next saves: above all attempts found of the run, complete or not, and
     far above if some place can't be read. So new parts are newer, and never mix with old ones."""
-    ignored: tuple[str, ...]
-    """Checkpoints that aren't used: other runs', and remains in shared memory."""
 
 
 def choose(
@@ -237,13 +260,12 @@ def choose(
         for item, size in complete.items()
         if (item.run == run if step is None else item.step == step)
     }
-    if step is not None and not own:
+    newest = next(iter(own), None)
+    if step is not None and newest is None:
         steps = [item.step for item in complete]
         raise ChoiceError(
             f"There is no complete checkpoint of step {step}; complete are {steps or 'none'}."
         )
-    present = [item for item, _ in inventory.present if item.run == run]
-    newest = next(iter(own), None)
     if step is None:
         _refuse_unreadable(
             why
@@ -253,26 +275,9 @@ def choose(
         if newest is None:
             _refuse_to_begin_anew(inventory, run)
     is_blind = any(checkpoint is None for checkpoint, _ in inventory.unreadable)
+    attempts = [item.attempt for item, _ in inventory.present if item.run == run]
     next_one = _UNSEEN_ATTEMPTS if is_blind else 1
-    return Choice(
-        run=run,
-        checkpoints=own,
-        attempt=next_one + max((item.attempt for item in present), default=-1),
-        ignored=tuple(
-            sorted(
-                {
-                    f"{item} of run {item.run} in {at}"
-                    for item, at in inventory.present
-                    if item.run != run
-                }
-                | {
-                    f"{item} in {at}: parts are gone or were never written, nothing older is there"
-                    for item, at in inventory.present
-                    if newest is None and item.run == run
-                }
-            )
-        ),
-    )
+    return Choice(run=run, checkpoints=own, attempt=next_one + max(attempts, default=-1))
 
 
 def _refuse_unreadable(reasons: Iterable[str]) -> None:
@@ -287,7 +292,7 @@ def _refuse_unreadable(reasons: Iterable[str]) -> None:
 
 def choose_run(inventory: Inventory) -> str | None:
     """Return the run of the most lasting place that belongs to one; None if no place does."""
-    runs: dict[TierKind, set[str]] = {kind: set() for kind in TierKind}
+    runs: dict[TierKind, set[str]] = {}
     for kind in TierKind:
         marked = {run for at, run in inventory.places if at.kind is kind and run is not None}
         runs[kind] = marked or {item.run for item, at in inventory.present if at.kind is kind}
@@ -296,20 +301,16 @@ def choose_run(inventory: Inventory) -> str | None:
     answered = {at.kind for at, _ in inventory.places}
     on_disk = sorted({(item.run, at) for item, at in inventory.present if at.kind is TierKind.DISK})
     if TierKind.REMOTE in answered and on_disk:
-        _refuse_two_opinions(*on_disk[-1])
+        run, place = on_disk[-1]
+        raise ChoiceError(
+            f"{place} holds checkpoints of the run {run!r}, but the place that all nodes share is "
+            "empty, so it is unclear what to do. To start anew, delete the checkpoints on all "
+            f"nodes' disks, too. To go on from them, copy a disk's {RUN_FILE} to the shared place."
+        )
     if runs[TierKind.DISK]:
         return max(runs[TierKind.DISK])
     # Not memory's run alone: the lasting places may have been deleted to start anew.
     return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
-
-
-def _refuse_two_opinions(run: str, place: Location) -> None:
-    raise ChoiceError(
-        f"{place} holds checkpoints of the run {run!r}, but the place that all nodes share is "
-        "empty, so it is unclear what to do. To start anew, delete the checkpoints on all nodes' "
-        f"disks, too. To go on from them, copy a disk's {RUN_FILE} to the shared place, or write "
-        f'{{"run": "{run}"}} into a file of that name there.'
-    )
 
 
 def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
@@ -318,15 +319,13 @@ def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
         reasons = "; ".join(why for _, why in inventory.unreadable)
         raise ChoiceError(f"Nothing to go on from is left without what can't be read: {reasons}.")
     has_lasting_place = any(at.kind is not TierKind.MEMORY for at, _ in inventory.places)
-    lost = sorted(
-        {
-            item
-            for item, kind in inventory.finished
-            if item.run == run and (kind != TierKind.MEMORY or not has_lasting_place)
-        }
-    )
+    lost = {
+        item
+        for item, kind in inventory.finished
+        if item.run == run and (kind != TierKind.MEMORY or not has_lasting_place)
+    }
     if lost:
-        steps = ", ".join(str(item) for item in lost)
+        steps = ", ".join(map(str, sorted(lost)))
         broken = "".join(f" {text.rstrip('.')}." for text in inventory.broken)
         raise ChoiceError(
             f"There are checkpoints ({steps}), but none is complete: parts are missing or damaged."

@@ -32,7 +32,7 @@ from lightning_hetero.checkpoint.format.manifest import PartManifest
 from lightning_hetero.checkpoint.peers.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.tiers import Location, TierKind
-from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
+from lightning_hetero.checkpoint.recovery.from_files import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["LiveState", "NothingLive", "NothingYet", "recover_live"]
@@ -110,7 +110,7 @@ def _recover(
     manifests, addresses, locations = {}, {}, {}
     for rank, item in enumerate(offers):
         if "new" not in item:
-            manifest = PartManifest.decode(item["manifest"].encode(), is_live=True)
+            manifest = PartManifest.decode(item["manifest"].encode())
             manifests[manifest.part] = manifest
             addresses[str(rank)] = item["address"]
             for entry in manifest.files:
@@ -118,7 +118,7 @@ def _recover(
     if why := _missing(manifests):
         return NothingLive(why)
 
-    def reach(location: Location, _: int) -> Readable:
+    def reach(location: Location) -> Readable:
         if location.node == str(peers.global_rank):
             return peers.server.stores[_LIVE]
         return PeerFiles(addresses[location.node], _LIVE, peers.timeout_s)
@@ -133,7 +133,6 @@ def _recover(
         reach=reach,
         # Higher, so that checkpoints saved from now on are newer than the earlier ones.
         attempt=id_.attempt + 1,
-        place="memory",
     )
     taken = take(needs, parts, peers)
     return NothingLive(taken) if isinstance(taken, str) else taken

@@ -11,20 +11,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from lightning_hetero.checkpoint.format.blocks import BLOCK_BYTES
 from lightning_hetero.checkpoint.format.content import CheckpointContent
 from lightning_hetero.checkpoint.format.manifest import CheckpointId
 from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.peers.serving import PeerFiles
 from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.parts import pull_part
-from lightning_hetero.checkpoint.places.tiers import Tier, TierKind, own_stores
-from lightning_hetero.checkpoint.saver.replicas import place_replicas
+from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.places.tiers import (
+    Tier,
+    TierKind,
+    checkpoints_in,
+    confirm,
+    own_stores,
+    pull_part,
+    remove_checkpoints,
+)
 from lightning_hetero.checkpoint.saver.snapshot import Snapshot
-from lightning_hetero.checkpoint.saver.storing import LastingCopies, OwnPart, OwnTiers, Uploads
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.checkpoint.saver.storing import LastingCopies, OwnPart, Uploads, write_part
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Committer", "SaveTask", "WriterOptions"]
+__all__ = ["Committer", "SaveTask", "WriterOptions", "place_replicas"]
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -38,8 +44,6 @@ class WriterOptions:
 
     replicas: int = 1
     """Nodes that hold each part, its own included."""
-    block_bytes: int = BLOCK_BYTES
-    """Bytes that one checksum covers: partial reads are rounded to whole blocks."""
     stall_s: float = 300.0
     """Seconds without progress after which storage is given up for a checkpoint."""
     lasting_within_s: float = 1800.0
@@ -58,16 +62,6 @@ class SaveTask:
     uploaded: "Future[bool]" = field(default_factory=Future)
     needs_upload: bool = True
     """Whether this task must still set the result of `uploaded`."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of a checkpoint."""
-
-    is_complete: bool
-    """Whether the nodes' own tiers together had all parts."""
-    sound: frozenset[TierKind]
-    """The kinds of tiers that had all parts."""
 
 
 class Committer:
@@ -96,24 +90,20 @@ class Committer:
         self._peers = peers
         self._rank = peers.global_rank
         self._address = peers.serve(own_stores(tiers))
-        node = node_of_rank[self._rank]
-        node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
-        self._is_first_of_node = node_ranks[0] == self._rank
+        self._is_first_of_node = node_of_rank.index(node_of_rank[self._rank]) == self._rank
         self._storing = BackgroundThread("checkpoint-write")
         self._pulling = BackgroundThread("checkpoint-pull")
         self._uploading = BackgroundThread("checkpoint-upload")
-        self._own = OwnTiers(
-            [tier for tier in tiers if tier.kind is not TierKind.REMOTE],
-            node_ranks,
-            block_bytes=options.block_bytes,
-            progress=self._storing.progress,
-        )
+        self._own = [tier for tier in tiers if tier.kind is not TierKind.REMOTE]
         remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
-        self.uploads = Uploads(next(remote, None), peers.world_size, self._uploading)
+        self.uploads = Uploads(next(remote, None), self._uploading)
         self._stored: Future[Any] | None = None
+        self._newest: OwnPart | None = None
         self._lost_peer: Exception | None = None
-        self._earlier: dict[CheckpointId, _Outcome] = {}
-        """Earlier checkpoints that may still be in own tiers, and what became of them."""
+        self._whole: CheckpointId | None = None
+        """The newest checkpoint of which the nodes' own tiers together have all parts."""
+        self._sound: dict[TierKind, CheckpointId] = {}
+        """The newest checkpoint of which each kind of own tier has all parts."""
 
     def write(self, task: SaveTask) -> None:
         """Write one checkpoint; communicates.
@@ -143,8 +133,7 @@ class Committer:
 
     def finish(self) -> bool:
         """Wait for all uploads; return whether a lasting tier has the newest checkpoint."""
-        newest = self.lasting.begun
-        if newest is None:
+        if self.lasting.begun is None:
             return True
         if self._lost_peer is not None:
             return False
@@ -153,7 +142,7 @@ class Committer:
         for _ in range(2):
             end = self._uploading.submit(self._uploading.progress.tick)
             self._learn(self._finish(end, self._uploading, lambda _: self.uploads.status()))
-        looking = self._submit(self._look_again, newest)
+        looking = self._submit(self._look_again)
         statuses = self._finish(looking, self._storing, lambda seen: seen or {})
         return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
 
@@ -171,29 +160,30 @@ class Committer:
         """Wait until all ranks' work is done; return their statuses."""
         return self._peers.finish(work, thread, describe, timeout_s=self._options.stall_s)
 
-    # -- one checkpoint ---------------------------------------------------------------------------
-
     def _write(self, task: SaveTask) -> None:
         id_ = task.content.id
         writing = self._submit(self._write_own, task)
         statuses = self._finish(writing, self._storing, self._describe)
         self._learn(statuses)
         part = None if "error" in statuses[self._rank] else writing.result()
+        self._newest = part
         copied = self._copy_to_peers(part, task.leaving, statuses)
         is_complete = copied and all(status["written"] for status in statuses)
-        sound = [k for k in _sound_kinds(statuses) if copied or k is not self._own.kinds[-1]]
+        kinds = [tier.kind for tier in self._own]
+        sound = [k for k in _sound_kinds(statuses) if copied or k is not kinds[-1]]
         if TierKind.DISK in sound:
             self.lasting.reach(id_)
         why = self.lasting.reasons
-        uploads_itself = self.uploads.offer(part, task.uploaded, statuses)
-        task.needs_upload = uploads_itself
+        task.needs_upload = self.uploads.offer(part, task.uploaded, statuses)
+        if is_complete:
+            self._whole = id_
+        self._sound.update(dict.fromkeys(sound, id_))
         busy = _busy_in(statuses) | {id_}
-        superseded = self._supersede(id_, busy, _Outcome(is_complete, frozenset(sound)))
 
         def commit() -> None:
-            if self._is_first_of_node:
-                self._own.commit(id_, sound, busy=busy, superseded=superseded)
-            if part is not None and uploads_itself:
+            for tier in self._own if self._is_first_of_node else ():
+                self._tidy(tier, id_, busy)
+            if part is not None and task.needs_upload:
                 self.uploads.upload(part, task.uploaded, self._storing.progress)
 
         statuses = self._finish(self._submit(commit), self._storing, self._describe)
@@ -201,7 +191,7 @@ class Committer:
         is_lasting = self.lasting.newest == id_
         if not is_lasting:
             self._judge(statuses[0]["waited_s"])
-        if not is_complete and (self._own.tiers or not is_lasting):
+        if not is_complete and (self._own or not is_lasting):
             raise CheckpointError(f"The nodes' own tiers don't have all parts of {id_}. {why}")
 
     def _write_own(self, task: SaveTask) -> OwnPart:
@@ -209,16 +199,15 @@ class Committer:
             raise CheckpointError(
                 f"storage hadn't let go of what was saved before {task.content.id}."
             )
-        return self._own.write(task.snapshot, task.metadata)
+        return write_part(task.snapshot, task.metadata, self._own, self._storing.progress)
 
     def _describe(self, part: OwnPart | None) -> dict[str, Any]:
         """Return this rank's status, which the other ranks need."""
         return {
-            "has": self._own.kinds,
+            "has": [tier.kind for tier in self._own],
             "written": [] if part is None else list(part.stores),
             "errors": [] if part is None else list(part.errors),
             "address": self._address,
-            "bytes": 0 if part is None else part.manifest.size_bytes,
             "waited_s": self.lasting.waited_s,
             **self.uploads.status(),
         }
@@ -233,7 +222,7 @@ class Committer:
         if uploaded is not None:
             self.lasting.reach(uploaded)  # A disk may have been the first.
             if self._rank == 0:
-                self.uploads.commit_later(uploaded)
+                self.uploads.confirm_later(uploaded)
 
     def _copy_to_peers(
         self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses
@@ -245,10 +234,7 @@ class Committer:
             return False
         assert part is not None
         targets = place_replicas(
-            self._node_of_rank,
-            replicas=self._options.replicas,
-            part_bytes=[status["bytes"] for status in statuses],
-            leaving=leaving,
+            self._node_of_rank, replicas=self._options.replicas, leaving=leaving
         )
         senders = [rank for rank, items in enumerate(targets) if self._rank in items]
         errors: list[str] = []
@@ -258,7 +244,7 @@ class Committer:
                 try:
                     kind, address = statuses[sender]["written"][0], statuses[sender]["address"]
                     source = PeerFiles(address, TierKind(kind).name, self._options.stall_s / MARGIN)
-                    store = self._own.tiers[-1].store
+                    store = self._own[-1].store
                     pull_part(source, store, part.manifest.id, sender, self._pulling.progress)
                 except Exception as error:
                     # Stores raise their client library's own types; other copies may succeed.
@@ -274,54 +260,42 @@ class Committer:
             self.lasting.note(text)
         return not texts
 
-    def _supersede(
-        self, checkpoint: CheckpointId, busy: Collection[CheckpointId], outcome: _Outcome
-    ) -> dict[TierKind, set[CheckpointId]]:
-        """Return the earlier checkpoints that each kind of tier may delete as useless.
+    def _tidy(self, tier: Tier, newest: CheckpointId, busy: Collection[CheckpointId]) -> None:
+        """Confirm a checkpoint in a tier whose kind has all parts, else delete useless ones there.
 
-        Those are the ones of which it lacks parts; but none that the own tiers together have
-        completely, unless they have all of this checkpoint, too.
+        Useless are those of this start that the kind of tier lacks parts of; but none that the own
+        tiers together have completely. Failures are logged: the next save deletes what is left.
         """
-        useless = {
-            id_: earlier
-            for id_, earlier in self._earlier.items()
-            if outcome.is_complete or not earlier.is_complete
-        }
-        self._earlier = {
-            id_: earlier
-            for id_, earlier in self._earlier.items()
-            if id_ not in useless or id_ in busy
-        }
-        self._earlier[checkpoint] = outcome
-        # Not by what a tier has noted as confirmed: that note may have failed on one node.
-        return {
-            kind: {id_ for id_, earlier in useless.items() if kind not in earlier.sound}
-            for kind in self._own.kinds
-        }
+        sound = self._sound.get(tier.kind)
+        try:
+            if sound == newest:
+                confirm(tier, newest, busy)
+            else:
+                files, kept = tier.store.list(), {sound, self._whole, *busy}
+                gone = [
+                    item
+                    for item in checkpoints_in(files)
+                    if (item.run, item.attempt) == (newest.run, newest.attempt)
+                    and item not in kept
+                    and (sound is None or item > sound)
+                ]
+                remove_checkpoints(tier.store, files, gone)
+        except Exception as error:
+            # Stores raise their client library's own types.
+            _log.warning("Couldn't tidy up %s: %s", tier, error)
+        self._storing.progress.tick()
 
     def _judge(self, waited_s: float) -> None:
         """Set `overdue` if all lasting tiers have failed for too long."""
         if waited_s > self._options.lasting_within_s and self.lasting.begun is not None:
             self.overdue = self.lasting.error(self.lasting.begun)
 
-    # -- the end ----------------------------------------------------------------------------------
-
-    def _look_again(self, newest: CheckpointId) -> dict[str, Any]:
-        """Return the lasting tiers that this rank has checked, and those with all their parts."""
-        looked = [
-            pruner
-            for pruner in self._own.pruners
-            if self._is_first_of_node and pruner.tier.kind is TierKind.DISK
-        ]
-        if self._rank == 0 and self.uploads.pruner is not None:
-            looked.append(self.uploads.pruner)
-            self.uploads.commit()
-        return {
-            "has": [pruner.tier.kind for pruner in looked],
-            "written": [pruner.tier.kind for pruner in looked if pruner.holds(newest)],
-        }
-
-    # -- storage ----------------------------------------------------------------------------------
+    def _look_again(self) -> dict[str, Any]:
+        """Return this rank's lasting tiers, and those that still have its whole newest part."""
+        tiers = [tier for tier in (*self._own, self.uploads.tier) if tier is not None]
+        lasting = [tier for tier in tiers if tier.kind is not TierKind.MEMORY]
+        found = [tier.kind for tier in lasting if _holds(tier.store, self._newest)]
+        return {"has": [tier.kind for tier in lasting], "written": found}
 
     def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
         """Give the storing thread work; fail at once if it hangs in earlier work."""
@@ -356,3 +330,42 @@ def _busy_in(statuses: _Statuses) -> set[CheckpointId]:
     """Return the checkpoints that any rank is uploading, or keeps to upload later."""
     names = {name for s in statuses for name in (*s["uploading"], *s["deferred"])}
     return {checkpoint for name in names if (checkpoint := CheckpointId.parse(name)) is not None}
+
+
+def _holds(store: Store, part: OwnPart | None) -> bool:
+    """Return whether a store has all files of a part."""
+    try:
+        files = {} if part is None else store.list()
+    except Exception as error:
+        # Stores raise their client library's own types; another tier may have it all.
+        _log.warning("Couldn't look into %s again: %s", store, error)
+        return False
+    return part is not None and all(files.get(name) == n for name, n in part.sizes.items())
+
+
+def place_replicas(
+    node_of_rank: Sequence[str], *, replicas: int, leaving: Collection[str] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Return for each rank the ranks of other nodes that keep a copy of its part.
+
+    Each node gives its parts to the nodes that follow it in a ring. So losing two nodes at once
+    loses a part only if they are neighbours; with parts spread over all nodes, any pair would lose
+    some. Nodes that are `leaving` get none, and their parts at least one copy. There are fewer
+    copies if there are too few nodes.
+
+    Args:
+        node_of_rank: Name of each rank's node.
+        replicas: Nodes that are to hold each part, its own included.
+        leaving: Nodes that are about to be lost.
+    """
+    if replicas < 1:
+        raise ConfigurationError(f"replicas is {replicas}; it must be 1 (no copies) or more.")
+    nodes = list(dict.fromkeys(node_of_rank))
+    targets = []
+    for rank, node in enumerate(node_of_rank):
+        index = nodes.index(node)
+        ring = [other for other in nodes[index + 1 :] + nodes[:index] if other not in leaving]
+        chosen = ring[: max(replicas - 1, int(node in leaving))]
+        ranks_of = [[r for r, name in enumerate(node_of_rank) if name == n] for n in chosen]
+        targets.append(tuple(ranks[rank % len(ranks)] for ranks in ranks_of))
+    return tuple(targets)

@@ -2,9 +2,8 @@
 
 The owned slices change only in the optimizer step. So the copy may run during the next iteration's
 forward and backward; code that is about to change them waits for it (`Snapshot.wait`). On CUDA the
-copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The host
-buffer is allocated once, in blocks, and reused: torch rounds pinned memory up to a power of two, so
-one block for 33 GB would take 64.
+copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The memory
+on the host is allocated once and reused.
 
 Floor: every byte is read once and written once, at the bandwidth of the memory or of PCIe; nothing
 is allocated from the second snapshot on.
@@ -22,10 +21,6 @@ from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
 
 __all__ = ["HostBuffer", "Snapshot"]
 
-_ALIGNMENT_BYTES = 64
-_BLOCK_BYTES = 2**29
-"""Size of a buffer's blocks, unless a tensor is larger; one that doesn't fit begins a new block."""
-
 
 class HostBuffer:
     """Memory for one snapshot at a time, reused between snapshots.
@@ -36,7 +31,7 @@ class HostBuffer:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._blocks: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._free = threading.Semaphore(1)
         self._copier = BackgroundThread("checkpoint-snapshot")
@@ -62,7 +57,12 @@ class HostBuffer:
     def _start(self, content: CheckpointContent) -> "Snapshot":
         tensors = [tensor.detach() for tensor in tensors_of(content).values()]
         on_device = any(tensor.is_cuda for tensor in tensors)
-        copies = self._views(tensors, is_pinned=on_device)
+        layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if layout != [(copy.shape, copy.dtype) for copy in self._copies]:
+            self._copies = [
+                torch.empty(shape, dtype=dtype, pin_memory=on_device) for shape, dtype in layout
+            ]
+        copies = self._copies
         if on_device:
             done = self._copy_from_device(tensors, copies)
             future = self._copier.submit(done.synchronize)
@@ -76,33 +76,6 @@ class HostBuffer:
             _future=future,
             _free=self._free,
         )
-
-    def _views(self, tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
-        """Return memory for each tensor, with its shape and dtype."""
-        places, filled = [], [0]
-        for tensor in tensors:
-            num_bytes = _aligned_bytes(tensor)
-            if filled[-1] and filled[-1] + num_bytes > _BLOCK_BYTES:
-                filled.append(0)
-            start = filled[-1]
-            places.append((len(filled) - 1, start, start + tensor.numel() * tensor.element_size()))
-            filled[-1] += num_bytes
-        for index, num_bytes in enumerate(filled):
-            self._reserve(index, num_bytes, is_pinned=is_pinned)
-        return [
-            self._blocks[index][start:stop].view(tensor.dtype).view(tensor.shape)
-            for tensor, (index, start, stop) in zip(tensors, places, strict=True)
-        ]
-
-    def _reserve(self, index: int, num_bytes: int, *, is_pinned: bool) -> None:
-        """Make sure that a block has at least `num_bytes`."""
-        if index == len(self._blocks):
-            self._blocks.append(torch.empty(0, dtype=torch.uint8))
-        block = self._blocks[index]
-        if num_bytes > block.numel() or (is_pinned and not block.is_pinned()):
-            if is_pinned:  # As much as torch's allocator takes for it anyway.
-                num_bytes = max(_ALIGNMENT_BYTES, 1 << (num_bytes - 1).bit_length())
-            self._blocks[index] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
     def _copy_from_device(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
@@ -145,11 +118,6 @@ class Snapshot:
     def release(self) -> None:
         """Release the memory for the next snapshot; the copies mustn't be used any more."""
         self._free.release()
-
-
-def _aligned_bytes(tensor: torch.Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _copy(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

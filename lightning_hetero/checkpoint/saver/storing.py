@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,32 +28,26 @@ from lightning_hetero.checkpoint.format.manifest import (
     manifest_name,
 )
 from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Followed
-from lightning_hetero.checkpoint.places.parts import (
-    TierPruner,
+from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.places.tiers import (
+    Tier,
+    TierKind,
+    confirm,
     copy_part,
     remove_files,
     write_manifest,
 )
-from lightning_hetero.checkpoint.places.store import Store
-from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.saver.snapshot import Snapshot
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.deadlines import Progress
+from lightning_hetero.core.process import Progress
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LastingCopies", "OwnPart", "OwnTiers", "Uploads"]
+__all__ = ["LastingCopies", "OwnPart", "Uploads", "write_part"]
 
 _log = logging.getLogger(__name__)
-
-
-def _write_files(
-    store: Store, checkpoint: CheckpointId, bodies: Iterable[FileBody], progress: Progress
-) -> None:
-    """Write a part's files; `progress` is told of every chunk."""
-    for body in bodies:
-        store.write(f"{checkpoint.folder}/{body.name}", Followed(body, progress))
+_NUM_REMEMBERED = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class OwnPart:
     manifest: PartManifest
     stores: Mapping[TierKind, Store]
     """The own tiers that have it, fastest first."""
-    errors: Sequence[str] = field(default_factory=tuple)
+    errors: Sequence[str]
     """Why the other own tiers don't have it."""
 
     @property
@@ -73,103 +67,64 @@ class OwnPart:
         """The fastest own tier that has it."""
         return next(iter(self.stores.values()), None)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each of its files, by name in a store."""
+        folder = self.manifest.id.folder
+        return {f"{folder}/{entry.name}": entry.size_bytes for entry in self.manifest.files}
 
-class OwnTiers:
-    """The tiers that only this node's ranks write to.
 
-    Args:
-        tiers: These tiers, fastest first.
-        node_ranks: Ranks of this node, whose parts the tiers hold.
-        block_bytes: Bytes that one checksum covers.
-        progress: Ticks with every chunk that is written.
+def write_part(
+    snapshot: Snapshot, metadata: Mapping[str, bytes], tiers: Sequence[Tier], progress: Progress
+) -> OwnPart:
+    """Write a part into all own tiers that take it; `progress` is told of every chunk.
+
+    Raises:
+        CheckpointError: The state isn't finite or can't be encoded.
     """
+    snapshot.wait()
+    _check_finite(snapshot)
+    content = snapshot.content
+    bodies, slices = encode_part(content, snapshot.tensors, metadata)
+    stores: dict[TierKind, Store] = {}
+    errors: list[str] = []
+    manifest: PartManifest | None = None
+    for tier in tiers:
+        try:
+            _write_files(tier.store, content.id, bodies, progress)
+            manifest = manifest or make_manifest(content, bodies, slices)
+            write_manifest(tier.store, manifest)
+            stores[tier.kind] = tier.store
+        except Exception as error:
+            # Whatever a store raises, the next tier may take the part.
+            text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
+            _log.warning("%s", text)
+            errors.append(text)
+            # The next tier gets the full time, even after one that has hung.
+            progress.tick()
+            names = [f"{content.id.folder}/{body.name}" for body in bodies]
+            with contextlib.suppress(Exception):
+                remove_files(tier.store, [manifest_name(content.id, content.global_rank), *names])
+    manifest = manifest or make_manifest(content, bodies, slices)
+    return OwnPart(bodies, manifest, stores, errors)
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        node_ranks: Collection[int],
-        *,
-        block_bytes: int,
-        progress: Progress,
-    ) -> None:
-        self.pruners = [TierPruner(tier, node_ranks, progress) for tier in tiers]
-        self.tiers = tuple(tiers)
-        self.kinds = [tier.kind for tier in tiers]
-        self._block_bytes = block_bytes
-        self._progress = progress
 
-    def write(self, snapshot: Snapshot, metadata: Mapping[str, bytes]) -> OwnPart:
-        """Write a part into all tiers that take it.
-
-        Raises:
-            CheckpointError: The state isn't finite or can't be encoded.
-        """
-        snapshot.wait()
-        _check_finite(snapshot)
-        content = snapshot.content
-        bodies, slices = encode_part(
-            content, snapshot.tensors, metadata, block_bytes=self._block_bytes
-        )
-        stores: dict[TierKind, Store] = {}
-        errors: list[str] = []
-        manifest: PartManifest | None = None
-        for tier in self.tiers:
-            try:
-                _write_files(tier.store, content.id, bodies, self._progress)
-                manifest = manifest or make_manifest(content, bodies, slices)
-                write_manifest(tier.store, manifest)
-                stores[tier.kind] = tier.store
-            except Exception as error:
-                # Whatever a store raises, the next tier may take the part.
-                text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
-                _log.warning("%s", text)
-                errors.append(text)
-                # The next tier gets the full time, even after one that has hung.
-                self._progress.tick()
-                names = [f"{content.id.folder}/{body.name}" for body in bodies]
-                with contextlib.suppress(Exception):
-                    remove_files(
-                        tier.store, [manifest_name(content.id, content.global_rank), *names]
-                    )
-        manifest = manifest or make_manifest(content, bodies, slices)
-        return OwnPart(bodies, manifest, stores, errors)
-
-    def commit(
-        self,
-        checkpoint: CheckpointId,
-        sound: Collection[TierKind],
-        *,
-        busy: Collection[CheckpointId],
-        superseded: Mapping[TierKind, Collection[CheckpointId]],
-    ) -> None:
-        """Confirm a checkpoint in the tiers that have all ranks' parts; delete old ones there."""
-        for pruner in self.pruners:
-            # Where this one isn't, an older one may be the newest: this node can't know.
-            kind, is_sound = pruner.tier.kind, pruner.tier.kind in sound
-            pruner.commit(
-                checkpoint if is_sound else None,
-                keep=pruner.tier.keep if is_sound else None,
-                busy=busy,
-                superseded=superseded[kind],
-            )
+def _write_files(
+    store: Store, checkpoint: CheckpointId, bodies: Sequence[FileBody], progress: Progress
+) -> None:
+    for body in bodies:
+        store.write(f"{checkpoint.folder}/{body.name}", Followed(body, progress))
 
 
 def _check_finite(snapshot: Snapshot) -> None:
-    for name in _not_finite(snapshot):
-        raise CheckpointError(
-            f"{name} isn't finite at {snapshot.content.id}, which is therefore not saved. Find the "
-            "step that made it so: a loss or a gradient was NaN or infinite."
-        )
-
-
-def _not_finite(snapshot: Snapshot) -> Iterator[str]:
     for (index, key), tensor in snapshot.tensors.items():
         item = snapshot.content.slices[index]
         if not is_sound(tensor, is_trained=key == WEIGHT and bool(item.state or item.whole_state)):
-            yield f"{item.parameter}'s {key}"
-
-
-_NUM_REMEMBERED = 8
+            raise CheckpointError(
+                f"{item.parameter}'s {key} isn't finite at {snapshot.content.id}, which is "
+                "therefore not saved. Find the step that made it so: a loss or a gradient was NaN "
+                "or infinite."
+            )
 
 
 class Uploads:
@@ -177,18 +132,16 @@ class Uploads:
 
     Args:
         tier: The remote tier, None if there is none.
-        world_size: Number of ranks, whose parts the tier holds.
         thread: The thread that copies.
     """
 
-    def __init__(self, tier: Tier | None, world_size: int, thread: BackgroundThread) -> None:
+    def __init__(self, tier: Tier | None, thread: BackgroundThread) -> None:
         self.tier = tier
-        self.pruner = None if tier is None else TierPruner(tier, range(world_size), thread.progress)
         self._thread = thread
         self._running: list[CheckpointId] = []
         self._deferred: tuple[OwnPart, Future[bool]] | None = None
         self._done: deque[CheckpointId] = deque(maxlen=_NUM_REMEMBERED)
-        self._committed: CheckpointId | None = None
+        self._confirmed: CheckpointId | None = None
         self._error = ""
 
     def status(self) -> dict[str, Any]:
@@ -221,18 +174,15 @@ class Uploads:
         if self.tier is None or part is None or not is_everywhere or not (is_free or can_wait):
             uploaded.set_result(False)
             return False
-        self._drop_deferred()
+        if self._deferred is not None:
+            self._deferred[1].set_result(False)
+            self._deferred = None
         if is_free and part.source is None:
             return True
         self._deferred = part, uploaded
         if is_free:
             self.start_deferred()
         return False
-
-    def _drop_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            deferred[1].set_result(False)
 
     def start_deferred(self) -> None:
         """Upload the part that was kept for later, if there is one."""
@@ -275,19 +225,19 @@ class Uploads:
         else:
             uploaded.set_result(True)
 
-    def commit_later(self, uploaded: CheckpointId) -> None:
+    def confirm_later(self, uploaded: CheckpointId) -> None:
         """Confirm, once, a checkpoint that all ranks have uploaded; one rank does it for all."""
-        if uploaded != self._committed:
-            self._committed = uploaded
-            self._thread.submit(self.commit, uploaded)
+        if uploaded != self._confirmed:
+            self._confirmed = uploaded
+            self._thread.submit(self._confirm, uploaded)
 
-    def commit(self, uploaded: CheckpointId | None = None) -> None:
-        """Confirm complete checkpoints in the remote tier, and delete old ones."""
-        if self.pruner is not None:
-            self.pruner.commit(uploaded, keep=self.pruner.tier.keep)
-
-
-_MAX_REASONS = 8
+    def _confirm(self, uploaded: CheckpointId) -> None:
+        assert self.tier is not None
+        try:
+            confirm(self.tier, uploaded)
+        except Exception as error:
+            # The client libraries of remote stores raise their own types.
+            _log.warning("Couldn't tidy up %s: %s", self.tier, error)
 
 
 @dataclass
@@ -300,7 +250,7 @@ class LastingCopies:
     """The newest checkpoint of which a lasting tier has all ranks' parts."""
     _reached_s: float = 0.0
     _missing: list[tuple[CheckpointId, float]] = field(default_factory=list)
-    _reasons: dict[str, None] = field(default_factory=dict)
+    _reasons: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
 
     def begin(self, checkpoint: CheckpointId) -> None:
         """Note that a checkpoint was begun."""
@@ -316,10 +266,8 @@ class LastingCopies:
 
     def note(self, reason: str) -> None:
         """Note a failure."""
-        self._reasons.pop(reason, None)
-        self._reasons[reason] = None
-        while len(self._reasons) > _MAX_REASONS:
-            del self._reasons[next(iter(self._reasons))]
+        if reason not in self._reasons:
+            self._reasons.append(reason)
 
     @property
     def reasons(self) -> str:

@@ -4,7 +4,7 @@
 
 1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
 2. All ranks tell each other which tiers have taken their parts, wait for ranks with slow storage
-   (`commit`), and send copies to each other's nodes (`replicas`).
+   (`commit`), and send copies to each other's nodes.
 3. A kind of tier that has all ranks' parts, copies included, is *sound*: there the checkpoint is
    noted as confirmed, and old ones are deleted. If it failed on any rank, it keeps what it has.
 4. The host memory is free for the next snapshot.
@@ -31,7 +31,7 @@ from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.saver.commit import Committer, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saver.snapshot import HostBuffer, Snapshot
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -1,8 +1,12 @@
-"""Build a pretrained Hugging Face model without its weights, which can be read slice by slice.
+"""Build a pretrained Hugging Face model whose weights are read slice by slice, and write folders.
 
 When transformers loads a folder, it renames and converts stored tensors: experts that were saved
 one by one, for example, become one tensor. Here the operations from transformers' own tables are
 applied to descriptions of the stored tensors, so that any slice of a result can be read alone.
+
+A trained model is written from a checkpoint file, which is memory-mapped: at most the weights of
+one written file are in memory. A module that is whole after `fit` (`whole_after_run`) can also use
+its model's own `save_pretrained`.
 """
 
 import re
@@ -28,7 +32,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.errors import CheckpointError, ModelError
 from lightning_hetero.models.huggingface.quantized import Quantizer
 from lightning_hetero.models.stored import (
     Box,
@@ -41,7 +45,7 @@ from lightning_hetero.models.stored import (
     open_folder,
 )
 
-__all__ = ["PretrainedWeights", "load_pretrained"]
+__all__ = ["PretrainedWeights", "export_pretrained", "load_pretrained"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,3 +247,53 @@ def _apply(
         "from_pretrained, and train that, or what save_pretrained(save_original_format=False) "
         "writes of it."
     )
+
+
+def export_pretrained(
+    checkpoint: str | Path,
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the model inside a Lightning checkpoint as `save_pretrained` does.
+
+    `lightning-hetero checkpoint export` makes Lightning checkpoints of layer-wise ones.
+
+    Args:
+        checkpoint: The checkpoint file.
+        model: A model like the one that was trained; it may be on the meta device, as in
+            `with torch.device("meta"): AutoModelForCausalLM.from_config(config)`.
+        folder: The folder to write.
+        max_shard_size: Size of a file, in bytes or with a unit ("2GB").
+
+    Raises:
+        CheckpointError: The file can't be read, or holds no such model, or several.
+    """
+    try:
+        state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        state = state["state_dict"]
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"Can't read {checkpoint} as a Lightning checkpoint: {error}. Make one of a layer-wise "
+            "checkpoint with `lightning-hetero checkpoint export`."
+        ) from error
+    names = list(model.state_dict())
+    prefix = _find_prefix(state, names, type(model).__name__, checkpoint)
+    own = {name: state[prefix + name] for name in names}
+    model.save_pretrained(folder, state_dict=own, max_shard_size=max_shard_size)
+
+
+def _find_prefix(
+    state: Mapping[str, Any], names: list[str], kind: str, checkpoint: str | Path
+) -> str:
+    """Return the prefix of a model's names in a LightningModule's state, such as "model."."""
+    prefixes = [key.removesuffix(names[0]) for key in state if key.endswith(names[0])]
+    found = [prefix for prefix in prefixes if all(prefix + name in state for name in names)]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{checkpoint} holds {len(found)} modules with the {len(names)} parameters of {kind} "
+            f"(its keys begin with {sorted({key.partition('.')[0] for key in state})}). Give a "
+            "model with the config that was trained."
+        )
+    return found[0]

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.model_config import read_quantization
 from lightning_hetero.core.slices import PackedSize
-from lightning_hetero.core.tuning.fine_tuning import read_quantization
 from lightning_hetero.models.stored import StoredTensor
 
 __all__ = ["Quantizer", "WholeReader", "add_adapters"]

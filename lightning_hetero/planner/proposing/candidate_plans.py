@@ -331,4 +331,4 @@ class _CandidateSearch:
     def _seconds(self, costs: tuple[PipelineCost, ...], lengths: IntArray) -> float:
         if lengths.max() > max(cost.max_len for cost in costs):
             return np.inf
-        return assign_iteration(lengths, [costs], num_trials=20).latency_s
+        return assign_iteration(lengths, [costs]).latency_s

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner.proposing.sequence_room import SequenceRoom
 from lightning_hetero.simulator import CostModel
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.results.counts import LossReduction

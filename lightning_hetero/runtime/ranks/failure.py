@@ -10,17 +10,14 @@ frozen one.
 """
 
 import atexit
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from types import TracebackType
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.process.deadlines import Deadline
+from lightning_hetero.core.process import Deadline
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from lightning_hetero.runtime.ranks.meeting import end_process
@@ -30,7 +27,6 @@ __all__ = [
     "AgreedExit",
     "FailureDetector",
     "GenerationChange",
-    "print_in_one_line",
 ]
 
 LEAVE_EXIT_CODE = 14
@@ -52,9 +48,6 @@ _STORE_OF_OTHERS_IS_GONE = (
     "started there as rank 0, and at the system's (out of memory, preemption)."
 )
 
-_PRINTED_BY = "_printed_in_one_line_by"
-"""Attribute of an error that another rank prints in full; holds this rank."""
-
 
 class AgreedExit(SystemExit):
     """All ranks have agreed to end after the same step; none has failed or needs to be told."""
@@ -74,31 +67,6 @@ class GenerationChange(Exception):
     def __init__(self, reason: str, leaving: frozenset[int] = frozenset()) -> None:
         super().__init__(reason)
         self.leaving = leaving
-
-
-def print_in_one_line(error: BaseException, rank: int) -> None:
-    """If an error ends this process, print it without its traceback: another rank prints one.
-
-    Keeps no reference to the error: if it is caught, its traceback may keep a whole run alive.
-    """
-    error.__dict__[_PRINTED_BY] = rank
-    usual = sys.excepthook
-    if getattr(usual, "func", None) is not _print_shortly:
-        sys.excepthook = partial(_print_shortly, usual)
-
-
-def _print_shortly(
-    usual: Callable[..., None],
-    kind: type[BaseException],
-    raised: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    rank = getattr(raised, _PRINTED_BY, None)
-    if rank is None:
-        usual(kind, raised, trace)
-    else:
-        text = " ".join(str(raised).split())
-        print(f"[rank{rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
 
 
 class FailureDetector:
@@ -155,7 +123,7 @@ class FailureDetector:
                 raise
             self._raised.set()
             reason = self.explain()
-            self._wait_until_read()
+            self._let_others_read()
             raise PeerError(reason) from error
 
     def start(self) -> None:
@@ -207,13 +175,7 @@ class FailureDetector:
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
             self._is_judged.wait(8 * self._interval_s)
-            self._wait_until_read()
-
-    @property
-    def failed_rank(self) -> int | None:
-        """The rank that failed first; None while there is no report."""
-        watch = self._watch
-        return None if watch is None or watch.failed_rank < 0 else watch.failed_rank
+            self._let_others_read()
 
     def explain(self) -> str:
         """Wait until a failure is reported or a rank is silent; return why a connection broke."""
@@ -224,17 +186,10 @@ class FailureDetector:
             "A connection to another rank broke, and no rank said why. See the other ranks' logs."
         )
 
-    def _wait_until_read(self) -> None:
-        """On a rank 0 that serves the store, wait until the others have read why the run ends."""
-        watch = self._watch
-        if self._rank == 0 and watch is not None and self._ring.bulletin is None:
-            num_others = len(self._ring.numbers) - len({0, watch.failed_rank} - {-1})
-            self._wait(lambda: watch.num_readers >= num_others, 8 * self._interval_s)
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = Deadline(timeout_s)
-        while not condition() and not deadline.is_over:
-            time.sleep(self._interval_s / 10)
+    def _let_others_read(self) -> None:
+        """On a rank 0 that serves the store, give the others time to read why the run ends."""
+        if self._rank == 0 and self._ring.bulletin is None:
+            time.sleep(3 * self._interval_s)
 
     # -- the judging thread ---------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 from lightning_hetero.models.batches import count_samples, tensors_of
-from lightning_hetero.models.loss import IGNORED_LABEL
+from lightning_hetero.models.packing import IGNORED_LABEL
 
 __all__ = ["Count", "Counting", "LossReduction", "LossRule", "as_weight"]
 

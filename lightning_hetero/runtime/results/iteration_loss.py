@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.core.reading.choices import Choice
+from lightning_hetero.core.reading import Choice
 
 __all__ = [
     "NUM_TOTALS",

@@ -1,6 +1,6 @@
 """Keep memory corrections, learnt from running out of memory, on disk beside measured profiles.
 
-There is one file for each device type and model, in the folder of `core.process.cache`. A start on
+There is one file for each device type and model, in the folder of `core.process`. A start on
 the same machine reads it before anything is planned, and shares it with the other ranks. Files that
 are older than 30 days, broken or of other versions are ignored.
 """
@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_hetero.core.errors import ProfileError
-from lightning_hetero.core.process.cache import cache_folder, write_whole
-from lightning_hetero.core.reading import build, load_file, parse_json
+from lightning_hetero.core.process import cache_folder, write_whole
+from lightning_hetero.core.reading import build
 from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.texts import load_file, parse_json
 from lightning_hetero.runtime.setup.profiling import current_versions
 from lightning_hetero.simulator import MemoryCorrection
 

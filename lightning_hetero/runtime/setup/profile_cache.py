@@ -19,7 +19,7 @@ import torch
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.process.cache import cache_folder, write_whole
+from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat

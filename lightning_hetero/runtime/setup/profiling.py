@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.core.process import installed_version
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.runtime.setup.products import bytes_of_products

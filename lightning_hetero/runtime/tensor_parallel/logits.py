@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_hetero.models.loss import IGNORED_LABEL
+from lightning_hetero.models.packing import IGNORED_LABEL
 from lightning_hetero.runtime.tensor_parallel.collectives import (
     TPGroup,
     gather_shards,

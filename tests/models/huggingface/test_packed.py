@@ -12,12 +12,10 @@ import transformers
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.core.errors import BatchError, ModelError
 from lightning_hetero.data import HeteroDataModule
-from lightning_hetero.data.packed_models import let_models_attend_packed
-from lightning_hetero.models import pack_samples, register_attention
-from lightning_hetero.models.attention import attention_backends
-from lightning_hetero.models.huggingface import packed_inputs, use_packed_attention
+from lightning_hetero.models import pack_samples
+from lightning_hetero.models.huggingface import packed, packed_inputs, use_packed_attention
 from tests.runtime.huggingface_runs import CONFIGS, VOCABULARY, auto_class, make_model
 from tests.toy import quiet
 
@@ -136,21 +134,18 @@ def test_a_copy_and_a_pickled_model_stay_packed(llama):
         assert work.pairs == NUM_LAYERS * sum(length**2 for length in LENGTHS)
 
 
-def test_the_chosen_backend_runs_with_every_layers_window(monkeypatch):
-    monkeypatch.setattr("lightning_hetero.models.attention._BACKENDS", {})
+def test_attention_is_told_every_layers_window(monkeypatch):
     windows = []
 
-    def record(query, key, value, mask, *, scale):
-        windows.append(mask.window)
+    def record(query, *_, window, **options):
+        windows.append(window)
         return torch.zeros_like(query)
 
-    register_attention("record", record)
+    monkeypatch.setattr(packed, "varlen_attention", record)
     model = make_model("gemma3_text")
-    use_packed_attention(model, backend="record")
+    use_packed_attention(model)
     model(**packed_inputs(pack_samples(samples())))
     assert windows == [4, None, 4, None]
-    with pytest.raises(ConfigurationError, match=f"'flush'; known: {attention_backends()[0]}"):
-        use_packed_attention(model, backend="flush")
 
 
 def tiny(name, **config):
@@ -168,7 +163,6 @@ def tiny(name, **config):
         ("qwen3_next", {"num_hidden_layers": 4, "num_experts": 4}, "linear_attention"),
         ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
         ("t5", {"num_layers": 2}, "one sequence to another"),
-        ("phimoe", {"num_hidden_layers": 2, "sliding_window": 8}, "windows only in its masks"),
     ],
 )
 def test_models_whose_packed_samples_would_see_each_other_are_refused(name, config, why):
@@ -214,7 +208,7 @@ def test_under_a_data_module_samples_do_not_see_each_other(llama, late):
 
 
 def test_a_data_module_refuses_models_whose_samples_would_see_each_other():
-    model = tiny("phimoe", num_hidden_layers=2, sliding_window=8)
+    model = tiny("mamba", num_hidden_layers=2)
     data = HeteroDataModule(samples(), tokens_per_step=30, context_length=30)
     data.trainer = SimpleNamespace(lightning_module=Trained(lambda: model, late=False))
     with pytest.raises(ModelError, match=r"HeteroDataModule packs .* `collate` that pads"):
@@ -236,6 +230,7 @@ def test_what_the_kernels_cannot_do_is_refused_when_it_is_asked_for():
     for name, more, why in (
         ("llama", {"attention_dropout": 0.25}, "drops 25% of the attention"),
         ("gemma2", {}, "uses softcap"),
+        ("phimoe", {"sliding_window": 8, "num_local_experts": 2}, "windows only in its masks"),
     ):
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(name, **config, **more, pad_token_id=0)
@@ -296,13 +291,3 @@ def test_ids_of_a_packed_batch_without_their_borders_are_refused(llama):
     llama(batch.input_ids[None].clone())
     llama(pack_samples(samples()[:1])["input_ids"])
     llama(batch["input_ids"], attention_mask=torch.ones(1, sum(LENGTHS)))
-
-
-def test_flash_attention_of_transformers_refuses_lone_ids_too(llama):
-    llama.config._attn_implementation_internal = "flash_attention_2"
-    for _ in range(2):
-        let_models_attend_packed(torch.nn.ModuleList([llama]))
-    llama.config._attn_implementation_internal = "sdpa"
-    assert len(llama._forward_pre_hooks) == 1
-    with pytest.raises(BatchError, match="of 4 packed samples"):
-        llama(pack_samples(samples())["input_ids"])

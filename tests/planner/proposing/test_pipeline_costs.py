@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner.proposing.pipeline_costs import (
     pipeline_cost,
     util_len,

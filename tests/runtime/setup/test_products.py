@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.runtime.setup.products import KeptProducts, bytes_of_products, is_product
-from lightning_hetero.testing.capped_memory import MemoryCounter
+from tests.capped_memory import MemoryCounter
 
 WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
-from lightning_hetero.testing.capped_memory import MemoryCounter
+from tests.capped_memory import MemoryCounter
 
 IDS = torch.tensor([0, 2, 1])
 

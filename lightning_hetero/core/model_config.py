@@ -1,0 +1,165 @@
+"""What the `config.json` of a Hugging Face model says: sizes, and how weights are stored.
+
+LoRA (Hu et al. 2021) adds adapters to frozen matrices; QLoRA (Dettmers et al. 2023) stores these in
+4 bits, with scales for blocks of 64 values. Embedding, head and norms aren't quantized.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.reading import readable
+from lightning_hetero.core.texts import show
+
+__all__ = [
+    "DEFAULT_RANK",
+    "QUANTIZATIONS",
+    "FineTuning",
+    "cached_config",
+    "read_quantization",
+    "sizes_of_config",
+]
+
+DEFAULT_RANK = 16
+"""Rank of the adapters that a quantized model is planned with if none is named."""
+
+QUANTIZATIONS: Mapping[str, float] = {
+    "nf4": 4 + 32 / 64,
+    "nf4-double": 4 + 8 / 64 + 32 / (64 * 256),
+    "fp4": 4 + 32 / 64,
+    "fp4-double": 4 + 8 / 64 + 32 / (64 * 256),
+    "int4": 4 + 32 / 128,
+    "int8": 8.0,
+}
+"""Bits per weight with the scales of its block: bitsandbytes' 4-bit formats with fp32 scales, or
+with scales that are quantized themselves; torchao's int4 in groups of 128; int8 with a scale for
+each row, which is nothing beside it."""
+
+
+@readable
+class FineTuning:
+    """Which parameters train, and how the others are stored.
+
+    Raises:
+        ModelError: A number is below 0, or more adapters are added than train.
+    """
+
+    layer_params: int = 0
+    """Parameters of one layer that train."""
+    added_params: int = 0
+    """How many of these are adapters': beside the layer's own, and computed in addition."""
+    embedding_params: int = 0
+    """Parameters before the first layer that train."""
+    head_params: int = 0
+    """Parameters after the last layer that train."""
+    stored_bits: float | None = None
+    """Bits per frozen weight of a layer's matrices; None if they are as wide as computations."""
+    method: str = "frozen weights"
+    """What it is called in summaries."""
+
+    def __post_init__(self) -> None:
+        sizes = self.added_params, self.embedding_params, self.head_params
+        bits = 1.0 if self.stored_bits is None else self.stored_bits
+        if min(sizes) < 0 or self.layer_params < self.added_params or not 0 < bits <= 64:
+            raise ModelError(
+                f"Fine-tuning has {self.layer_params} parameters a layer, {sizes} added, in the "
+                f"embedding and in the head, in {bits} bits: numbers must be 0 or more, the first "
+                "the largest of a layer's, bits above 0."
+            )
+
+
+def read_quantization(config: Mapping[str, Any], name: str) -> FineTuning | None:
+    """Return how a Hugging Face config says that weights are stored; None if it says nothing.
+
+    Raises:
+        ModelError: The method isn't known.
+    """
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return None
+    kind = _kind_of(found)
+    if kind in QUANTIZATIONS:
+        return FineTuning(stored_bits=QUANTIZATIONS[kind], method=kind.upper())
+    bits, group = found.get("bits"), found.get("group_size")
+    if isinstance(bits, int) and isinstance(group, int) and bits > 0:
+        # GPTQ and AWQ: a 16-bit scale and a zero point for each group, or for each row.
+        stored = bits + ((16 + bits) / group if group > 0 else 0.0)
+        return FineTuning(stored_bits=stored, method=f"{kind.upper()} {bits}-bit")
+    raise ModelError(
+        f"{name} is quantized by {show(dict(found))}, whose bytes aren't known. Known are "
+        "bitsandbytes in 4 and 8 bits, torchao's int4 and int8, GPTQ and AWQ."
+    )
+
+
+def _kind_of(config: Mapping[str, Any]) -> str:
+    """Return the key of `QUANTIZATIONS`, else the method's name."""
+    method = config.get("quant_method", "bitsandbytes")
+    method = str(getattr(method, "value", method))
+    if method == "bitsandbytes":
+        double = "-double" if config.get("bnb_4bit_use_double_quant") else ""
+        four = str(config.get("bnb_4bit_quant_type", "fp4")) + double
+        return four if config.get("load_in_4bit") else "int8"
+    if method == "torchao":
+        bits = re.search(r"int([48])", str(config.get("quant_type")), re.IGNORECASE)
+        return f"int{bits[1]}" if bits else method
+    return method
+
+
+# Families with biases and learned positions; newer ones have neither.
+_CLASSIC_FAMILIES = frozenset(
+    {"bert", "roberta", "distilbert", "gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "gpt_bigcode"}
+)
+_INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
+
+
+def sizes_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that a config says.
+
+    Raises:
+        ModelError: A size is missing, or weights are stored in an unknown way.
+    """
+    quantization = read_quantization(config, name)
+    nested = config.get("text_config")
+    config = nested if isinstance(nested, Mapping) else config
+    hidden = _first(config, "hidden_size", "n_embd", "d_model", name=name)
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads", name=name)
+    family = str(config.get("model_type", ""))
+    activation = config.get("hidden_act") or config.get("hidden_activation")
+    classic = family in _CLASSIC_FAMILIES
+    positions = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    inner = next((config[key] for key in _INNER_SIZES if config.get(key)), 4 * hidden)
+    return {
+        "num_layers": _first(config, "num_hidden_layers", "n_layer", "num_layers", name=name),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "intermediate_size": inner,
+        "vocab_size": _first(config, "vocab_size", name=name),
+        "gated_mlp": activation in ("silu", "swish") or family.startswith("gemma"),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", classic)),
+        "biases": classic,
+        "max_positions": positions if classic and family != "gpt_neox" else 0,
+        "causal": family not in ("bert", "roberta", "distilbert", "modernbert"),
+        "head_dim": config.get("head_dim"),
+        "tuning": quantization,
+    }
+
+
+def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
+    for key in keys:
+        if isinstance(config.get(key), int) and not isinstance(config[key], bool):
+            return int(config[key])
+    raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
+
+
+def cached_config(name: str) -> Path | None:
+    """Return the `config.json` of a Hugging Face model of that name; None if it isn't cached."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # Without the library, or no name of a model.
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,282 @@
+"""Find what each operation of a trace waited for, so that it can be replayed with other durations.
+
+On a rank an operation waits for the last one that had ended before it. A send and its receive end
+together, and so do the ranks of a collective: their *own* time begins when the last of them has
+come, all before is waiting. Which ranks a collective joins is seen from the times: where all ends
+coincide although the starts don't. So is a barrier that the trace doesn't hold: where all starts
+coincide although what came before ended at different times.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.simulator.operations import OperationGraph, propagate_operations
+from lightning_hetero.straggler.traces import OperationTrace, grouped
+
+__all__ = ["BACKWARD", "FORWARD", "TRANSFERS", "Replay"]
+
+FORWARD = ("forward-compute",)
+"""Kinds of operations that compute forwards."""
+BACKWARD = ("backward-compute", "backward-input", "backward-weight")
+"""Kinds of operations that compute backwards, whole or in parts."""
+TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
+"""Kinds of operations that move activations and their gradients between stages."""
+_LOCAL = ("gc", *FORWARD, *BACKWARD, *TRANSFERS)
+_ROUNDING_S, _MOST_OVERLAP_S, _OVERLAP = 2e-5, 1e-3, 0.1
+"""Clocks of streams differ a little: an operation counts as ended before another begins if it
+overlaps it by at most a tenth of its own time, and never by more than a millisecond."""
+_DEPTH = 8
+"""How many operations before one are looked at for the last that had ended."""
+_RENDEZVOUS = 0.99
+"""Sends wait for their receives if more than this share of them end after the receive begins."""
+_COINCIDE = 0.2
+"""Ends coincide if they spread over less than this share of what the starts do."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trace as a graph, with each operation's own time and the gap before it."""
+
+    trace: OperationTrace
+    graph: OperationGraph
+    own_s: FloatArray
+    """Without waiting for peers; barriers that were found follow after the trace's operations."""
+    gap_s: FloatArray
+    step: IntArray
+    """Of each operation and barrier."""
+    barriers: IntArray
+    """The operation behind each barrier."""
+    only_waits: IntArray
+    """Receives that only wait for a send: the link's time is the send's."""
+
+    @classmethod
+    def build(cls, trace: OperationTrace) -> "Replay":
+        """Return the graph of a trace.
+
+        Raises:
+            ConfigurationError: Operations wait for each other in a circle.
+        """
+        ended_s = trace.end_s - _ROUNDING_S
+        ended_s -= np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))
+        group, sent = _pair_transfers(trace)
+        waits_for = np.stack(
+            [*_earlier_on_rank(trace, ended_s), _received(trace, ended_s), sent], axis=1
+        )
+        _join_collectives(trace, group)
+        step_start = np.full(int(trace.step.max()) + 1, np.inf)
+        np.minimum.at(step_start, trace.step, trace.start_s)
+        start, end = (times - step_start[trace.step] for times in (trace.start_s, trace.end_s))
+        # A receive that only waits begins, in effect, when the send has ended.
+        start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
+        ready = np.r_[end, 0.0][waits_for].max(axis=1)
+        # One that has nothing to do before its send begins waits for that, whenever it is recorded.
+        receives = np.flatnonzero(trace.are(*TRANSFERS[1::2]))
+        is_idle = ready[receives] <= start[group[receives]]
+        start[receives] = np.where(is_idle, ready[receives], start[receives])
+        barriers = _Barriers(trace, start, ready)
+        behind = barriers.before
+        # Operations behind several barriers pass one after another.
+        waits_for = np.r_[waits_for, np.full((len(behind), waits_for.shape[1]), -1)]
+        for barrier, op in enumerate(behind.tolist(), start=len(trace)):
+            waits_for[barrier] = waits_for[op]
+            waits_for[op] = -1
+            waits_for[op, 0] = barrier
+        try:
+            graph = OperationGraph.build(waits_for, np.r_[group, len(trace) + barriers.group])
+        except ValueError as error:
+            raise ConfigurationError(f"The trace can't be replayed: {error}.") from error
+        last_start = np.full(len(trace), -np.inf)
+        np.maximum.at(last_start, group, start)
+        return cls(
+            trace=trace,
+            graph=graph,
+            own_s=np.r_[np.maximum(end - last_start[group], 0.0), barriers.own_s],
+            gap_s=np.r_[np.maximum(start - barriers.ready_s, 0.0), np.zeros(len(behind))],
+            step=np.r_[trace.step, trace.step[behind]],
+            barriers=behind,
+            only_waits=np.flatnonzero(sent >= 0),
+        )
+
+    def step_s(self, own_s: FloatArray, gap_s: FloatArray) -> FloatArray:
+        """Return the seconds of each step with these durations."""
+        ends = propagate_operations(self.graph, own_s, gap_s)
+        seconds = np.zeros(int(self.step.max()) + 1)
+        np.maximum.at(seconds, self.step, ends)
+        return seconds
+
+    def observed_s(self) -> FloatArray:
+        """Return the seconds of each step as recorded."""
+        count = int(self.trace.step.max()) + 1
+        first, last = np.full(count, np.inf), np.zeros(count)
+        np.minimum.at(first, self.trace.step, self.trace.start_s)
+        np.maximum.at(last, self.trace.step, self.trace.end_s)
+        seconds: FloatArray = last - first
+        return seconds
+
+
+def _last_ended(
+    trace: OperationTrace, ended_s: FloatArray, ops: IntArray, among: IntArray
+) -> IntArray:
+    """Return the last of `among` that had ended on the rank when each of `ops` began; -1: none."""
+    found, place = np.full(len(ops), -1), np.searchsorted(among, ops)
+    for back in range(1, min(_DEPTH, len(among)) + 1):
+        other = among[np.maximum(place - back, 0)]
+        fits = (place >= back) & (found < 0) & (ended_s[other] <= trace.start_s[ops])
+        fits &= (trace.rank[other] == trace.rank[ops]) & (trace.step[other] == trace.step[ops])
+        found[fits] = other[fits]
+    return found
+
+
+def _earlier_on_rank(trace: OperationTrace, ended_s: FloatArray) -> tuple[IntArray, IntArray]:
+    """Return the operation that each waits for on its rank, and for a send the compute before it.
+
+    Sends, and receives, that go on while their rank computes wait for each other only.
+    """
+    computes = np.flatnonzero(trace.are(*FORWARD, *BACKWARD))
+    stream, before = np.zeros(len(trace), np.int64), np.full((2, len(trace)), -1)
+    for number, names in enumerate((TRANSFERS[::2], TRANSFERS[1::2]), start=1):
+        ops = np.flatnonzero(trace.are(*names))
+        following = np.searchsorted(computes, ops)
+        overlapped = np.zeros(len(ops), bool)
+        for near in (following - 1, following):
+            known = (near >= 0) & (near < len(computes))
+            other, op = computes[near[known]], ops[known]
+            same = (trace.rank[other] == trace.rank[op]) & (trace.step[other] == trace.step[op])
+            both = np.maximum(trace.start_s[other], trace.start_s[op])
+            overlapped[known] |= same & (both < np.minimum(ended_s[other], ended_s[op]))
+        if len(ops) and overlapped.mean() > 1.0 - _RENDEZVOUS:
+            stream[ops] = number
+    for number in range(3):
+        ops = np.flatnonzero(stream == number)
+        before[0, ops] = _last_ended(trace, ended_s, ops, ops)
+        if number == 1:
+            before[1, ops] = _last_ended(trace, ended_s, ops, computes)
+    return before[0], before[1]
+
+
+def _pair_transfers(trace: OperationTrace) -> tuple[IntArray, IntArray]:
+    """Return the group of each operation, and the send that a receive only waits for, or -1."""
+    group, sent = np.arange(len(trace)), np.full(len(trace), -1)
+    pairs = [_paired(trace, name, hop) for name, hop in (("forward", 1), ("backward", -1))]
+    send, receive = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
+    if len(send) and (trace.end_s[send] > trace.start_s[receive]).mean() > _RENDEZVOUS:
+        group[receive] = send
+    else:  # Sends end without their receives, so only receives wait.
+        sent[receive] = send
+    return group, sent
+
+
+def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntArray]:
+    """Return the sends and receives that belong together: the n-th from and to a stage."""
+    sends, receives = (np.flatnonzero(trace.are(f"{name}-{end}")) for end in ("send", "recv"))
+    to = (trace.stage[sends] + hop) % (int(trace.stage.max()) + 1)
+    keys = []
+    for ops, stage in ((sends, to), (receives, trace.stage[receives])):
+        place = trace.step[ops], trace.pipeline[ops], stage
+        keys.append(np.stack([*place, _occurrence(*place)]))
+    number = grouped(*np.concatenate(keys, axis=1))
+    _, i, j = np.intersect1d(
+        number[: len(sends)], number[len(sends) :], assume_unique=True, return_indices=True
+    )
+    return sends[i], receives[j]
+
+
+def _received(trace: OperationTrace, ended_s: FloatArray) -> IntArray:
+    """Return what each forward or backward received, also where that came in background; or -1."""
+    found = np.full(len(trace), -1)
+    last_stage = np.zeros(int(trace.pipeline.max()) + 1, np.int64)
+    np.maximum.at(last_stage, trace.pipeline, trace.stage)
+    begins = (trace.stage == 0) & (trace.chunk == 0)
+    ends = (trace.stage == last_stage[trace.pipeline]) & (trace.chunk == int(trace.chunk.max()))
+    for name, compute, starts_here in (
+        ("forward", FORWARD, begins),
+        ("backward", BACKWARD[:2], ends),
+    ):
+        users = np.flatnonzero(trace.are(*compute) & ~starts_here)
+        receives = np.flatnonzero(trace.are(f"{name}-recv"))
+        if len(users) == len(receives):
+            arrived = trace.rank[users] == trace.rank[receives]
+            arrived &= trace.step[users] == trace.step[receives]
+            arrived &= ended_s[receives] <= trace.start_s[users]
+            found[users[arrived]] = receives[arrived]
+    return found
+
+
+def _occurrence(*keys: IntArray) -> IntArray:
+    """Return of each combination of keys how often the same came before."""
+    same = grouped(*keys)
+    order, index = np.argsort(same, kind="stable"), np.arange(len(same))
+    begins = np.r_[True, np.diff(same[order]) != 0][: len(same)]
+    number = np.empty_like(same)
+    number[order] = index - np.maximum.accumulate(np.where(begins, index, 0))
+    return number
+
+
+def _join_collectives(trace: OperationTrace, group: IntArray) -> None:
+    """Give the ranks of each collective one group: all, a stage's, or a pipeline's."""
+    for kind, name in enumerate(trace.kinds):
+        ops = np.flatnonzero(trace.kind == kind)
+        if name in (*_LOCAL, "optimizer"):
+            continue
+        step = trace.step[ops]
+        number = _occurrence(step, trace.rank[ops])
+        for place in (np.zeros_like(ops), trace.stage[ops], trace.pipeline[ops]):
+            joined = grouped(step, number, place)
+            starts, ends = (_spread(times[ops], joined) for times in (trace.start_s, trace.end_s))
+            if ends < _COINCIDE * starts:
+                representative = np.full(int(joined.max()) + 1, -1)
+                representative[joined] = ops
+                group[ops] = representative[joined]
+                break
+
+
+class _Barriers:
+    """What the trace doesn't hold: operations that none begins before all have come to them.
+
+    All are the ranks of a step, a stage or a pipeline; one operation may be behind several.
+    """
+
+    def __init__(self, trace: OperationTrace, start: FloatArray, ready_s: FloatArray) -> None:
+        self.before = np.empty(0, np.int64)
+        """The operation behind each rank's part of a barrier."""
+        self.group = np.empty(0, np.int64)
+        self.own_s = np.empty(0)
+        self.ready_s = ready_s
+        """When each operation could begin, after the barriers."""
+        self._trace, self._start = trace, start
+        self._least_s = 1e-3 * _spread(start, trace.step)
+        for kind, name in enumerate(trace.kinds):
+            ops = np.flatnonzero(trace.kind == kind)
+            if name not in _LOCAL and not _occurrence(trace.step[ops], trace.rank[ops]).any():
+                for place in (np.zeros_like(ops), trace.stage[ops], trace.pipeline[ops]):
+                    for value in np.unique(place):
+                        self._look(ops[place == value])
+
+    def _look(self, ops: IntArray) -> None:
+        """Add a barrier if these operations begin together, although they could have earlier."""
+        step = self._trace.step[ops]
+        before, at = _spread(self.ready_s[ops], step), _spread(self._start[ops], step)
+        if at >= _COINCIDE * before or before <= self._least_s:
+            return
+        count = int(self._trace.step.max()) + 1
+        first, last = np.full(count, np.inf), np.full(count, -np.inf)
+        np.minimum.at(first, step, self._start[ops])
+        np.maximum.at(last, step, self.ready_s[ops])
+        own = np.maximum(first - last, 0.0)
+        self.ready_s[ops] = (last + own)[step]
+        offset = int(self.group.max()) + 1 if len(self.group) else 0
+        self.before = np.r_[self.before, ops]
+        self.group = np.r_[self.group, offset + step]
+        self.own_s = np.r_[self.own_s, own[step]]
+
+
+def _spread(times: FloatArray, group: IntArray) -> float:
+    """Return the sum over groups of the latest time less the earliest."""
+    count = int(group.max()) + 1
+    first, last = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(first, group, times)
+    np.maximum.at(last, group, times)
+    return float((last - first)[np.isfinite(first)].sum())

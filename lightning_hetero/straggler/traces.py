@@ -1,0 +1,181 @@
+"""Read an operation trace: one row for each operation of each rank and step.
+
+Columns: `step`, `rank`, `dp_rank` (the pipeline), `stage`, `optype`, `start_ts` and `duration` in
+seconds, `mb_id` (the micro-batch), and optionally `mc` (the chunk of an interleaved schedule). As
+Parquet (with pyarrow installed) or as JSON lines, plain or compressed by gzip; or a folder of such
+files, one of each rank, as `TraceOperations` writes them.
+"""
+
+import contextlib
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
+from lightning_hetero.core.errors import ConfigurationError
+
+__all__ = ["Layout", "OperationTrace", "grouped", "read_operations", "trace_files"]
+
+_NEEDED = ("step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration", "mb_id")
+
+
+@dataclass(frozen=True)
+class OperationTrace:
+    """The columns of a trace, sorted by step, rank and start."""
+
+    step: IntArray
+    rank: IntArray
+    pipeline: IntArray
+    stage: IntArray
+    chunk: IntArray
+    microbatch: IntArray
+    kind: IntArray
+    """Index into `kinds`."""
+    kinds: tuple[str, ...]
+    start_s: FloatArray
+    end_s: FloatArray
+
+    @classmethod
+    def from_columns(cls, columns: dict[str, Any]) -> "OperationTrace":
+        """Make a trace of columns by name.
+
+        Raises:
+            ConfigurationError: A column is missing, or there is no operation.
+        """
+        missing = [name for name in _NEEDED if name not in columns]
+        if missing:
+            raise ConfigurationError(
+                f"The trace has no column {', '.join(missing)}. It has {', '.join(columns)}; "
+                f"an operation trace needs {', '.join(_NEEDED)}."
+            )
+        if not len(columns["step"]):
+            raise ConfigurationError("The trace holds no operation.")
+        start = np.asarray(columns["start_ts"], float)
+        end = start + np.asarray(columns["duration"], float)
+        if not np.isfinite(end).all() or (end < start).any():
+            raise ConfigurationError("A start or duration in the trace is negative or not finite.")
+        whole = {name: np.asarray(columns[name], np.int64) for name in _NEEDED[:4]}
+        whole["mb_id"] = np.asarray(columns["mb_id"], np.int64)
+        whole["mc"] = np.asarray(columns.get("mc", np.zeros(len(start))), np.int64)
+        kinds, kind = np.unique(np.asarray(columns["optype"], str), return_inverse=True)
+        order = np.lexsort((end, start, whole["rank"], whole["step"]))
+        return cls(
+            step=np.unique(whole["step"], return_inverse=True)[1][order],
+            rank=whole["rank"][order],
+            pipeline=whole["dp_rank"][order],
+            stage=whole["stage"][order],
+            chunk=np.maximum(whole["mc"], 0)[order],
+            microbatch=whole["mb_id"][order],
+            kind=kind[order],
+            kinds=tuple(map(str, kinds)),
+            start_s=start[order],
+            end_s=end[order],
+        )
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def are(self, *kinds: str) -> BoolArray:
+        """Return which operations are of one of the kinds."""
+        return np.isin(self.kind, [i for i, kind in enumerate(self.kinds) if kind in kinds])
+
+
+def grouped(*keys: IntArray) -> IntArray:
+    """Return a number for each combination of keys, from 0."""
+    number = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        _, values = np.unique(key, return_inverse=True)
+        number = number * (int(values.max(initial=0)) + 1) + values
+    numbers: IntArray = np.unique(number, return_inverse=True)[1]
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the job was laid out, as far as is known."""
+
+    tp_size: int = 1
+    """Devices behind each rank of the trace."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """The node of each rank."""
+
+    @classmethod
+    def from_dict(cls, entry: object, trace: OperationTrace) -> "Layout":
+        """Read `tp_size`, `layers` and `nodes`, and compare `dp_size` and `pp_size` with a trace.
+
+        Raises:
+            ConfigurationError: It isn't a layout, or is that of another job.
+        """
+        if not isinstance(entry, Mapping):
+            raise ConfigurationError("A layout is a mapping such as {dp_size: 4, pp_size: 4}.")
+        for name, found in (("dp_size", trace.pipeline), ("pp_size", trace.stage)):
+            if entry.get(name, int(found.max()) + 1) != int(found.max()) + 1:
+                raise ConfigurationError(
+                    f"The layout says {name} {entry[name]}, but the trace has "
+                    f"{int(found.max()) + 1}. Give the layout of the same job."
+                )
+        try:
+            return cls(
+                tp_size=int(entry.get("tp_size", 1)),
+                layers=tuple(map(int, entry.get("layers", ()))),
+                nodes={int(rank): str(n) for rank, n in dict(entry.get("nodes", {})).items()},
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"The layout has a wrong value: {error}.") from error
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """Return the files of one trace that `TraceOperations` wrote to a folder."""
+    return sorted(folder.glob("operations-rank*.jsonl.gz"))
+
+
+def read_operations(path: Path) -> OperationTrace:
+    """Read a trace from a file, or from the files of all ranks in a folder.
+
+    Raises:
+        ConfigurationError: The file can't be read, or isn't an operation trace.
+    """
+    files = trace_files(path) if path.is_dir() else [path]
+    if not files:
+        raise ConfigurationError(f"The folder {path} holds no file that TraceOperations wrote.")
+    try:
+        parts = [_parquet(p) if p.suffix == ".parquet" else _json_lines(p) for p in files]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return OperationTrace.from_columns(columns)
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise ConfigurationError(f"Can't read the operation trace {path}: {error}") from error
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigurationError(
+            "Reading Parquet needs pyarrow: pip install 'lightning-hetero[report]'."
+        ) from error
+    try:
+        table = parquet.read_table(path)
+    except ArrowException as error:
+        raise ConfigurationError(f"Can't read {path} as Parquet: {error}") from error
+    return {name: table[name].to_numpy() for name in table.column_names if name in {*_NEEDED, "mc"}}
+
+
+def _json_lines(path: Path) -> dict[str, Any]:
+    rows = []
+    # A compressed file is torn if the job was killed while it wrote.
+    with (
+        gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file,
+        contextlib.suppress(EOFError),
+    ):
+        for line in file:
+            if line.strip():
+                rows.append(json.loads(line))
+    names = [name for name in (*_NEEDED, "mc") if rows and name in rows[0]]
+    return {name: [row[name] for row in rows] for name in names}

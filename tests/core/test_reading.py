@@ -1,0 +1,367 @@
+"""Whatever is in a file, it is read or refused in one of our own errors, which says where."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import canonical_name
+from lightning_hetero.core.errors import HeteroError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.core.reading import MeasureUnit, parse_quantity, unit_of_field
+from lightning_hetero.core.texts import show
+
+CLUSTER = {
+    "nodes": [{"device": "A100-80GB", "count": 4, "price_per_hour": 2.5}],
+    "inter_node_bytes_per_s": 5e10,
+    "inter_node_latency_s": 1e-5,
+    "links": [{"nodes": [0, 0], "bytes_per_s": 1e9, "latency_s": 1e-6}],
+    "devices": [
+        {
+            "name": "mine",
+            "peak_flops_per_s": 1e14,
+            "memory_bytes": 2**34,
+            "memory_bytes_per_s": 5e11,
+            "intra_node_bytes_per_s": 2e10,
+        }
+    ],
+}
+MODEL = ModelSpec.load("llama-7b").to_dict() | {"head_dim": 128, "causal": True}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "text_config": None,
+}
+PLAN = {
+    "pipelines": [
+        {"stages": [{"ranks": [0], "layers": [0, 4]}], "num_microbatches": 3},
+        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}]},
+    ]
+}
+PROFILE = {
+    "format": 1,
+    "model": MODEL,
+    "versions": {"torch": "2.13.0"},
+    "date": "2026-01-31T12:00:00+00:00",
+    "devices": [
+        {
+            "device": "mine",
+            "times": [
+                {
+                    "tp_degree": 1,
+                    "lengths": [128],
+                    "blocks": {"1": [0.1, 0.2], "2": [0.2, 0.4]},
+                    "embedding": [0.1, 0.1],
+                    "head": [0.1, 0.1],
+                }
+            ],
+            "memory": [{"tp_degree": 1, "layer_bytes_per_token": 10.0}],
+            "step_s_per_param": 1e-9,
+            "includes_tp_traffic": False,
+            "spec": CLUSTER["devices"][0],
+        }
+    ],
+}
+VALID = {"cluster": CLUSTER, "model": MODEL, "config": CONFIG, "plan": PLAN, "profile": PROFILE}
+READ = {
+    "cluster": Cluster.from_yaml,
+    "model": lambda text: ModelSpec._parse(text, is_json=False, name="x"),
+    "config": lambda text: ModelSpec._parse(text, is_json=True, name="x"),
+    "plan": ParallelPlan.from_json,
+    "profile": Profile._parse,
+}
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+STRANGE = st.one_of(
+    st.sampled_from(
+        [
+            None,
+            True,
+            -1,
+            0,
+            10**30,
+            10**399,
+            -(10**399),
+            1e308,
+            -0.0,
+            1.5,
+            "",
+            "x",
+            "1e999",
+            "80 GiB",
+            "2024-13-45",
+            "range(0, 4)",
+            [],
+            {},
+            [None],
+            [[]],
+            {"x": 1},
+            ["a", 1],
+            {"1": [1, 1], "01": [1, 1]},
+            nested(50),
+        ]
+    ),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+)
+
+
+def places(data, path=()):
+    yield path
+    items = data.items() if isinstance(data, dict) else ()
+    items = enumerate(data) if isinstance(data, list) else items
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+def changed(data, path, value):
+    if not path:
+        return value
+    copy = dict(data) if isinstance(data, dict) else list(data)
+    copy[path[0]] = changed(copy[path[0]], path[1:], value)
+    return copy
+
+
+@pytest.mark.filterwarnings("ignore:.*GB/s:UserWarning")
+@pytest.mark.parametrize("kind", VALID)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_file_with_anything_anywhere_is_read_or_refused_in_our_words(kind, data):
+    path = data.draw(st.sampled_from(sorted(places(VALID[kind]), key=repr)))
+    wrong = changed(VALID[kind], path, data.draw(STRANGE))
+    texts, said = [json.dumps(wrong)], []
+    if kind in ("cluster", "model"):
+        texts.append(yaml.safe_dump(wrong))
+    for text in texts:
+        try:
+            READ[kind](text)
+        except HeteroError as error:
+            said.append(str(error))
+    assert all(len(words) < 1500 and "\n" not in words for words in said)
+
+
+@pytest.mark.parametrize("kind", VALID)
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(st.sampled_from("{}[]:,-&*!?|>'\"% \n\t0123456789.eE_xnaftimsp<=~@#"), max_size=40)
+)
+def test_any_text_is_read_or_refused_in_our_words(kind, text):
+    with pytest.raises(HeteroError):
+        READ[kind](text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "{a: " * 20_000,
+        "!!int ''",
+        "!!timestamp x",
+        "!!bool maybe",
+        "&a [*a]",
+        "nodes: &a [*a]",
+        "9" * 5000,
+        "nodes: 0x" + "f" * 20_000,
+        "2024-13-45",
+        "nodes: 2024-13-45",
+        "!!python/object:os.system {}",
+        "? [a]\n: b",
+        "\x00",
+    ],
+)
+@pytest.mark.parametrize("kind", VALID)
+def test_texts_that_parsers_stumble_over_are_refused_in_our_words(kind, text):
+    with pytest.raises(HeteroError) as caught:
+        READ[kind](text)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("cluster", "nodes: [{device: T4, count: 1}]\nnodes: [{device: T4, count: 2}]"),
+        ("cluster", "nodes: [{device: T4, count: 1, count: 2}]"),
+        ("model", "name: a\nname: b"),
+        ("config", '{"hidden_size": 1, "hidden_size": 2}'),
+        ("plan", '{"pipelines": [], "pipelines": []}'),
+        ("plan", '{"pipelines": [{"stages": [], "stages": []}]}'),
+        ("profile", '{"format": 1, "format": 1}'),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(kind, text):
+    with pytest.raises(HeteroError, match="stands twice"):
+        READ[kind](text)
+
+
+def test_merged_keys_of_yaml_are_no_duplicates():
+    text = "nodes:\n- &a {device: T4, count: 1}\n- {<<: *a, count: 2}"
+    assert [node.count for node in Cluster.from_yaml(text).nodes] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step_s_per_param": -1}, "step_s_per_param -1.0; it must be 0 or more"),
+        ({"step_s_per_param": "fast"}, "`devices[0].step_s_per_param` is 'fast'"),
+        ({"times": [PROFILE["devices"][0]["times"][0]] * 2}, "twice"),
+        ({"memory": [PROFILE["devices"][0]["memory"][0]] * 2}, "memory at TP 1 twice"),
+        ({"times": [PROFILE["devices"][0]["times"][0] | {"tp_degree": 1.5}]}, "tp_degree` is 1.5"),
+        ({"times": [PROFILE["devices"][0]["times"][0] | {"lengths": [1.5]}]}, "lengths[0]` is 1.5"),
+        ({"spec": CLUSTER["devices"][0] | {"name": "other"}}, "describes a device 'other'"),
+    ],
+)
+def test_a_profile_that_can_not_be_right_is_refused(change, said):
+    wrong = changed(PROFILE, ("devices", 0), PROFILE["devices"][0] | change)
+    with pytest.raises(HeteroError) as caught:
+        Profile.from_dict(wrong)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(constant):
+    text = json.dumps(PROFILE).replace("1e-09", constant)
+    assert constant in text
+    with pytest.raises(HeteroError):
+        Profile._parse(text)
+
+
+@pytest.mark.parametrize("layers", [[0, 4], "range(0, 4)", "[0, 4]", range(4)])
+def test_layers_may_be_written_in_any_way(layers):
+    plan = ParallelPlan.from_dict({"pipelines": [{"stages": [{"ranks": [0], "layers": layers}]}]})
+    assert plan.pipelines[0].stages[0].layers == range(4)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "number"),
+    [
+        ("80 GiB", MeasureUnit.BYTES, 80 * 2**30),
+        ("80GB", MeasureUnit.BYTES, 80e9),
+        ("8e9", MeasureUnit.BYTES, 8e9),
+        ("512 MiB", MeasureUnit.BYTES, 2**29),
+        ("400 Gbit/s", MeasureUnit.BYTES_PER_S, 50e9),
+        ("400 Gb/s", MeasureUnit.BYTES_PER_S, 50e9),
+        ("400Gbps", MeasureUnit.BYTES_PER_S, 50e9),
+        ("12.5 GB/s", MeasureUnit.BYTES_PER_S, 12.5e9),
+        ("1 MiB/s", MeasureUnit.BYTES_PER_S, 2**20),
+        ("312 TFLOP/s", MeasureUnit.FLOPS_PER_S, 312e12),
+        ("20 us", MeasureUnit.SECONDS, 20e-6),
+        ("20 µs", MeasureUnit.SECONDS, 20e-6),
+        ("-3", None, -3),
+    ],
+)
+def test_quantities_mean_what_they_say(text, unit, number):
+    assert parse_quantity(text, unit) == pytest.approx(number, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text", ["80 Gib/s", "80 GiBB", "GiB", "1 2", "1e", "", "nan", "inf", "0x10"]
+)
+def test_what_is_no_quantity_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="80 GiB"):
+        parse_quantity(text, MeasureUnit.BYTES)
+
+
+@given(text=st.text(max_size=20))
+def test_any_text_is_a_quantity_or_a_value_error(text):
+    with contextlib.suppress(ValueError):
+        assert math.isfinite(parse_quantity(text, MeasureUnit.BYTES)) or "e" in text.lower()
+
+
+def test_units_follow_from_names():
+    assert unit_of_field("memory_bytes") is MeasureUnit.BYTES
+    assert unit_of_field("inter_node_bytes_per_s") is MeasureUnit.BYTES_PER_S
+    assert unit_of_field("peak_flops_per_s") is MeasureUnit.FLOPS_PER_S
+    assert unit_of_field("latency_s") is MeasureUnit.SECONDS
+    assert unit_of_field("count") is None
+
+
+def test_a_cluster_file_takes_units_and_short_names():
+    cluster = Cluster.from_yaml(
+        """
+nodes:
+  [{device: h100, count: 8}, {device: NVIDIA A100-SXM4-40GB, count: 8}, {device: big, count: 1}]
+inter_node_bytes_per_s: 400 Gbit/s
+inter_node_latency_s: 20 us
+links: [{nodes: [0, 1], bytes_per_s: 12.5 GB/s}]
+devices:
+  - {name: big, peak_flops_per_s: 1 PFLOP/s, memory_bytes: 4e12, memory_bytes_per_s: 8 TB/s,
+     intra_node_bytes_per_s: 900 GB/s}
+"""
+    )
+    assert [node.device for node in cluster.nodes] == ["H100-80GB", "A100-40GB", "big"]
+    assert (cluster.inter_node_bytes_per_s, cluster.inter_node_latency_s) == (50e9, 20e-6)
+    assert cluster.link_between(0, 1)[0] == 12.5e9
+    assert cluster.device_of(16).memory_bytes == 4 * 10**12
+    assert cluster.device_of(16).peak_flops_per_s == 1e15
+
+
+def test_a_rate_that_is_likely_meant_in_another_unit_warns():
+    with pytest.warns(UserWarning, match=r"`inter_node_bytes_per_s` is 50, in bytes/s.*'50 GB/s'"):
+        Cluster.from_yaml("nodes: [{device: T4, count: 1}]\ninter_node_bytes_per_s: 50")
+    Cluster.from_yaml("nodes: [{device: T4, count: 1}]\ninter_node_bytes_per_s: 50 B/s")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("H100", "H100-80GB"),
+        ("a100", "A100-80GB"),
+        ("A100 40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("H100 SXM", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ("H100-NVL", "H100-NVL-94GB"),
+        ("B200", "B200-180GB"),
+        ("MI300X", "MI300X-192GB"),
+        ("RTX4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("A6000", "RTX-A6000"),
+        ("V100", "V100-16GB"),
+        ("A10", "A10"),
+        ("A10G", "A10G"),
+        ("A100-64GB", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("Gaudi", None),
+        ("", None),
+    ],
+)
+def test_short_names_and_those_of_drivers_are_understood(name, meant):
+    assert canonical_name(name) == meant
+
+
+def test_a_key_that_is_misspelt_gets_the_right_one():
+    with pytest.raises(HeteroError, match="Did you mean count by 'cuont'"):
+        Cluster.from_yaml("nodes: [{device: T4, cuont: 1}]")
+
+
+def test_what_errors_show_is_short():
+    for value in ("x" * 10_000, list(range(1000)), {i: i for i in range(999)}, 1 << 99_999):
+        assert len(show(value)) <= 80
+    loop = []
+    loop.append(loop)
+    assert len(show([loop] * 100)) <= 80

@@ -1,0 +1,208 @@
+"""What-if analysis of operation traces: planted causes, and a production job's trace."""
+
+import gzip
+import itertools
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from lightning_hetero.cli import main
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler.replay import Replay
+from lightning_hetero.straggler.traces import Layout, OperationTrace, read_operations
+from lightning_hetero.straggler.what_if import Explanation, answer, explain
+from tests.straggler.emulated import Planted
+
+DATA = Path(__file__).parents[3] / "shared/data/straggler-traces"
+NOTHING = Planted()
+SHAPES = [(4, 4), (2, 2), (8, 2), (3, 6)]
+CAUSES = {
+    "stage": lambda rng: {"heavy_last": rng.uniform(1.3, 1.8)},
+    "lengths": lambda rng: {"lengths": rng.uniform(0.3, 0.6)},
+    "link": lambda rng: {"slow_link": (1, 0, rng.uniform(40, 80))},
+    "rank": lambda rng: {"slow_rank": (int(rng.integers(4)), rng.uniform(1.3, 2.5))},
+    "pauses": lambda rng: {"pause_s": rng.uniform(0.8, 1.6)},
+}
+FIELDS = {
+    "stage": "heavy_last",
+    "lengths": "lengths",
+    "link": "slow_link",
+    "rank": "slow_rank",
+    "pauses": "pause_s",
+}
+
+
+def explained(run: Planted) -> Explanation:
+    return explain(OperationTrace.from_columns(run.columns()))
+
+
+def seconds(run: Planted) -> float:
+    run = replace(run, rows=type(run.rows)(list))
+    columns = run.columns()
+    end = columns["start_ts"] + columns["duration"]
+    return float(np.mean([end[columns["step"] == s].max() for s in range(run.num_steps)]))
+
+
+def true_shares(run: Planted, names: tuple[str, ...]) -> dict[str, float]:
+    """Return the planted causes' shares, by running the job again without and with only them.
+
+    What is possible has neither causes nor noise.
+    """
+    clean = replace(run, **{FIELDS[n]: getattr(NOTHING, FIELDS[n]) for n in names})
+    clean = replace(clean, noise=0.0, speed_sd=0.0)
+    full, least = seconds(run), seconds(clean)
+    shares = {}
+    for name in names:
+        without = seconds(replace(run, **{FIELDS[name]: getattr(NOTHING, FIELDS[name])}))
+        only = seconds(replace(clean, **{FIELDS[name]: getattr(run, FIELDS[name])}))
+        shares[name] = float(np.clip((full - without + only - least) / 2 / (full - least), 0, 1))
+    return shares
+
+
+def planted(seed: int, names: tuple[str, ...]) -> Planted:
+    rng = np.random.default_rng(seed)
+    pipelines, stages = SHAPES[int(rng.integers(len(SHAPES)))]
+    settings = {k: v for n in names for k, v in CAUSES[n](rng).items()}
+    return Planted(
+        num_pipelines=pipelines,
+        num_stages=stages,
+        num_chunks=2 if stages in (2, 4) and rng.random() < 0.3 else 1,
+        num_steps=4,
+        seed=seed,
+        speed_sd=0.01,
+        in_background=bool(rng.integers(2)),
+        are_pauses_rows=bool(rng.integers(2)),
+        **settings,
+    )
+
+
+@pytest.mark.slow
+def test_the_planted_cause_is_named_first():
+    combinations = [(n,) for n in CAUSES] + list(itertools.combinations(CAUSES, 2))
+    right = close = 0
+    accused_wrongly = []
+    for seed in range(20_000, 20_100):
+        names = combinations[seed % len(combinations)]
+        run = planted(seed, names)
+        found = explained(run)
+        truth = true_shares(run, names)
+        shares = {cause.kind: cause.share for cause in found.causes}
+        # Where two shares are nearly equal, either may come first.
+        right += truth.get(found.causes[0].kind, 0.0) >= max(truth.values()) - 0.05
+        close += all(abs(shares.get(n, 0.0) - share) <= 0.1 for n, share in truth.items())
+        slow = run.slow_rank[0] if run.slow_rank else None
+        accused_wrongly += [c for c in found.causes if c.kind == "rank" and c.which != slow]
+        assert abs(found.replayed_s / found.actual_s - 1) < 0.03
+    assert right >= 95
+    assert close >= 95
+    assert not accused_wrongly
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_healthy_run_accuses_nobody(seed):
+    pipelines, stages = [*SHAPES, (4, 1), (1, 4)][seed]
+    found = explained(Planted(num_pipelines=pipelines, num_stages=stages, seed=seed))
+    assert found.slowdown < 1.02
+    assert not [c for c in found.causes if c.kind in ("rank", "link", "pauses")]
+    assert answer(found).startswith("Not slow: ")
+
+
+def test_unequal_lengths_of_data_parallel_ranks_accuse_nobody():
+    found = explained(Planted(num_pipelines=6, num_stages=1, lengths=0.5))
+    assert found.causes[0].kind == "lengths"
+    assert not [cause for cause in found.causes if cause.kind == "rank"]
+
+
+def test_a_whole_slow_pipeline_is_a_slow_rank_where_it_has_one_stage():
+    found = explained(Planted(num_pipelines=4, num_stages=1, slow_rank=(2, 1.5)))
+    assert (found.causes[0].kind, found.causes[0].which) == ("rank", 2)
+    assert found.causes[0].factor == pytest.approx(1.5, rel=0.03)
+
+
+def test_the_answer_says_what_to_do():
+    heavy = explained(Planted(heavy_last=1.6))
+    text = answer(heavy, Layout(layers=(8, 8, 8, 8)))
+    assert "the split into stages: stage 3" in text
+    assert "move 2 layers from stage 3" in text
+    slow = explained(Planted(slow_rank=(5, 2.0)))
+    assert "replace node-b" in answer(slow, Layout(nodes={5: "node-b"}))
+
+
+def test_the_command_reads_compressed_json_lines_and_writes_the_shares(tmp_path, capsys):
+    columns = Planted(slow_rank=(2, 2.0)).columns()
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    lines = "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
+    trace, meta, shares = (tmp_path / name for name in ("t.jsonl.gz", "m.yaml", "s.json"))
+    trace.write_bytes(gzip.compress(lines.encode()))
+    meta.write_text(yaml.dump({"dp_size": 4, "pp_size": 4, "tp_size": 2}))
+    command = ["stragglers", "explain", str(trace), "--layout", str(meta), "--json", str(shares)]
+    assert main(command) == 0
+    assert "one of ranks 2 to 3, 1.9" in capsys.readouterr().out
+    entry = json.loads(shares.read_text())
+    assert {"slowdown", "ideal_s", "actual_s", "causes"} <= entry.keys()
+    assert {"kind", "which", "share"} <= entry["causes"][0].keys()
+    assert entry["actual_s"] / entry["ideal_s"] == pytest.approx(entry["slowdown"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"step": 0}', "has no column rank"),
+        ("", "no column"),
+        ("nonsense", "Can't read"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path, text, reason):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=reason):
+        read_operations(path)
+
+
+def test_the_layout_of_another_job_is_refused():
+    trace = OperationTrace.from_columns(Planted(num_steps=1).columns())
+    with pytest.raises(ConfigurationError, match="pp_size 8, but the trace has 4"):
+        Layout.from_dict({"pp_size": 8}, trace)
+
+
+def test_100_000_operations_are_replayed_within_two_seconds():
+    columns = Planted(num_pipelines=8, num_microbatches=32, num_steps=16).columns()
+    repeats = -(-100_000 // len(columns["step"]))
+    several = {name: np.tile(values, repeats) for name, values in columns.items()}
+    several["step"] += np.repeat(np.arange(repeats), len(columns["step"])) * 16
+    trace = OperationTrace.from_columns(several)
+    began = time.process_time()
+    replay = Replay.build(trace)
+    replayed_s = replay.step_s(replay.own_s, replay.gap_s)
+    assert time.process_time() - began < 2.0
+    assert len(trace) >= 100_000
+    np.testing.assert_allclose(replayed_s, replay.observed_s(), rtol=0.03)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the production job's trace")
+def test_a_production_job_is_explained_as_published(capsys):
+    pytest.importorskip("pyarrow")
+    found = explain(read_operations(DATA / "trace-AR.parquet"))
+    assert found.slowdown == pytest.approx(46.34 / 23.48, rel=0.02)
+    assert found.replayed_s == pytest.approx(found.actual_s, rel=0.03)
+    ranks = [cause for cause in found.causes if cause.kind == "rank"]
+    assert [cause.which for cause in ranks] == [0]
+    assert ranks[0].share >= 0.95
+    assert (
+        main(
+            [
+                "stragglers",
+                "explain",
+                str(DATA / "trace-AR.parquet"),
+                "--layout",
+                str(DATA / "meta-AR.yaml"),
+            ]
+        )
+        == 0
+    )
+    assert "one of ranks 0 to 3" in capsys.readouterr().out
