@@ -217,7 +217,7 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
 
 
 _CHECKPOINT = [
-    f"checkpoint {action}" for action in ("list", "inspect", "verify", "export", "prune")
+    f"checkpoint {action}" for action in ("list", "verify", "export", "reject")
 ]
 
 
