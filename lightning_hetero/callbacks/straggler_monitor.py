@@ -11,7 +11,6 @@ Any strategy can be watched. `HeteroStrategy`'s clock tells computing from waiti
 forward pass is timed, which under DDP waits for nobody. Only `HeteroStrategy` can run another plan.
 """
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ class StragglerMonitor(Callback):
     the usual times are learnt anew. An excluded machine stays away because its agent has ended.
 
     Args:
-        dry_run: Only report what would be done.
         events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
             a relative path lies in the Trainer's `default_root_dir`. By default it is the same file
             as a `RunLog`'s: then the run has one log. None writes none.
@@ -62,7 +60,6 @@ class StragglerMonitor(Callback):
     def __init__(
         self,
         *,
-        dry_run: bool = False,
         events: str | Path | None = "events.jsonl",
         policy: PolicyConfig | None = None,
         recheck_share: float = 0.002,
@@ -72,9 +69,7 @@ class StragglerMonitor(Callback):
             raise ConfigurationError(
                 f"admission is {admission}; give a ratio above 1, such as 1.3."
             )
-        self.config = WatchConfig(
-            policy=policy or PolicyConfig(), dry_run=dry_run, recheck_share=recheck_share
-        )
+        self.config = WatchConfig(policy=policy or PolicyConfig(), recheck_share=recheck_share)
         self.events = events
         self.admission = admission
         self._session: StragglerSession | None = None
@@ -106,7 +101,7 @@ class StragglerMonitor(Callback):
         self._session = StragglerSession(
             run,
             Ranks(group),
-            self._config_of(known.restart_s),
+            self.config,
             report=partial(self._report, trainer),
             say=rank_zero_info,
             admission=self.admission,
@@ -159,13 +154,6 @@ class StragglerMonitor(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=trainer.global_step)
-
-    def _config_of(self, restart_s: float | None) -> WatchConfig:
-        """Return the configuration with the measured cost of a restart, if that is known."""
-        policy = self.config.policy
-        if restart_s is None or policy.restart_cost_s is not None:
-            return self.config
-        return replace(self.config, policy=replace(policy, restart_cost_s=restart_s))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -43,7 +43,7 @@ def train(rank: int, folder: str) -> None:
             callbacks=[
                 EmulatedDevices((60.0, 60.0, 60.0, 180.0)),
                 CountedTrace(every_n_steps=2),
-                StragglerMonitor(admission=1.3, dry_run=True),
+                StragglerMonitor(admission=1.3),
             ],
         ),
         default_root_dir=folder,
