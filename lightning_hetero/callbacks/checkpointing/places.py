@@ -33,9 +33,9 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.places.claims import Lease
-from lightning_hetero.checkpoint.places.store import check_store, local_folder
-from lightning_hetero.checkpoint.places.tiers import checkpoints_in
+from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.store import check_store, local_folder
+from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import Progress, machine_namespace, write_whole
 
