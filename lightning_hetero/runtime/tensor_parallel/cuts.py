@@ -173,7 +173,7 @@ def _cut_in_module(slot: Slot, style: TPStyle, blocks: int, spec: ParameterSpec)
             "modules; name the parameters instead, or leave it out."
         )
     columns = style in _COLUMNS
-    uneven = style in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.SPLIT) and blocks == 1
+    uneven = style in (TPStyle.GATHERED, TPStyle.SPLIT) and blocks == 1
     dim: int | None = 0 if columns != is_transposed(module) else 1
     if attribute == "bias":
         dim = 0 if columns else None
