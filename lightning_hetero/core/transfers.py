@@ -11,9 +11,9 @@ owner and standby of each slice; in a pull either serves a holder, so that few r
 
 Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and all
 arithmetic is done once per kind: 80 layers on 1,024 equal pipelines are one. If owners aren't the
-holders (`Ownership.EVEN`), there are no circles, but many holders use `core.proxies`. If TP degrees
-differ, blocks are sharded one by one, or owners have whole parameters, a rank exchanges rows with
-every rank that keeps or holds any of them, and the table grows with their number.
+holders (`Ownership.EVEN`), TP degrees differ, blocks are sharded one by one, or owners have whole
+parameters, there are no circles: a rank exchanges rows with every rank that keeps or holds any of
+them, and the table grows with their number.
 """
 
 from collections import Counter, defaultdict
@@ -59,9 +59,6 @@ class ExchangeKind(Choice):
     """One message for each unit and peer."""
     COLLECTIVES = "collectives"
     """One collective for each unit, and gradients summed by their owner in pipeline order."""
-    BY_NODE = "by-node"
-    """COLLECTIVES, but gradients are summed on each node before they leave it, if several of its
-    ranks hold a unit."""
     REDUCE_SCATTER = "reduce-scatter"
     """COLLECTIVES, but the backend sums gradients, in the compute dtype and in its own order, if
     all ranks of a unit hold it whole."""

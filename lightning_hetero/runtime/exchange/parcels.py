@@ -14,22 +14,110 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     split_works,
+    sum_dtype,
     wait_for_all,
 )
-from lightning_hetero.runtime.exchange.parcel_table import Parcels, Part
 from lightning_hetero.runtime.slices.host_memory import end_to_end
-from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
+from lightning_hetero.runtime.slices.weights import (
+    ComputeWeights,
+    SliceStore,
+    local_rows,
+    narrow_rows,
+)
 
-__all__ = ["ParcelUnit", "PulledParcels", "SentPart"]
+__all__ = ["Parcels", "PulledParcels", "PushedParcels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one parameter in a parcel."""
+
+    index: int
+    """Index of the parameter in its unit."""
+    numel: int
+    held: Interval
+    """The rows in this rank's shard, if it holds them; else (0, 0)."""
+    owned: Interval
+    """The rows in this rank's slice, if it keeps them; else (0, 0)."""
+    is_whole_slice: bool
+    """Whether they are all that this rank keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Parts of a unit that go together from one rank to another, or stay on a rank."""
+
+    source: int
+    destination: int
+    pipeline_index: int
+    """Pipeline of the holder."""
+    parts: tuple[Part, ...]
+    sizes: tuple[int, ...]
+    """Elements of each part."""
+    numel: int
+
+    def split(self, buffer: Tensor) -> Sequence[Tensor]:
+        """Return a buffer's elements part by part, each in one dim."""
+        return buffer.split_with_sizes(self.sizes)
+
+
+class Parcels:
+    """The parcels that a rank sends, receives and keeps of any unit of a kind, in pull or push.
+
+    Args:
+        unit: A unit of the kind.
+        store: The rank's slices.
+        push: Whether they carry gradients to owners; else weights to holders.
+    """
+
+    def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
+        rank = store.global_rank
+        names = [spec.name for spec in unit.specs]
+        by_rank = [lot.holders.by_rank for lot in unit.kind.lots]
+        holdings = [found.get(rank) for found in by_rank]
+        held_rows = [() if item is None else item.intervals for item in holdings]
+        kept_rows = [store.kept[name] for name in names]
+        found = []
+        for move in unit.kind.moves(rank, push=push):
+            source, destination = move.source, move.destination
+            holder, owner = (source, destination) if push else (destination, source)
+            parts = []
+            for index, start, stop in move.pieces:
+                held = _local(held_rows[index], start, stop) if holder == rank else (0, 0)
+                owned = _local(kept_rows[index], start, stop) if owner == rank else (0, 0)
+                numel = (stop - start) * unit.kind.row_numels[index]
+                is_whole = kept_rows[index] == ((start, stop),)
+                parts.append(Part(index, numel, held, owned, is_whole))
+            sizes = tuple(part.numel for part in parts)
+            index = by_rank[move.pieces[0][0]][holder].pipeline_index
+            parcel = Parcel(source, destination, index, tuple(parts), sizes, sum(sizes))
+            found.append(parcel)
+        self.leaving = tuple(p for p in found if p.source == rank != p.destination)
+        self.arriving = tuple(p for p in found if p.source != rank == p.destination)
+        self.kept = tuple(p for p in found if p.source == rank == p.destination)
+        owned_here = (*self.arriving, *self.kept)
+        self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
+        """The parcels that arrive or are kept, in order of pipeline, then rank."""
+        self.indices_leaving, self.indices_arriving, self.indices_kept = (
+            tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
+            for parcels in (self.leaving, self.arriving, self.kept)
+        )
+        """The parameters of which any rows leave, arrive and are kept."""
+
+
+def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
+    local = local_rows(intervals, start, stop)
+    assert local is not None, f"rows {start}-{stop} are not held here"
+    return local
 
 
 @dataclass
-class SentPart:
+class _SentPart:
     """Rows that leave this rank, the same ones for each of its peers."""
 
     peers: list[int]
@@ -50,7 +138,7 @@ class _Splits(NamedTuple):
 
 
 @dataclass(eq=False)
-class ParcelUnit:
+class _ParcelUnit:
     """This rank's part in the exchanges of one unit: what it sends, receives and keeps."""
 
     unit: Unit
@@ -76,13 +164,13 @@ class ParcelUnit:
     def _spec(self, part: Part) -> ParameterSpec:
         return self.unit.specs[part.index]
 
-    def _exchange(self, sent: Sequence[SentPart]) -> list[Tensor]:
+    def _exchange(self, sent: Sequence[_SentPart]) -> list[Tensor]:
         """Post sends and receives; return the buffers in which parcels arrive, in their order."""
         if self.group is None:
             return self._exchange_messages(sent)
         return self._exchange_together(self.group, sent)
 
-    def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
+    def _exchange_messages(self, sent: Sequence[_SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
         # Receives first: gloo sends at once what a peer waits for, without a round trip.
         for parcel in self.parcels.arriving:
@@ -99,7 +187,7 @@ class ParcelUnit:
         return buffers
 
     def _exchange_together(
-        self, group: dist.ProcessGroup, sent: Sequence[SentPart]
+        self, group: dist.ProcessGroup, sent: Sequence[_SentPart]
     ) -> list[Tensor]:
         rows = {peer: item.rows for item in sent for peer in item.peers}
         leaving = [row for peer in sorted(rows) for row in rows[peer]]
@@ -152,7 +240,7 @@ class _Views:
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of rows that are both owned and held here."""
-    sending: list[SentPart]
+    sending: list[_SentPart]
     """What is sent; peers that need the same rows share one buffer."""
     targets: list[Tensor]
     """The rows that each arriving part fills, flattened to one dim if that is a view."""
@@ -163,7 +251,7 @@ class _Views:
         return all(target.ndim == 1 for target in self.targets)
 
 
-class PulledParcels(ParcelUnit):
+class PulledParcels(_ParcelUnit):
     """A unit whose weights arrive from their owners as parcels."""
 
     _buffers: list[Tensor]
@@ -177,11 +265,11 @@ class PulledParcels(ParcelUnit):
 
     @cached_property
     def _views(self) -> _Views:
-        sending: dict[tuple[Part, ...], SentPart] = {}
+        sending: dict[tuple[Part, ...], _SentPart] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
                 rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
-                sending[parcel.parts] = SentPart([], parcel.numel, rows)
+                sending[parcel.parts] = _SentPart([], parcel.numel, rows)
             sending[parcel.parts].peers.append(parcel.destination)
         return _Views(
             copies=[
@@ -230,6 +318,80 @@ class PulledParcels(ParcelUnit):
         if parts:
             torch._foreach_copy_(targets, parts)
         self._buffers = []
+
+
+class PushedParcels(_ParcelUnit):
+    """A unit whose gradients go to their owners as parcels."""
+
+    _buffers: dict[int, Tensor]
+    """Gradients that have arrived, by source."""
+
+    @property
+    def leaving(self) -> set[str]:
+        """The parameters whose gradients leave this rank."""
+        return self._names(self.parcels.indices_leaving)
+
+    def post(self) -> None:
+        """Post the gradients that leave, which must be final; others may not be computed yet."""
+        sent = [
+            _SentPart([parcel.destination], parcel.numel, self._rows(parcel))
+            for parcel in self.parcels.leaving
+        ]
+        sources = [parcel.source for parcel in self.parcels.arriving]
+        self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
+
+    def _rows(self, parcel: Parcel) -> list[Tensor]:
+        """Return a parcel's rows of this rank's gradients, each in one dim."""
+        rows = []
+        for part in parcel.parts:
+            # Detached: a view would keep the gradient alive after its plan is gone.
+            gradient = self.weights.gradient(self._spec(part).name).detach()
+            rows.append(narrow_rows(gradient, self._spec(part), *part.held).reshape(-1))
+        return rows
+
+    def wait(self) -> None:
+        """Wait for the other holders' gradients."""
+        self._wait_for_arrivals()
+
+    def sum(self) -> dict[str, Tensor]:
+        """Return the gradients of what this rank keeps, summed in order of pipeline, then rank."""
+        totals: dict[str, Tensor] = {}
+        for parcel in self.parcels.summed:
+            for part, piece in zip(parcel.parts, self._pieces(parcel), strict=True):
+                self._add(totals, part, piece)
+        return totals
+
+    @property
+    def _is_kept_twice(self) -> bool:
+        """Whether a second keeper must get the same sums, bit for bit.
+
+        Then this rank's own gradients are rounded like those that travel, and every sum begins with
+        zero, because 0 + -0 is 0.
+        """
+        return self.unit.kind.has_standbys
+
+    def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
+        """Return a parcel's gradients, each in one dim."""
+        if parcel.source != self.store.global_rank:
+            return parcel.split(self._buffers.pop(parcel.source))  # So that it is let go.
+        pieces = self._rows(parcel)
+        if self._is_kept_twice:
+            pieces = [piece.to(self.options.dtype) for piece in pieces]
+        return pieces
+
+    def _add(self, totals: dict[str, Tensor], part: Part, piece: Tensor) -> None:
+        spec = self._spec(part)
+        if spec.name not in totals:
+            master = self.store.masters[spec.name]
+            dtype = sum_dtype([master])
+            if part.is_whole_slice and not self._is_kept_twice:
+                # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
+                totals[spec.name] = piece.reshape(master.shape).to(dtype)
+                return
+            totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
+        total = totals[spec.name]
+        rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
+        rows += piece.reshape(rows.shape)
 
 
 def _in_line(rows: Tensor) -> Tensor:
