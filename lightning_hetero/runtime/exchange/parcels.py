@@ -121,9 +121,7 @@ class _SentPart:
     """Rows that leave this rank, the same ones for each of its peers."""
 
     peers: list[int]
-    numel: int
     rows: list[Tensor]
-    """Flattened to one dim if that is a view."""
 
 
 class _Splits(NamedTuple):
@@ -243,12 +241,7 @@ class _Views:
     sending: list[_SentPart]
     """What is sent; peers that need the same rows share one buffer."""
     targets: list[Tensor]
-    """The rows that each arriving part fills, flattened to one dim if that is a view."""
-
-    @cached_property
-    def are_lines(self) -> bool:
-        """Whether all targets have one dim."""
-        return all(target.ndim == 1 for target in self.targets)
+    """The rows that each arriving part fills."""
 
 
 class PulledParcels(_ParcelUnit):
@@ -268,8 +261,8 @@ class PulledParcels(_ParcelUnit):
         sending: dict[tuple[Part, ...], _SentPart] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
-                sending[parcel.parts] = _SentPart([], parcel.numel, rows)
+                rows = [self._of_slice(part) for part in parcel.parts]
+                sending[parcel.parts] = _SentPart([], rows)
             sending[parcel.parts].peers.append(parcel.destination)
         return _Views(
             copies=[
@@ -280,9 +273,7 @@ class PulledParcels(_ParcelUnit):
             ],
             sending=list(sending.values()),
             targets=[
-                _in_line(self._of_shard(part))
-                for parcel in self.parcels.arriving
-                for part in parcel.parts
+                self._of_shard(part) for parcel in self.parcels.arriving for part in parcel.parts
             ],
         )
 
@@ -312,11 +303,9 @@ class PulledParcels(_ParcelUnit):
         arrived = zip(self.parcels.arriving, self._buffers, strict=True)
         parts = [part for parcel, buffer in arrived for part in parcel.split(buffer)]
         targets = self._views.targets
-        if not self._views.are_lines:
-            pairs = zip(parts, targets, strict=True)
-            parts = [part.view(target.shape) for part, target in pairs]
         if parts:
-            torch._foreach_copy_(targets, parts)
+            pairs = zip(parts, targets, strict=True)
+            torch._foreach_copy_(targets, [part.view(target.shape) for part, target in pairs])
         self._buffers = []
 
 
@@ -334,8 +323,7 @@ class PushedParcels(_ParcelUnit):
     def post(self) -> None:
         """Post the gradients that leave, which must be final; others may not be computed yet."""
         sent = [
-            _SentPart([parcel.destination], parcel.numel, self._rows(parcel))
-            for parcel in self.parcels.leaving
+            _SentPart([parcel.destination], self._rows(parcel)) for parcel in self.parcels.leaving
         ]
         sources = [parcel.source for parcel in self.parcels.arriving]
         self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
@@ -392,8 +380,3 @@ class PushedParcels(_ParcelUnit):
         total = totals[spec.name]
         rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
         rows += piece.reshape(rows.shape)
-
-
-def _in_line(rows: Tensor) -> Tensor:
-    """Return rows flattened to one dim if that is a view, else as they are."""
-    return rows.view(-1) if rows.is_contiguous() else rows

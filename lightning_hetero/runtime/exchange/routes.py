@@ -10,10 +10,8 @@ which peer was late (`MOST_BY_MESSAGES`).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.transfers import TransferTable, Unit, UnitKind
@@ -34,49 +32,10 @@ __all__ = [
 ]
 
 
-class PulledUnit(Protocol):
-    """This rank's part in the pulls of one unit; in each `post`, `wait`, `finish`."""
-
-    @property
-    def travels(self) -> bool:
-        """Whether this rank communicates for the unit; else it only copies locally."""
-
-    @property
-    def arriving_weights(self) -> dict[str, nn.Parameter]:
-        """The compute weights that a pull brings up to date."""
-
-    def post(self) -> None:
-        """Make the local copies, and post sends and receives."""
-
-    def wait(self) -> None:
-        """Wait for the weights, and copy them into the compute weights."""
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-
-
-class PushedUnit(Protocol):
-    """This rank's part in the pushes of one unit; in each `post`, `wait`, `sum`, `finish`."""
-
-    @property
-    def travels(self) -> bool:
-        """Whether this rank takes part in a communication."""
-
-    @property
-    def leaving(self) -> set[str]:
-        """The parameters whose gradients leave this rank."""
-
-    def post(self) -> None:
-        """Post the gradients, which must be final."""
-
-    def wait(self) -> None:
-        """Wait for the other holders' gradients."""
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-
-    def sum(self) -> dict[str, Tensor]:
-        """Return the gradients of what this rank owns, summed in order of pipeline, then rank."""
+PulledUnit = GatheredUnit | PulledParcels
+"""This rank's part in the pulls of one unit; in each `post`, `wait`, `finish`."""
+PushedUnit = ScatteredUnit | PushedParcels
+"""This rank's part in the pushes of one unit; in each `post`, `wait`, `sum`, `finish`."""
 
 
 class Routes:
