@@ -22,7 +22,7 @@ from train_text import TextLM
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
-from lightning_hetero.models import PackedCollate
+from lightning_hetero.models import pack_samples
 
 
 class Progress(L.Callback):
@@ -80,7 +80,7 @@ def main() -> None:
     # A stateful loader goes on inside an epoch. An iteration takes a batch of each rank there is.
     dataset = PythonSourceDataset("train", context_length=128)
     loader = StatefulDataLoader(
-        dataset, batch_size=arguments.batch, shuffle=True, collate_fn=PackedCollate()
+        dataset, batch_size=arguments.batch, shuffle=True, collate_fn=pack_samples
     )
     trainer.fit(model, loader)
 

@@ -88,7 +88,11 @@ class SlowLink(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        LinkDelay(bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
+        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
+            raise ConfigurationError(
+                f"A link has latency_s {self.latency_s} and bytes_per_s {self.bytes_per_s}; the "
+                "first must be 0 or more, the second above 0."
+            )
 
     @property
     @override

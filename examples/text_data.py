@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hetero.models import PackedBatch, PackedCollate
+from lightning_hetero.models import PackedBatch, pack_samples
 
 __all__ = [
     "END_OF_TEXT",
@@ -132,7 +132,7 @@ class PythonSourceData(L.LightningDataModule):
             batch_size=self.samples_per_batch,
             shuffle=shuffle,
             drop_last=shuffle,
-            collate_fn=PackedCollate(),
+            collate_fn=pack_samples,
         )
 
 

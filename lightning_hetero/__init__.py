@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_hetero.autoplan import AutoPlan
     from lightning_hetero.callbacks import (
-        CollectGarbage,
         ElasticRestart,
         LayerwiseCheckpoint,
         RunLog,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoPlan",
-    "CollectGarbage",
     "ElasticRestart",
     "HeteroDataModule",
     "HeteroStrategy",
@@ -44,7 +42,6 @@ __all__ = [
 
 _HOMES = {
     "AutoPlan": "autoplan",
-    "CollectGarbage": "callbacks",
     "ElasticRestart": "callbacks",
     "HeteroDataModule": "data",
     "HeteroStrategy": "strategy",

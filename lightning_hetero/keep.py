@@ -10,16 +10,106 @@ as torchrun sets them; or with `LIGHTNING_HETERO_JOIN=host:port`, to join a run.
 """
 
 import argparse
+import ctypes
+import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import NoReturn
 
-from lightning_hetero.runtime.generation.keeper import KeeperTask, block_signals, keep
-from lightning_hetero.runtime.generation.worker import JOIN, joiner_variables
+from lightning_hetero.runtime.generation.keeper import (
+    BLOCKED,
+    JOIN,
+    Keeper,
+    Worker,
+    joiner_variables,
+)
 
-__all__ = ["keep_script", "task_of"]
+__all__ = [
+    "KeeperTask",
+    "be_kept",
+    "become_keeper",
+    "block_signals",
+    "keep",
+    "keep_by_task",
+    "keep_script",
+    "task_of",
+]
 
+_TASK = "LIGHTNING_HETERO_KEEPER"
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _NEEDED = "MASTER_ADDR", "MASTER_PORT", "RANK"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperTask:
+    """The task of a keeper."""
+
+    command: list[str]
+    """The command that starts a worker."""
+    workers: list[dict[str, str]]
+    """For each worker, environment variables in addition to this process's."""
+    address: str
+    """Where the store is served."""
+    port: int
+    serves: bool
+    """Whether this keeper serves it."""
+    replaces: bool
+    """Whether joiners take the devices of lost workers."""
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    """Where Python finds modules."""
+
+
+def become_keeper(task: KeeperTask) -> NoReturn:
+    """Replace this process by a keeper, which keeps nothing of it but the process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    begin = "from lightning_hetero.keep import keep_by_task; keep_by_task()"
+    code = f"import sys; sys.path[:] = {task.path!r}; {begin}"
+    environment = os.environ | {_TASK: json.dumps(asdict(task))}
+    os.execve(sys.executable, [sys.executable, "-c", code], environment)
+
+
+def block_signals() -> None:
+    """Leave a keeper's signals to its loop; before any thread exists, so that none takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+
+
+def be_kept() -> None:
+    """Make this worker die with its keeper, and unblock the signals that the keeper blocks."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def keep_by_task() -> None:
+    """Run as a keeper, with the task from the environment."""
+    block_signals()
+    os._exit(keep(KeeperTask(**json.loads(os.environ.pop(_TASK)))))
+
+
+def keep(task: KeeperTask) -> int:
+    """Start the workers of a task, and keep them; return the exit code of this process.
+
+    Called by the main thread, before there are others, once signals are blocked.
+    """
+
+    def start(own: dict[str, str], environment: dict[str, str], descriptor: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            be_kept()
+            os.set_inheritable(descriptor, True)
+            os.execve(task.command[0], task.command, os.environ | own | environment)
+        return pid
+
+    workers = [Worker(partial(start, own)) for own in task.workers]
+    keeper = Keeper(
+        workers, address=task.address, port=task.port, serves=task.serves, replaces=task.replaces
+    )
+    return keeper.run()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,8 +9,8 @@ quarters of a core busy. Waits, transfers and the optimizer's step keep their ti
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -26,25 +26,13 @@ from lightning_hetero.strategy.hetero import HeteroStrategy
 __all__ = ["EmulatedClock", "EmulatedDevices", "LinkDelay", "emulate"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkDelay:
-    """How much later than it does a message should arrive.
-
-    Raises:
-        ConfigurationError: A value is out of range.
-    """
+class LinkDelay(NamedTuple):
+    """How much later than it does a message should arrive."""
 
     bytes_per_s: float = math.inf
     """Bandwidth, above 0."""
     latency_s: float = 0.0
     """Seconds of each message, 0 or more."""
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
-            raise ConfigurationError(
-                f"A link has latency_s {self.latency_s} and bytes_per_s {self.bytes_per_s}; the "
-                "first must be 0 or more, the second above 0."
-            )
 
 
 class EmulatedClock(ComputeClock):
@@ -65,7 +53,8 @@ class EmulatedClock(ComputeClock):
 
     def __init__(self, device: torch.device, *, slowdown: float = 1.0) -> None:
         super().__init__(device)
-        self._delays: dict[int, LinkDelay] = {}
+        self.delays: Mapping[int, LinkDelay] = {}
+        """By global rank of the sender, how late messages arrive; those of other ranks don't."""
         self._wall_start = self._cpu_start = 0.0
         self._wall_wait = self._cpu_wait = 0.0
         self.slowdown = slowdown
@@ -89,20 +78,6 @@ class EmulatedClock(ComputeClock):
             )
         self._slowdown = slowdown
 
-    @property
-    def delays(self) -> Mapping[int, LinkDelay]:
-        """By global rank of the sender, how late messages arrive; those of other ranks don't."""
-        return self._delays
-
-    @delays.setter
-    def delays(self, delays: Mapping[int, LinkDelay]) -> None:
-        if delays and self._is_cuda:
-            raise ConfigurationError(
-                f"Messages of ranks {sorted(delays)} are to be delayed on a CUDA device; only CPU "
-                'ranks can wait longer. Use Trainer(accelerator="cpu").'
-            )
-        self._delays = dict(delays)
-
     @override
     def before_send(self) -> None:
         """Sleep until the running action has taken as long as the slowdown asks."""
@@ -116,7 +91,7 @@ class EmulatedClock(ComputeClock):
 
     @override
     def _delay_message(self, peer: int, num_bytes: int) -> None:
-        delay = self._delays.get(peer)
+        delay = self.delays.get(peer)
         if delay is not None and num_bytes:  # A header isn't delayed beside its message.
             time.sleep(delay.latency_s + num_bytes / delay.bytes_per_s)
 
@@ -215,7 +190,3 @@ class EmulatedDevices(Callback):
             for factor in self.slowdowns
         ]
         return cluster_of(seats)
-
-    def __str__(self) -> str:
-        runs = [(factor, len(list(group))) for factor, group in groupby(self.slowdowns)]
-        return ", ".join(f"{count} × 1/{factor:g}" for factor, count in runs)

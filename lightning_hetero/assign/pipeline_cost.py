@@ -70,17 +70,14 @@ class PipelineCost:
                 f"A pipeline has a={self.a}, b={self.b}, c={self.c}; a and c must be 0 or more "
                 "and b above 0. Profile the pipeline again."
             )
-        if self.max_len < 1 or self.util_len < 1 or self.num_stages < 1:
+        if min(self.max_len, self.util_len, self.num_stages, self.kept_len) < 1:
             raise AssignmentError(
                 f"A pipeline has max_len={self.max_len}, util_len={self.util_len}, "
-                f"num_stages={self.num_stages}; each must be 1 or more. A pipeline that has no "
-                "memory for a single token belongs in no plan."
+                f"num_stages={self.num_stages}, kept_len={self.kept_len}; each must be 1 or more. "
+                "A pipeline that has no memory for a single token belongs in no plan."
             )
-        if self.kept_len < 1 or not 0 <= self.recompute_share < np.inf:
-            raise AssignmentError(
-                f"A pipeline has kept_len={self.kept_len}, recompute_share={self.recompute_share}; "
-                "the first must be 1 or more, the second 0 or more."
-            )
+        if not 0 <= self.recompute_share < np.inf:
+            raise AssignmentError(f"recompute_share is {self.recompute_share}; give 0 or more.")
 
     def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
         """Return by which factor recomputation lengthens micro-batches of these tokens."""

@@ -22,8 +22,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed import is_torchelastic_launched
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.training_state import has_finished_epoch
-from lightning_hetero.callbacks.joiners import JoinersOfRun
+from lightning_hetero.callbacks.checkpointing.training_state import (
+    has_finished_epoch,
+    is_epoch_ending,
+)
 from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
@@ -41,6 +43,8 @@ __all__ = ["ElasticRestart"]
 
 _log = logging.getLogger(__name__)
 
+_AGAIN_S = 60.0
+"""Seconds for which joiners wait where a save for them wasn't safe."""
 _SETTLE_S = 5.0
 """Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
 
@@ -137,7 +141,8 @@ class ElasticRestart(Callback):
         self._is_excluded = False
         self._change: GenerationChange | None = None
         """Raised before the next step, to end this generation."""
-        self._joiners = JoinersOfRun()
+        self._holds_back = False
+        self._lets_in_at_s = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -183,8 +188,21 @@ class ElasticRestart(Callback):
             raise change
         strategy = run_of(trainer).strategy
         if strategy is not None:
-            waits = self._joiners.may_come_in(trainer, self._saved)
-            strategy.engine.tell(is_leaving=self.is_leaving, sees_joiners=waits)
+            strategy.engine.tell(
+                is_leaving=self.is_leaving, sees_joiners=self._sees_joiners(trainer)
+            )
+
+    def _sees_joiners(self, trainer: pl.Trainer) -> bool:
+        """Whether rank 0, which this is, sees joiners that may come in after this step.
+
+        They may not after the last step of an epoch, since a checkpoint from before the epoch's end
+        would lack what that end changes; a step later they may, even if that ends an epoch, too.
+        """
+        strategy = run_of(trainer).strategy
+        members = None if strategy is None else strategy.processes.membership
+        waits = trainer.is_global_zero and members is not None and members.look_for_joiners()
+        self._holds_back = waits and not self._holds_back and is_epoch_ending(trainer)
+        return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -219,10 +237,6 @@ class ElasticRestart(Callback):
         assert self._checkpoint is not None
         node_of_rank = self._checkpoint.node_of_rank
         return self._checkpoint.save(trainer, leaving={node_of_rank[rank] for rank in leaving})
-
-    @property
-    def _saved(self) -> SavedCheckpoint | None:
-        return None if self._checkpoint is None else self._checkpoint.saved
 
     @property
     def is_leaving(self) -> bool:
@@ -272,11 +286,8 @@ class ElasticRestart(Callback):
             saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
-                self._joiners.refuse_after(saved)
-                rank_zero_warn(
-                    f"Joiners wait for the next checkpoint, since {saved.id} isn't safe: "
-                    f"{errors[0]}"
-                )
+                self._lets_in_at_s = time.monotonic() + _AGAIN_S
+                rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
                 return
         reason = f"{len(leaving)} ranks leave on a notice" if leaving else "joiners are let in"
         if leaving:
@@ -351,7 +362,7 @@ class ElasticRestart(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # After the loss of a rank another fit follows, which acts on a SIGTERM that came before it.
-        self._change, self._joiners = None, JoinersOfRun()
+        self._change, self._holds_back = None, False
         self._stop_watching()
         # Lightning has just restored the SIGTERM handler from before this fit.
         if self._between is not None:

@@ -25,10 +25,11 @@ from typing_extensions import override
 from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
-from lightning_hetero.callbacks.checkpointing.recovery_report import (
+from lightning_hetero.callbacks.checkpointing.places import (
+    FinishedStep,
     Found,
-    StartTimes,
+    Places,
+    probe,
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
@@ -138,7 +139,6 @@ class LayerwiseCheckpoint(Checkpoint):
         """The state that is being restored, until training starts."""
         self._live = LiveSteps()
         self._made_at_s = time.time()
-        self._set_up_at_s = 0.0
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
@@ -151,7 +151,6 @@ class LayerwiseCheckpoint(Checkpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         run = run_of(trainer)
         run.join(run.checkpoints, self)
-        self._set_up_at_s = time.time()
         if stage == "fit":
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
@@ -160,7 +159,6 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        start_s = time.time()
         is_first, goes_on = trainer.local_rank == 0, _goes_on(trainer)
         self._access = access = self._open(self._peers, is_first_of_node=is_first)
         needs = OwnedState(trainer).needs()
@@ -187,12 +185,6 @@ class LayerwiseCheckpoint(Checkpoint):
             _reset_metrics(pl_module)
         self._found = Found(
             recovered=recovered,
-            times=StartTimes(
-                made_s=self._made_at_s,
-                set_up_s=self._set_up_at_s,
-                planned_s=start_s,
-                fetched_s=time.time(),
-            ),
             is_live=live is recovered,
             why_not_live=why_not_live,
             # Of its own: the writer may be made in the background meanwhile.
@@ -210,8 +202,9 @@ class LayerwiseCheckpoint(Checkpoint):
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            seconds = report_recovery(trainer, found, self.places)
-            run_of(trainer).note_restart(seconds, in_place=_is_in_place(found))
+            seconds = report_recovery(trainer, found, self.places, self._made_at_s)
+            is_in_place = found.is_live or found.why_not_live is not None
+            run_of(trainer).note_restart(seconds, in_place=is_in_place)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -351,10 +344,6 @@ def _reset_metrics(module: pl.LightningModule) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()
-
-
-def _is_in_place(found: Found) -> bool:
-    return found.is_live or found.why_not_live is not None
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
 from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.ranks.tree import RankTree
+from lightning_hetero.runtime.ranks.communicators import Communicators, Rows
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import Run
 
@@ -45,9 +44,9 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._tree = RankTree(group)
-        self.world_size = self._tree.world_size
-        self.global_rank = self._tree.global_rank
+        self._group = group
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.global_rank = 0 if group is None else dist.get_rank(group)
         self._comms = Communicators(
             global_rank=self.global_rank, world_size=self.world_size, control=group
         )
@@ -59,13 +58,16 @@ class Ranks:
 
     def to_leader(self, row: Sequence[float]) -> FloatArray:
         """Return every rank's row on the leader, (num_ranks, length); no rows elsewhere."""
-        rows = self._tree.begin_up(torch.tensor(row, dtype=torch.float64)).finish()
+        rows = Rows(torch.tensor(row, dtype=torch.float64), self._group).on_rank_0()
         found: FloatArray = (rows if self.leads else rows[:0]).numpy()
         return found
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
         """Return the leader's numbers; the other ranks pass as many, which don't count."""
-        found: list[int] = self._tree.down(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        values = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            dist.broadcast(values, 0, self._group)
+        found: list[int] = values.tolist()
         return found
 
     def gather(self, value: _T) -> list[_T]:

@@ -13,20 +13,15 @@ gather on CPU brings the sums to rank 0, which logs:
 - `run/planning_stall_s`: longest wait for an assignment, per iteration; with a data module that
   assigns samples,
 - `run/checkpoint_stall_s`: longest time that a rank was held up by the last checkpoint of
-  `LayerwiseCheckpoint`,
-- `run/generation`, `run/ranks`: the number of the generation that trains, and of its ranks,
-- `run/idle_s`, `run/steps_again`: seconds from the last step of a generation to the first of the
-  next one, and steps that were trained again, since the run began; these four from the first
-  change of ranks on (`ElasticRestart(in_place=True)`).
+  `LayerwiseCheckpoint`.
 
-`StragglerMonitor` logs its own scalars, as `straggler/…`.
+`StragglerMonitor` logs its own scalars, as `straggler/…`; `RunLog` what changes of ranks have cost.
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -63,10 +58,6 @@ class RunMetrics(Callback):
         self._total = _Sums()
         self._step = 0
         self._start_s = 0.0
-        self._stepped_at_s, self._farthest_step = monotonic(), 0
-        self._generation = 0
-        self._is_new_generation = False
-        self._idle_s, self._steps_again = 0.0, 0
         self._spec: ModelSpec | None = None
         self._peak_flops_per_s = 0.0
 
@@ -87,10 +78,6 @@ class RunMetrics(Callback):
         if strategy.root_device.type == "cuda" or device.name in KNOWN_DEVICES:
             self._spec = infer_model_spec(pl_module, strategy.engine.layout)
         self._peak_flops_per_s = 0.0 if self._spec is None else device.peak_flops_per_s
-
-    def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Count the seconds until the next step as lost."""
-        self._generation, self._is_new_generation = new.number, True
 
     @override
     def on_train_batch_start(
@@ -121,20 +108,11 @@ class RunMetrics(Callback):
             lengths = sample_lengths(batch)
             total.num_tokens += sum(lengths)
             total.flops += 0.0 if self._spec is None else self._spec.step_flops(lengths)
-        self._count_lost(trainer)
         # Batches that only accumulate gradients end no step.
         ended, self._step = trainer.global_step > self._step, trainer.global_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if ended and trainer.global_step % every == 0:
             self._log(trainer, strategy)
-
-    def _count_lost(self, trainer: pl.Trainer) -> None:
-        now_s, step = monotonic(), trainer.global_step
-        if self._is_new_generation:
-            self._is_new_generation = False
-            self._idle_s += now_s - self._stepped_at_s
-            self._steps_again += max(0, self._farthest_step + 1 - step)
-        self._stepped_at_s, self._farthest_step = now_s, step
 
     def _log(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
         total, self._total = self._total, _Sums()
@@ -142,8 +120,6 @@ class RunMetrics(Callback):
         for checkpoint in strategy.run.checkpoints:
             if checkpoint.saved is not None:
                 total.checkpoint_stall_s = checkpoint.saved.stall_s
-        total.generation, total.idle_s = self._generation, self._idle_s
-        total.steps_again = self._steps_again
         rows = Ranks(strategy.run.control).to_leader(astuple(total))
         if not len(rows):
             return
@@ -170,10 +146,6 @@ class _Sums:
     """The device's peak; 0 if unknown."""
     checkpoint_stall_s: float = math.nan
     """Seconds for which the last checkpoint held this rank up; nan if there was none."""
-    generation: float = 0.0
-    idle_s: float = 0.0
-    """Seconds without a step in changes of ranks since this process, or the run, began."""
-    steps_again: float = 0.0
 
 
 def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
@@ -190,10 +162,6 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
     }
     if not math.isnan(rows[0].checkpoint_stall_s):
         scalars["run/checkpoint_stall_s"] = max(row.checkpoint_stall_s for row in rows)
-    if rows[0].generation:
-        scalars["run/generation"], scalars["run/ranks"] = rows[0].generation, len(rows)
-        scalars["run/idle_s"] = max(row.idle_s for row in rows)
-        scalars["run/steps_again"] = max(row.steps_again for row in rows)
     peaks = [row.peak_flops_per_s for row in rows]
     if all(peaks):
         scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)

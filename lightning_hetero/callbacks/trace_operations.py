@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,9 @@ _NAMES = {
     ActionKind.WEIGHT: "backward-weight",
 }
 Row = dict[str, Any]
+_log = logging.getLogger(__name__)
+_MOST_BYTES = 2**28
+"""Bytes of a rank's file after which it gets no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,8 @@ class TraceOperations(Callback):
     step, each with step, rank, pipeline (`dp_rank`), stage, start and duration in seconds,
     micro-batch (`mb_id`), its tokens and the sum of its squared lengths. Rank 0 writes the layout
     beside them. Times are those of the engine's clock, which runs anyway. Clocks of ranks are set
-    together as training starts, as well as a barrier can; a message leaves as its action ends.
+    together as training starts, as well as a barrier can; a message leaves as its action ends. On a
+    full disk, and once a file has 256 MiB, nothing more is written.
 
     Args:
         every_n_steps: Iterations between two that are written, 1 or more.
@@ -161,8 +166,18 @@ class TraceOperations(Callback):
             json.dumps({**row, "start_ts": row["start_ts"] - self._anchor_s}) + "\n" for row in rows
         )
         name = f"operations-rank{trainer.global_rank}.jsonl.gz"
-        with (Path(trainer.default_root_dir) / self.folder / name).open("ab") as file:
-            file.write(gzip.compress(lines.encode(), compresslevel=1))
+        _append(Path(trainer.default_root_dir) / self.folder / name, lines)
+
+
+def _append(path: Path, lines: str) -> None:
+    data = gzip.compress(lines.encode(), compresslevel=1)
+    try:
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if size < _MOST_BYTES and file.write(data) < len(data):
+                file.truncate(size)  # The disk is full: half of it would spoil what follows.
+    except OSError as error:
+        _log.warning("%s lacks an iteration that couldn't be written: %s", path, error)
 
 
 def _layout(plan: ParallelPlan, hosts: Sequence[str]) -> dict[str, Any]:

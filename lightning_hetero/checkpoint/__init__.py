@@ -13,7 +13,7 @@ from lightning_hetero.checkpoint.format.content import (
     SliceNeed,
 )
 from lightning_hetero.checkpoint.format.manifest import CheckpointId
-from lightning_hetero.checkpoint.inspection import export_checkpoint, format_bitmap
+from lightning_hetero.checkpoint.inspection import export_checkpoint
 from lightning_hetero.checkpoint.notices import (
     AwsSpotNotice,
     AzureScheduledEvents,
@@ -32,8 +32,12 @@ from lightning_hetero.checkpoint.places.store import (
     open_store,
 )
 from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind
-from lightning_hetero.checkpoint.recovery.from_files import begin_run, recover
-from lightning_hetero.checkpoint.recovery.taking import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.recovery.from_files import (
+    Recovered,
+    RecoveryReport,
+    begin_run,
+    recover,
+)
 from lightning_hetero.checkpoint.saver.commit import WriterOptions
 from lightning_hetero.checkpoint.saver.writer import CheckpointWriter, SavedCheckpoint
 
@@ -66,7 +70,6 @@ __all__ = [
     "WriterOptions",
     "begin_run",
     "export_checkpoint",
-    "format_bitmap",
     "open_store",
     "recover",
 ]

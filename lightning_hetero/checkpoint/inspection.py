@@ -7,7 +7,6 @@ device read. Optimizer state is keyed by parameter names here and by running num
 
 import os
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,28 +33,23 @@ from lightning_hetero.checkpoint.places.tiers import (
     Location,
     Tier,
     checkpoints_in,
-    remove_checkpoints,
 )
-from lightning_hetero.checkpoint.recovery.from_files import recover
+from lightning_hetero.checkpoint.recovery.from_files import Recovered, recover
 from lightning_hetero.checkpoint.recovery.inventory import (
     Inventory,
     Manifests,
     choose_run,
     complete_checkpoints,
-    locations_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovery.taking import Recovered
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.texts import format_table
 
 __all__ = [
     "View",
     "export_checkpoint",
-    "format_bitmap",
     "list_checkpoints",
     "look",
-    "prune",
     "reject",
     "verify",
 ]
@@ -150,26 +144,6 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
     return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
 
 
-def prune(tier: Tier, *, keep: int) -> list[CheckpointId]:
-    """Delete what is older than each run's newest `keep` complete checkpoints; return what it was.
-
-    Args:
-        tier: A place that holds all ranks' parts.
-        keep: Complete checkpoints to keep of each run.
-    """
-    inventory, files = take_inventory([tier], node=_NODE), tier.store.list()
-    kept: dict[str, list[CheckpointId]] = defaultdict(list)
-    for item in complete_checkpoints(inventory):
-        kept[item.run].append(item)
-    gone = [
-        item
-        for item in checkpoints_in(files)
-        if len(kept[item.run]) >= keep and item < kept[item.run][keep - 1]
-    ]
-    remove_checkpoints(tier.store, files, gone)
-    return gone
-
-
 def reject(tiers: Sequence[Tier], step: int) -> list[str]:
     """Mark all checkpoints of a step, so that nobody recovers from them; return what was marked.
 
@@ -227,38 +201,6 @@ def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterat
 
 def _tier_of(location: Location, tiers: Sequence[Tier]) -> Tier:
     return next(tier for tier in tiers if tier.location(_NODE) == location)
-
-
-def format_bitmap(
-    inventory: Inventory, manifests: Mapping[int, PartManifest], checkpoint: CheckpointId
-) -> str:
-    """Return layers × tiers: `#` all bytes of the layer are there, `+` some, `.` none."""
-    places = sorted({held.location for held in inventory.held if held.id == checkpoint})
-    locations = locations_of_files(inventory, manifests)
-    total: dict[int, int] = defaultdict(int)
-    present: dict[tuple[int, Location], int] = defaultdict(int)
-    for part, manifest in manifests.items():
-        for entry in manifest.files:
-            if entry.unit is not None:
-                total[entry.unit] += entry.size_bytes
-                for location in locations[part, entry.name]:
-                    present[entry.unit, location] += entry.size_bytes
-    num_layers = next(iter(manifests.values())).num_layers
-    rows = [
-        (
-            name_of_unit(unit, num_layers),
-            f"{total[unit] / 1e6:.2f}",
-            *(_mark(present[unit, place], total[unit]) for place in places),
-        )
-        for unit in sorted(total)
-    ]
-    return format_table(("layer", "MB", *(str(place) for place in places)), rows)
-
-
-def _mark(present: int, total: int) -> str:
-    if present == total:
-        return "#"
-    return "+" if present else "."
 
 
 def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:

@@ -8,15 +8,14 @@ import json
 import logging
 import signal
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
+from urllib.parse import urlsplit
 
 __all__ = [
     "AwsSpotNotice",
@@ -48,12 +47,7 @@ class PreemptionNotice(Protocol):
         """Return the notice, or None; OSError if nobody answers."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Refuse: a metadata server never redirects, so the answer isn't from one."""
-
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class _MetadataServer:
     """HTTP on a link-local metadata server, past any proxy."""
 
@@ -64,61 +58,45 @@ class _MetadataServer:
 
     def _request(self, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
         """Return the body; None if there is nothing at that path (404); OSError otherwise."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
-        request = urllib.request.Request(
-            self.base_url.rstrip("/") + path, headers=dict(headers), method=method
-        )
+        place = urlsplit(self.base_url)
+        connection = HTTPConnection(str(place.hostname), place.port, timeout=self.timeout_s)
         try:
-            with opener.open(request, timeout=self.timeout_s) as response:
-                return str(response.read().decode())
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 404:
-                return None
-            raise OSError(f"{request.full_url} answered {error.code}") from error
+            connection.request(method, path, headers=dict(headers))
+            answer = connection.getresponse()
+            body = answer.read().decode()
+        except HTTPException as error:
+            raise OSError(f"{self.base_url}{path}: {error!r}") from error
+        finally:
+            connection.close()
+        if answer.status not in (200, 404):
+            raise OSError(f"{self.base_url}{path} answered {answer.status}")
+        return body if answer.status == 200 else None
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class AwsSpotNotice(_MetadataServer):
     """EC2 spot: /latest/meta-data/spot/instance-action, two minutes ahead (IMDSv2)."""
 
     base_url: str = "http://169.254.169.254"
-    _token: str = field(default="", init=False, repr=False)
-    _token_until_s: float = field(default=0.0, init=False, repr=False)
 
     def pending(self) -> Notice | None:
         """Return the interruption if one is scheduled."""
-        body = self._request(
-            "/latest/meta-data/spot/instance-action",
-            {"X-aws-ec2-metadata-token": self._fresh_token()},
-        )
+        lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        token = self._request("/latest/api/token", lifetime, method="PUT")
+        own = {"X-aws-ec2-metadata-token": token or ""}
+        body = self._request("/latest/meta-data/spot/instance-action", own)
         if body is None:
             return None
         try:
             action = json.loads(body)
-            return Notice(
-                reason=f"EC2 spot {action['action']}", at=datetime.fromisoformat(action["time"])
-            )
+            at = datetime.fromisoformat(action["time"])
+            return Notice(reason=f"EC2 spot {action['action']}", at=at)
         except (ValueError, KeyError, TypeError):
             # The path exists only when the instance will go, so a body that can't be read counts.
             return Notice(reason=f"EC2 spot: {body}")
 
-    def _fresh_token(self) -> str:
-        lifetime_s = 21600
-        if time.monotonic() >= self._token_until_s:
-            token = self._request(
-                "/latest/api/token",
-                {"X-aws-ec2-metadata-token-ttl-seconds": str(lifetime_s)},
-                method="PUT",
-            )
-            if token is None:
-                raise OSError("The EC2 metadata server gave no token.")
-            self._token = token
-            self._token_until_s = time.monotonic() + lifetime_s / 2
-        return self._token
 
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class GcpPreemptionNotice(_MetadataServer):
     """GCE: /computeMetadata/v1/instance/preempted turns TRUE, thirty seconds ahead."""
 
@@ -126,15 +104,12 @@ class GcpPreemptionNotice(_MetadataServer):
 
     def pending(self) -> Notice | None:
         """Return the preemption if it has been announced."""
-        body = self._request(
-            "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
-        )
-        if body is not None and body.strip().upper() == "TRUE":
-            return Notice(reason="GCE preemption")
-        return None
+        path = "/computeMetadata/v1/instance/preempted"
+        body = self._request(path, {"Metadata-Flavor": "Google"}) or ""
+        return Notice(reason="GCE preemption") if body.strip() == "TRUE" else None
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class AzureScheduledEvents(_MetadataServer):
     """Azure: Preempt and Terminate events of this machine, half a minute ahead.
 
@@ -144,24 +119,18 @@ class AzureScheduledEvents(_MetadataServer):
     base_url: str = "http://169.254.169.254"
     machine: str | None = None
     """Name of this virtual machine; None takes events of any in the placement group."""
-    event_types: Sequence[str] = ("Preempt", "Terminate")
-    """Kinds of events that count."""
 
     def pending(self) -> Notice | None:
         """Return the first event that takes this machine away."""
-        body = self._request(
-            "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
-        )
-        try:
-            events = json.loads(body or "{}").get("Events", [])
-        except (ValueError, AttributeError) as error:
-            raise OSError(f"Azure's scheduled events can't be read: {body!r}") from error
+        path = "/metadata/scheduledevents?api-version=2020-07-01"
+        events = json.loads(self._request(path, {"Metadata": "true"}) or "{}").get("Events", [])
         for event in events:
-            concerned = self.machine is None or self.machine in event.get("Resources", ())
-            if concerned and event.get("EventType") in self.event_types:
-                return Notice(
-                    reason=f"Azure {event['EventType']}", at=_parse_http(event.get("NotBefore"))
-                )
+            is_own = self.machine is None or self.machine in event["Resources"]
+            if is_own and event["EventType"] in ("Preempt", "Terminate"):
+                # "Mon, 19 Sep 2016 18:29:47 GMT"; nothing once the event has begun.
+                text = event["NotBefore"]
+                at = parsedate_to_datetime(text).astimezone(UTC) if text else None
+                return Notice(reason=f"Azure {event['EventType']}", at=at)
         return None
 
 
@@ -247,11 +216,3 @@ class NoticeWatcher:
                 _log.warning("%s doesn't answer: %r", type(notice).__name__, error)
                 self._silent.add(index)
             return None
-
-
-def _parse_http(text: Any) -> datetime | None:
-    """Parse "Mon, 19 Sep 2016 18:29:47 GMT"; None if the event has begun or the text is odd."""
-    try:
-        return parsedate_to_datetime(text).astimezone(UTC)
-    except (TypeError, ValueError):
-        return None

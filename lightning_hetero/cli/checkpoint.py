@@ -1,4 +1,4 @@
-"""`lightning-hetero checkpoint`: list, inspect, verify, export, reject and prune checkpoints.
+"""`lightning-hetero checkpoint`: list, verify, export and reject checkpoints.
 
 A PATH is a local folder or any URL that fsspec knows. Give several PATHs to look at the folders of
 all nodes, or at copies, together.
@@ -9,16 +9,14 @@ from collections.abc import Sequence
 
 from lightning_hetero.checkpoint.inspection import (
     export_checkpoint,
-    format_bitmap,
     list_checkpoints,
     look,
-    prune,
     reject,
     verify,
 )
 from lightning_hetero.checkpoint.places.store import check_store, local_folder, open_store
 from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["add_arguments", "run_checkpoint"]
 
@@ -26,16 +24,15 @@ _EXIT_DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `checkpoint list|inspect|verify|export|reject|prune`."""
+    """Add `checkpoint list|verify|export|reject`."""
     parser.description = (
-        "Look at checkpoints, check them, convert them, delete old ones. A PATH is a local folder "
-        "or any URL that fsspec knows. Give several PATHs to look at the folders of all nodes, or "
-        "at copies, together."
+        "Look at checkpoints, check them, convert them. A PATH is a local folder or any URL that "
+        "fsspec knows. Give several PATHs to look at the folders of all nodes, or at copies, "
+        "together."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "print one line for each checkpoint, the newest first"),
-        ("inspect", "print which layers are where"),
         ("verify", "read everything and compare the checksums"),
         ("export", "write one file that plain Lightning reads"),
     ):
@@ -54,13 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rejecting.add_argument("step", type=int, metavar="STEP", help="the step")
     rejecting.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
-    pruning = actions.add_parser(
-        "prune",
-        help="delete old checkpoints",
-        description="Delete all but the newest complete checkpoints of a place.",
-    )
-    pruning.add_argument("paths", nargs=1, metavar="PATH", help="a place with all ranks' parts")
-    pruning.add_argument("--keep", type=int, required=True, help="how many to keep, 1 or more")
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
@@ -80,21 +70,10 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
     if arguments.action == "reject":
         for text in reject(tiers, arguments.step):
             print(f"rejected {text}")
-    elif arguments.action == "inspect":
-        _inspect(tiers, arguments.step)
     elif arguments.action == "export":
         recovered = export_checkpoint(tiers, arguments.output, step=arguments.step)
         print(f"wrote {recovered.id} to {arguments.output}: {len(recovered.slices)} parameters")
-    elif arguments.action == "prune":
-        _prune(tiers[0], arguments.keep)
     return 0
-
-
-def _inspect(tiers: Sequence[Tier], step: int | None) -> None:
-    view = look(tiers, step=step)
-    print(f"{view.id}, saved by {view.world_size} ranks\n")
-    print(format_bitmap(view.inventory, view.manifests, view.id))
-    print("\n# all of the layer, + some of it, . nothing")
 
 
 def _verify(tiers: Sequence[Tier], step: int | None) -> int:
@@ -122,13 +101,3 @@ def _problem(tier: Tier) -> str | None:
         # Stores raise their client library's own types.
         return f"Can't read {path}: {error}."
     return None
-
-
-def _prune(tier: Tier, keep: int) -> None:
-    if keep < 1:
-        raise ConfigurationError(f"--keep is {keep}; it must be 1 or more.")
-    try:
-        gone = prune(tier, keep=keep)
-    except OSError as error:
-        raise CheckpointError(f"Can't prune {tier.store}: {error}.") from error
-    print(f"deleted {len(gone)} checkpoints" + "".join(f"\n  {item}" for item in gone))

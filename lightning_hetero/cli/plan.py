@@ -5,12 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from lightning_hetero.cli.arguments import (
     add_plot_argument,
@@ -21,7 +19,6 @@ from lightning_hetero.cli.arguments import (
     replicated_cost,
 )
 from lightning_hetero.cli.output import (
-    as_rich,
     assumptions_line,
     facts_of,
     output_console,
@@ -34,7 +31,6 @@ from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     Objective,
-    PlannedCandidate,
     PlanningOptions,
     PlanningResult,
     Workload,
@@ -60,9 +56,8 @@ from lightning_hetero.simulator import (
 
 __all__ = ["add_arguments", "run_plan"]
 
-_CANDIDATES_PER_LINE = 8
-"""Plans to request per line to print, since several may differ only in what a line leaves out."""
-_MOST_LISTED = 1000
+_NUM_CANDIDATES = 16
+"""Plans of which the best one under the schedule is taken."""
 _MOST_ACTIONS = 1_000_000
 """Most forward and backward passes of a plan that is simulated for comparison."""
 
@@ -98,23 +93,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEGREE",
         help="tensor-parallel degrees to consider (default: all that nodes and heads allow)",
     )
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="NUMBER", help="kinds of plans to list (default: 5)"
-    )
     parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
     add_plot_argument(parser, "its timeline and memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plan, print the best plan and the runners-up, write plans and picture."""
-    _check(arguments)
+    """Plan, print the best plan, write plan and picture."""
+    check_picture(arguments.plot)
+    check_folder_of(arguments.output, "--output")
     cost = cost_of(arguments)
     degrees = arguments.tp_degrees
     options = PlanningOptions(
         objective=Objective(arguments.objective),
         tp_degrees=None if degrees is None else tuple(degrees),
-        num_candidates=_CANDIDATES_PER_LINE * arguments.top,
+        num_candidates=_NUM_CANDIDATES,
     )
     result, scheduled = rank_scheduled(
         _plan(arguments, cost, options), cost, Schedule(arguments.schedule)
@@ -143,16 +136,6 @@ def _plan(
         return plan(cost.cluster, cost.model, sized, options, cost=cost, progress=progress)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what would fail after planning."""
-    if not 1 <= arguments.top <= _MOST_LISTED:
-        raise ConfigurationError(
-            f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
-        )
-    check_picture(arguments.plot)
-    check_folder_of(arguments.output, "--output")
-
-
 def _print_tables(
     result: PlanningResult,
     scheduled: Scheduled,
@@ -168,9 +151,6 @@ def _print_tables(
     lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
     lines.append(assumptions_line(cost, arguments.precision))
     print_plan(console, cost, table, lines)
-    if arguments.top > 1:
-        console.print()
-        console.print(_candidates_table(result, cost, arguments.top))
 
 
 def _as_json(
@@ -180,7 +160,6 @@ def _as_json(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     num_tokens = result.workload.num_tokens
-    candidates = list(_kinds(result, cost).items())[: arguments.top]
     return {
         "model": cost.model.name,
         "cluster": cost.cluster.num_devices,
@@ -193,15 +172,6 @@ def _as_json(
         "num_layouts": result.num_estimated,
         "num_simulated": result.num_simulated,
         "baselines": [asdict(baseline) for baseline in baselines],
-        "candidates": [
-            {
-                "pipelines": kind,
-                "iteration_time_s": candidate.simulation.iteration_time_s,
-                "tokens_per_s": candidate.simulation.tokens_per_s(num_tokens),
-                "plan": candidate.plan.to_dict(),
-            }
-            for kind, candidate in candidates
-        ],
     }
 
 
@@ -255,67 +225,6 @@ def _bound_line(result: PlanningResult) -> str:
     else:
         least = f"faster than {result.lower_bound_s:.4g} s"
     return bound_line(least, result.gap)
-
-
-def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Table:
-    """Return a table with a line per kind of plan: its pipelines and its best iteration time."""
-    header = ("place", "pipelines", "devices", "seconds", "tokens/s", "per 10⁹ tokens")
-    table = as_rich("Best plans", header)
-    num_tokens = result.workload.num_tokens
-    for place, (kind, candidate) in enumerate(islice(_kinds(result, cost).items(), most), start=1):
-        money = candidate.money_per_token(num_tokens)
-        table.add_row(
-            str(place),
-            kind,
-            str(len(candidate.plan.ranks)),
-            f"{candidate.simulation.iteration_time_s:.4g}",
-            f"{candidate.simulation.tokens_per_s(num_tokens):,.0f}",
-            "-" if money is None else f"{money * 1e9:,.2f}",
-        )
-    return table
-
-
-def _kinds(result: PlanningResult, cost: CostModel) -> dict[str, PlannedCandidate]:
-    """Return the best plan of each kind, by its description, the best first.
-
-    Plans with the same pipelines and stages in a different order are of one kind.
-    """
-    kinds: dict[str, PlannedCandidate] = {}
-    seen = set()
-    for candidate in result.candidates:
-        words = _describe(candidate.plan, cost)
-        kind = tuple(sorted(_stages_of(candidate.plan, cost)))
-        if kind not in seen:
-            seen.add(kind)
-            kinds[words] = candidate
-    return kinds
-
-
-def _stages_of(found: ParallelPlan, cost: CostModel) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield each pipeline's stages, (device, TP degree), in a fixed order."""
-    for pipeline in found.pipelines:
-        yield tuple(
-            sorted((cost.shape_of(stage).device, stage.tp_degree) for stage in pipeline.stages)
-        )
-
-
-def _describe(found: ParallelPlan, cost: CostModel) -> str:
-    """Return the pipelines in a few words, such as `2 × (2·A100-80GB + H800-80GB)`.
-
-    The order is fixed, because it means nothing: the most frequent pipeline first.
-    """
-    counts: dict[str, int] = {}
-    for pipeline in found.pipelines:
-        stages: dict[str, int] = {}
-        for stage in pipeline.stages:
-            device = cost.shape_of(stage).device
-            name = f"{device} TP{stage.tp_degree}" if stage.tp_degree > 1 else device
-            stages[name] = stages.get(name, 0) + 1
-        parts = [name if count == 1 else f"{count}·{name}" for name, count in stages.items()]
-        text = " + ".join(parts)
-        counts[text] = counts.get(text, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count} × ({text})" for text, count in ordered)
 
 
 def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostModel) -> None:

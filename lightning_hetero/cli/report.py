@@ -4,9 +4,9 @@ import argparse
 import statistics
 from pathlib import Path
 
+from lightning_hetero.cli.run_page import render_page
 from lightning_hetero.cli.run_page.figures import charts, lanes, plan_rows
 from lightning_hetero.cli.run_page.story import Story, read_story
-from lightning_hetero.cli.run_page.template import render_page
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["add_arguments", "render", "run_report"]

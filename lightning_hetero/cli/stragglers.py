@@ -19,7 +19,6 @@ import yaml
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.texts import format_table
 from lightning_hetero.straggler import (
-    ChangeEvent,
     Event,
     Finding,
     IterationEvent,
@@ -28,8 +27,8 @@ from lightning_hetero.straggler import (
     read_times,
 )
 from lightning_hetero.straggler.any_job import is_event_log
-from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
-from lightning_hetero.straggler.operations.what_if import Layout, answer, explain
+from lightning_hetero.straggler.traces import Layout, OperationTrace, read_operations
+from lightning_hetero.straggler.what_if import answer, explain
 
 __all__ = ["add_arguments", "run_stragglers", "summarise"]
 
@@ -39,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show change points, causes and mitigations of a run. A FILE is an event log of "
         "StragglerMonitor, or what was recorded of one rank of any job: a torch profiler's trace, "
-        "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote (also its "
-        "folder), or a list of iteration times in seconds."
+        "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote, or a list "
+        "of iteration times in seconds."
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="a log or recording")
     parser.epilog = (
@@ -60,23 +59,12 @@ def run_stragglers(arguments: argparse.Namespace) -> int:
         return _explain(arguments.files[1], arguments.layout, arguments.json)
     if arguments.layout is not None or arguments.json is not None:
         raise ConfigurationError("--layout and --json belong to `stragglers explain TRACE`.")
-    files = [file for path in arguments.files for file in _files_at(path)]
-    for number, path in enumerate(files):
-        if len(files) > 1:
+    for number, path in enumerate(arguments.files):
+        if len(arguments.files) > 1:
             print(f"\n{path}:" if number else f"{path}:")
         events = _read(path)
         print(summarise(events) if events else f"{path} holds no events.")
     return 0
-
-
-def _files_at(path: Path) -> list[Path]:
-    """Return a file, or those of a folder that `record()` wrote."""
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.jsonl"))
-    if not files:
-        raise ConfigurationError(f"The folder {path} holds no .jsonl file. Give the files' names.")
-    return files
 
 
 def _read(path: Path) -> Sequence[Event]:
@@ -98,30 +86,16 @@ def summarise(events: Sequence[Event]) -> str:
         lines.append(f"{len(iterations)} iterations, {steps}, median {median_s:.3g} s")
     rows = [_row(event) for event in events if not isinstance(event, IterationEvent)]
     if rows:
-        lines.append(format_table(("step", "event", "what", "details"), rows))
+        lines.append(format_table(("step", "event", "details"), rows))
     else:
         lines.append("No change was found.")
     return "\n".join(lines)
 
 
-def _row(event: Event) -> tuple[str, str, str, str]:
-    step, details = str(event.step), str(event)
-    if isinstance(event, ChangeEvent):
-        details = (
-            f"{event.ratio:.2f}× since step {event.onset_step}: {event.before:.3g} → "
-            f"{event.after:.3g} {_unit_of(event.where)}"
-        )
-        return step, event.kind.value, event.where, details
-    if isinstance(event, Finding):
-        return step, "found", event.kind.value, details
+def _row(event: Event) -> tuple[str, str, str]:
     assert not isinstance(event, IterationEvent)
-    return step, event.kind.value, event.mitigation.value, details
-
-
-def _unit_of(where: str) -> str:
-    if where == "the job":
-        return "s an iteration"
-    return "s for a unit of work" if where.startswith("rank") else "of what its work should take"
+    kind = "found" if isinstance(event, Finding) else event.kind.value
+    return str(event.step), kind, str(event)
 
 
 def _explain(path: Path, layout_path: Path | None, json_path: Path | None) -> int:

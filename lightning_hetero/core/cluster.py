@@ -14,16 +14,14 @@ run. A cluster file is YAML::
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
-
-import yaml
 
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.reading import build, readable
-from lightning_hetero.core.texts import format_table, load_file, parse_yaml
+from lightning_hetero.core.texts import load_file, parse_yaml
 
 __all__ = ["Cluster", "Link", "Node"]
 
@@ -47,15 +45,10 @@ class Node:
     """Bandwidth of that memory, shared by all optimizer steps on the host, bytes/s."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+        if type(self.count) is not int or not 1 <= self.count <= _MOST_DEVICES:
             raise ClusterError(
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
-                "more. Leave a node without devices out."
-            )
-        if self.count > _MOST_DEVICES:
-            raise ClusterError(
-                f"Node of {self.device} has count {self.count}; it must be {_MOST_DEVICES:,} or "
-                "less."
+                f"more, {_MOST_DEVICES:,} at most. Leave a node without devices out."
             )
         host = self.host_memory_bytes
         if not (host is None or host > 0) or not self.host_memory_bytes_per_s > 0:
@@ -242,22 +235,9 @@ class Cluster:
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cluster as YAML-ready dicts and lists, without default values."""
-        data: dict[str, Any] = {"nodes": [_without_defaults(node) for node in self.nodes]}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, tuple) and value and item.name != "nodes":
-                data[item.name] = [_without_defaults(entry) for entry in value]
-            elif isinstance(value, float | int) and value != item.default:
-                data[item.name] = value
-        for link in data.get("links", ()):
-            link["nodes"] = list(link["nodes"])
-        return data
-
     @classmethod
     def from_dict(cls, data: Any, *, measured: Sequence[DeviceSpec] = ()) -> Self:
-        """Build and validate a cluster from data like that of `to_dict`.
+        """Build and validate a cluster from plain data.
 
         Args:
             data: Nodes, links and devices; numbers may have units: "80 GiB", "400 Gbit/s".
@@ -276,41 +256,11 @@ class Cluster:
         data = parse_yaml(text, "cluster", ClusterError)
         return cls.from_dict(data, measured=measured)
 
-    def to_yaml(self) -> str:
-        """Return the cluster as a YAML text."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
-
     @classmethod
     def load(cls, path: str | Path, *, measured: Sequence[DeviceSpec] = ()) -> Self:
         """Read a cluster from a YAML file; ClusterError names the file if it is wrong."""
         parse = functools.partial(cls.from_yaml, measured=measured)
         return load_file(path, "cluster", ClusterError, parse)
-
-    def save(self, path: str | Path) -> None:
-        """Write the cluster as a YAML file."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
-
-    def __str__(self) -> str:
-        rows = []
-        for node_index, node in enumerate(self.nodes):
-            ranks = self.ranks_of(node_index)
-            device = self.device_of_node(node_index)
-            rows.append(
-                (
-                    str(node_index),
-                    f"{node.count} × {node.device}",
-                    f"{ranks.start}-{ranks.stop - 1}",
-                    f"{device.memory_bytes / 2**30:.0f} GiB",
-                    f"{device.peak_flops_per_s / 1e12:.0f}",
-                )
-            )
-        return format_table(("node", "devices", "ranks", "memory", "TFLOP/s"), rows)
-
-
-def _without_defaults(part: Node | Link | DeviceSpec) -> dict[str, Any]:
-    """Return the fields of a part of the cluster that differ from their defaults."""
-    defaults = {item.name: item.default for item in fields(part)}
-    return {key: value for key, value in asdict(part).items() if value != defaults[key]}
 
 
 def _with_devices(data: Any, measured: Sequence[DeviceSpec]) -> Any:

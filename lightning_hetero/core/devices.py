@@ -64,15 +64,11 @@ class DeviceSpec:
             "memory_bytes_per_s",
             "intra_node_bytes_per_s",
             "host_bytes_per_s",
+            "fp32_flops_per_s",
         ):
             value = getattr(self, name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ClusterError(f"Device {self.name!r} has {name} {value}; it must be above 0.")
-        if self.fp32_flops_per_s is not None and not self.fp32_flops_per_s > 0:
-            raise ClusterError(
-                f"Device {self.name!r} has fp32_flops_per_s {self.fp32_flops_per_s}; it must be "
-                "above 0, or be left out."
-            )
 
     def is_native(self, arithmetic: Arithmetic) -> bool:
         """Return whether it has units for this format."""

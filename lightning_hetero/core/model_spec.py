@@ -251,10 +251,6 @@ class ModelSpec:
         full = 4.0 * self.query_size * sum(length * length for length in lengths)
         return full / 2 if self.causal else full
 
-    def flops_per_layer(self, lengths: Sequence[int]) -> float:
-        """Return the FLOPs of one layer in one forward over sequences of these lengths."""
-        return self.linear_flops_per_layer(sum(lengths)) + self.attention_flops_per_layer(lengths)
-
     def head_flops(self, num_tokens: int) -> float:
         """Return the FLOPs of the head in one forward."""
         return 2.0 * self.hidden_size * self.vocab_size * num_tokens

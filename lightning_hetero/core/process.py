@@ -12,6 +12,7 @@ little memory.
 import contextlib
 import os
 import pickle
+import resource
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ __all__ = [
     "AnsweringProcess",
     "Deadline",
     "Progress",
+    "allow_files",
     "answer_questions",
     "cache_folder",
     "installed_version",
@@ -65,6 +67,13 @@ def name_membership(name: str) -> None:
 def membership_name() -> str | None:
     """Return the name that `name_membership` set; None if ranks don't survive others' loss."""
     return os.environ.get(_MEMBERSHIP)
+
+
+def allow_files(process_id: int) -> None:
+    """Let a process of this user open as many files as the system's hard limit allows."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # No Linux; or of another user.
+        _, hard = resource.prlimit(process_id, resource.RLIMIT_NOFILE)
+        resource.prlimit(process_id, resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @cache

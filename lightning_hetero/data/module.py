@@ -32,7 +32,7 @@ from lightning_hetero.data.order import (
     is_stream,
 )
 from lightning_hetero.data.samples import TokenSamples, cached_lengths, let_models_attend_packed
-from lightning_hetero.models import PackedCollate
+from lightning_hetero.models import pack_samples
 
 __all__ = ["HeteroDataModule"]
 
@@ -91,7 +91,7 @@ class HeteroDataModule(pl.LightningDataModule):
         self._lengths: dict[str, ArrayLike | None] = {"train": lengths, "val": None}
         self._seed = seed
         self._num_workers = num_workers
-        self._collate = collate or PackedCollate()
+        self._collate = collate or pack_samples
         self._num_ahead = num_ahead
         self._samples: dict[str, TokenSamples] = {}
         self._progress: Progress | None = None
@@ -252,7 +252,7 @@ class HeteroDataModule(pl.LightningDataModule):
 
     def _prepare_models(self) -> None:
         """Set up packed attention in models, in a second call those of `configure_model`."""
-        if self.trainer is not None and isinstance(self._collate, PackedCollate):
+        if self.trainer is not None and self._collate is pack_samples:
             let_models_attend_packed(self.trainer.lightning_module)
 
     def _sized(self) -> list[str]:

@@ -5,7 +5,6 @@ from lightning_hetero.models.llama import HeteroLM, LMConfig, LMLayer
 from lightning_hetero.models.packing import (
     IGNORED_LABEL,
     PackedBatch,
-    PackedCollate,
     pack_samples,
     packed_cross_entropy,
 )
@@ -16,7 +15,6 @@ __all__ = [
     "LMConfig",
     "LMLayer",
     "PackedBatch",
-    "PackedCollate",
     "pack_samples",
     "packed_cross_entropy",
     "varlen_attention",

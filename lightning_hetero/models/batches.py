@@ -11,7 +11,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, is_dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -101,16 +101,7 @@ def count_samples(batch: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch."""
-    if _is_flat(batch):
-        return [*batch]
-    if type(batch) is list and all(map(_is_flat, batch)):
-        return [*chain.from_iterable(batch)]
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
-
-
-def _is_flat(batch: Any) -> bool:
-    """Whether a batch is a list or tuple of tensors: most are, and pytree takes much longer."""
-    return type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
@@ -226,8 +217,6 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
             vars(part).update(fields)
         return parts
 
-    if _is_flat(batch):
-        return [type(batch)(part) for part in zip(*map(parts_of, batch), strict=True)]
     leaves, form = tree_flatten(batch, is_leaf=is_column)
     columns = [parts_of(leaf) for leaf in leaves]
     return [form.unflatten([column[i] for column in columns]) for i in range(len(cuts) - 1)]

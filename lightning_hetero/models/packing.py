@@ -31,7 +31,6 @@ __all__ = [
     "IGNORED_LABEL",
     "QUADRATIC_WEIGHT",
     "PackedBatch",
-    "PackedCollate",
     "num_samples_seen",
     "pack_samples",
     "packed_cross_entropy",
@@ -120,10 +119,6 @@ class PackedBatch:
         """Return the names of a Hugging Face model's arguments."""
         return _MODEL_INPUTS
 
-    def __contains__(self, name: object) -> bool:
-        """Whether the batch has an argument of that name for a Hugging Face model."""
-        return name in _MODEL_INPUTS
-
     def __getitem__(self, name: str) -> Any:
         """Return an argument of a Hugging Face model; tensors with a value per token are (1, T).
 
@@ -143,10 +138,6 @@ class PackedBatch:
             return False
         mask = " It has no padding, so it needs no mask." if name == "attention_mask" else ""
         raise BatchError(f"A packed batch has no {name!r} but {', '.join(self.keys())}.{mask}")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument of a Hugging Face model, or the default."""
-        return self[name] if name in _MODEL_INPUTS else default
 
     def items(self) -> list[tuple[str, Any]]:
         """Return names and values of a Hugging Face model's arguments."""
@@ -195,6 +186,10 @@ class PackedBatch:
         costs = [length + quadratic_weight * length * length for length in self.lengths]
         return [self._select(group) for group in _even_groups(costs, num_microbatches)]
 
+    def repeat(self, times: int) -> Self:
+        """Return a batch that holds all samples several times; see `batches.concatenated`."""
+        return self._select([*range(self.num_samples)] * times)
+
     def _select(self, samples: Sequence[int]) -> Self:
         offsets: list[int] = self.cu_seqlens.tolist()
         spans = [slice(offsets[index], offsets[index + 1]) for index in samples]
@@ -209,37 +204,24 @@ class PackedBatch:
         )
 
 
-class PackedCollate:
-    """Collate function for a DataLoader: samples in, one `PackedBatch` out."""
-
-    def __init__(self, max_length: int | None = None) -> None:
-        """Store the length to which longer samples are clipped; None keeps them whole."""
-        if max_length is not None and max_length < 1:
-            raise BatchError(f"max_length is {max_length}; it must be at least 1, or None.")
-        self.max_length = max_length
-
-    def __call__(self, samples: Sequence[Any]) -> PackedBatch:
-        """Return the samples as one batch; takes and raises what `pack_samples` does."""
-        return pack_samples(samples, max_length=self.max_length)
-
-
-def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> PackedBatch:
+def pack_samples(samples: Iterable[Any]) -> PackedBatch:
     """Pack samples end to end, with labels that never cross a sample's border.
+
+    It is also the `collate_fn` of a DataLoader.
 
     Args:
         samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
             that holds one of these as "input_ids". Its "labels", if it has any, must be one for
             each token (the token itself, or -100 if it is no target, as for Hugging Face); they
             are shifted here.
-        max_length: Most tokens of a sample; the rest is dropped. None keeps all.
 
     Raises:
         BatchError: There are no samples, or one is empty or not one-dimensional integers.
     """
     rows, targets = [], []
     for index, sample in enumerate(samples):
-        rows.append(row_of(token_ids(sample, f"Sample {index}"), f"Sample {index}")[:max_length])
-        targets.append(_own_labels(sample, index, rows[-1])[:max_length])
+        rows.append(row_of(token_ids(sample, f"Sample {index}"), f"Sample {index}"))
+        targets.append(_own_labels(sample, index, rows[-1]))
     if not rows:
         raise BatchError("There are no samples to pack. Give at least one.")
     lengths = [len(row) for row in rows]

@@ -2,8 +2,7 @@
 
 A file is one rank's; its content shows what it is:
 
-- a list of iteration times in seconds (one a line, the last column of CSV, or JSON), such as
-  `record` writes;
+- a list of iteration times in seconds (one a line, or the last column of CSV), as `record` writes;
 - a torch profiler's trace (`export_chrome_trace`, `.json` or `.json.gz`): complete events named
   `nccl:`, `gloo:`, `mpi:`, `record_param_comms` or `c10d::`. One call shows up under several of
   these names, so only the family found first in that order is taken;
@@ -22,7 +21,7 @@ import io
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -72,10 +71,8 @@ def read_times(path: str | Path) -> IterationTimes:
     if content[:1] == b"\x80":
         return _periodic(_dumped(_unpickle(content, path), path), path)
     if content.lstrip()[:1] not in (b"{", b"["):
-        return _plain(_numbers_of(content, path), path)
+        return _listed(content, path)
     data = parse_json(content, f"file {path}", ConfigurationError, is_ours=False)
-    if isinstance(data, list) and all(isinstance(item, int | float) for item in data):
-        return _plain(data, path)
     is_dump = isinstance(data, dict) and "entries" in data
     return _periodic((_dumped if is_dump else _traced)(data, path), path)
 
@@ -102,36 +99,28 @@ def _read(path: str | Path) -> bytes:
         raise ConfigurationError(f"Can't read {path}: {reason}.") from error
 
 
-def _numbers_of(content: bytes, path: str | Path) -> list[float]:
+def _listed(content: bytes, path: str | Path) -> IterationTimes:
     """Return the numbers of a text: one a line, or the last of each line of CSV."""
-    numbers: list[float] = []
-    try:
-        lines = content.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(_unknown(path)) from error
+    times_s: list[float] = []
+    lines = content.decode("utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         cell = line.replace(";", ",").split(",")[-1].strip()
         if not cell or cell.startswith("#"):
             continue
         try:
-            numbers.append(float(cell))
+            time_s = float(cell)
         except ValueError as error:
-            # The first line may name the columns.
-            if numbers or number > 1:
-                raise ConfigurationError(
-                    f"{path}, line {number}: {show(cell)} is no number of seconds. {_unknown(path)}"
-                ) from error
-    return numbers
-
-
-def _plain(numbers: Iterable[float], path: str | Path) -> IterationTimes:
-    times_s = []
-    for number in numbers:
-        if isinstance(number, bool) or not 0 <= number < 1e9:
+            if number == 1:  # It may name the columns.
+                continue
             raise ConfigurationError(
-                f"{path}: {show(number)} is no iteration's time; give seconds, 0 or more."
+                f"{path}, line {number}: {show(cell)} is no number of seconds. {_unknown(path)}"
+            ) from error
+        if not 0 <= time_s < 1e9:
+            raise ConfigurationError(
+                f"{path}, line {number}: {show(cell)} is no iteration's time; give seconds, 0 or "
+                "more."
             )
-        times_s.append(float(number))
+        times_s.append(time_s)
     if len(times_s) < _FEWEST:
         raise ConfigurationError(
             f"{path} holds {len(times_s)} iteration times; give at least {_FEWEST}. "
@@ -219,7 +208,8 @@ def _kind(name: Any, entry: Any, keys: Sequence[str]) -> str:
 def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
     """Return the iterations of operations that repeat, but for some of start-up or validation."""
     ops = sorted(ops)
-    number = {kind: i for i, (kind, _) in enumerate(_counts(ops).most_common(_MOST_KINDS - 1))}
+    kinds = Counter(kind for _, kind in ops).most_common(_MOST_KINDS - 1)
+    number = {kind: i for i, (kind, _) in enumerate(kinds)}
     # Rare kinds share a number.
     codes = np.array([number.get(kind, len(number)) for _, kind in ops], np.int64)
     correlations = _autocorrelation(codes) if len(codes) >= 2 * _FEWEST else np.zeros(1)
@@ -236,10 +226,6 @@ def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
         f"{correlations[lag]:.3f})",
         times_s=tuple(b - a for a, b in pairwise(starts)),
     )
-
-
-def _counts(ops: Sequence[_Op]) -> Counter[str]:
-    return Counter(kind for _, kind in ops)
 
 
 def _autocorrelation(codes: IntArray) -> FloatArray:

@@ -141,7 +141,7 @@ class Finding:
 
 @readable
 class ActionEvent:
-    """A mitigation was applied or undone, or would have been in a dry run."""
+    """A mitigation was applied or undone, or it was decided to wait."""
 
     step: int
     kind: DecisionKind
@@ -152,16 +152,13 @@ class ActionEvent:
     before_s: float | None = None
     """Iteration time before it, seconds."""
     after_s: float | None = None
-    """Iteration time after it, seconds (in a dry run: predicted)."""
+    """Iteration time after it, seconds."""
     cost_s: float | None = None
     """Seconds that taking it cost."""
-    dry_run: bool = False
 
     def __str__(self) -> str:
         done = "was undone" if self.kind is DecisionKind.UNDO else self.effect or self.reason
         text = f"{self.mitigation.value} {done}"
-        if self.dry_run:
-            text = f"dry run, nothing changed: {text}"
         if self.before_s is not None and self.after_s is not None:
             text += f", iteration {self.before_s:.2f} s → {self.after_s:.2f} s"
         return text

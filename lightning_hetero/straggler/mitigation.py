@@ -254,8 +254,6 @@ class Decision:
     """The mitigation that is applied, kept or undone."""
     reason: str
     """The figures that led to it, in one line."""
-    dry_run: bool = False
-    """Whether to report it only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +272,7 @@ class PolicyConfig:
     """Cost of S4, seconds: checkpoint, new processes, loading. None takes the time of the run's
     newest restart, or change of ranks in place, and 300 before there was one."""
     allowed: tuple[Mitigation, ...] = _LADDER
-    """Steps that may be taken."""
+    """Steps that may be taken: with S1 alone faults are found and named, and nothing is done."""
 
     def __post_init__(self) -> None:
         if any(not cost > 0.0 for cost in self.costs_s.values()):
@@ -302,9 +300,8 @@ class MitigationPolicy:
     climbs to higher steps; the end of the fault undoes them.
     """
 
-    def __init__(self, config: PolicyConfig | None = None, *, dry_run: bool = False) -> None:
+    def __init__(self, config: PolicyConfig | None = None) -> None:
         self.config = config or PolicyConfig()
-        self._dry_run = dry_run
         self._costs_s = self.config.costs_s
         self._in_force: PossibleMitigation | None = None
         self._healthy_s = 0.0
@@ -313,7 +310,7 @@ class MitigationPolicy:
 
     @property
     def mitigation(self) -> Mitigation:
-        """The step in force (in a dry run: the step advised)."""
+        """The step in force."""
         return (self._in_force or _NOTHING).mitigation
 
     def record_cost(self, mitigation: Mitigation, cost_s: float) -> None:
@@ -351,11 +348,12 @@ class MitigationPolicy:
         if _LADDER.index(best) > _LADDER.index(present):
             self._in_force = choices[best]
             reason = f"{lost}, of which {self._saved(present, best)}: it pays"
-            return self._decision(DecisionKind.APPLY, choices[best], reason)
+            return Decision(kind=DecisionKind.APPLY, choice=choices[best], reason=reason)
         above = [step for step in totals if _LADDER.index(step) > _LADDER.index(present)]
         saved = [self._saved(present, step) for step in above]
         why = f"of which {' and '.join(saved)}" if saved else "and no further step is possible"
-        return self._decision(DecisionKind.KEEP, self._in_force, f"{lost}, {why}")
+        reason = f"{lost}, {why}"
+        return Decision(kind=DecisionKind.KEEP, choice=self._in_force, reason=reason)
 
     def _saved(self, present: Mitigation, step: Mitigation) -> str:
         saved_s = self._lost_s[present] - self._lost_s[step]
@@ -367,7 +365,7 @@ class MitigationPolicy:
         # There is nothing to undo of S1, and a restart is not undone.
         kind = DecisionKind.UNDO if undone.plans else DecisionKind.KEEP
         reason = f"the cause ended after {self._num_slow} slow iterations"
-        return self._decision(kind, undone, reason)
+        return Decision(kind=kind, choice=undone, reason=reason)
 
     def _charge(
         self, unmitigated_s: float, choices: Mapping[Mitigation, PossibleMitigation]
@@ -389,6 +387,3 @@ class MitigationPolicy:
                 total_s += self._costs_s.get(step, 0.0)
                 totals[step] = total_s + self._lost_s[step]
         return totals
-
-    def _decision(self, kind: DecisionKind, choice: PossibleMitigation, reason: str) -> Decision:
-        return Decision(kind=kind, choice=choice, reason=reason, dry_run=self._dry_run)

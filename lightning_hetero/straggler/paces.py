@@ -11,7 +11,7 @@ moves to another place in the plan: then it is told by which factor the places d
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -70,21 +70,17 @@ class Observation:
         if not observations:
             return None
 
-        def median(value_of: Callable[[Observation], float]) -> float:
-            return _median(map(value_of, observations))
-
         def by_peer(name: str) -> dict[int, float]:
             maps = [getattr(o, name) for o in observations]
-            peers = sorted({peer for found in maps for peer in found})
+            peers = {peer for found in maps for peer in found}
             return {peer: statistics.median(m.get(peer, 0.0) for m in maps) for peer in peers}
 
         return cls(
             step=observations[-1].step,
-            forward_s=median(lambda o: o.forward_s),
-            backward_s=median(lambda o: o.backward_s),
-            work=median(lambda o: o.work),
-            num_microbatches=round(median(lambda o: o.num_microbatches)),
-            share=median(lambda o: o.share),
+            forward_s=_median(o.forward_s for o in observations),
+            backward_s=_median(o.backward_s for o in observations),
+            work=_median(o.work for o in observations),
+            num_microbatches=round(_median(o.num_microbatches for o in observations)),
             waits_s=by_peer("waits_s"),
             num_messages=by_peer("num_messages"),
             num_bytes=by_peer("num_bytes"),
@@ -163,14 +159,11 @@ class RankHistory:
         """
         self._factor = factor
 
-    def unsettle(self) -> None:
-        """Drop the baseline: there was no fault."""
+    def forget(self, *, baseline_only: bool = False) -> None:
+        """Forget a fault that has ended, with its iterations; only the baseline if none was."""
         self._baseline = ()
-
-    def recover(self) -> None:
-        """Forget the baseline and the iterations of the fault, which has ended."""
-        self._baseline = ()
-        self._kept.clear()
+        if not baseline_only:
+            self._kept.clear()
 
     def report(self, since_step: int) -> RankReport:
         """Compare the iterations since a step with the baseline."""
@@ -329,6 +322,7 @@ class LevelWatch:
     def _take_rank_change(
         self, step: int, last: ChangeEvent | None, *, is_known: bool
     ) -> ChangeEvent | None:
+        """Return a rank's change once it matters; it is ignored if it doesn't soon."""
         event = self._rank_change
         if event is None or not (is_known or self._is_up()):
             return None

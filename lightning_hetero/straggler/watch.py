@@ -66,8 +66,6 @@ class WatchConfig:
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Costs of mitigations, and which are allowed."""
-    dry_run: bool = False
-    """Report decisions without taking them."""
     recheck_share: float = 0.002
     """Share of the time that may be spent on probing a known slow link again."""
 
@@ -105,7 +103,7 @@ class RunWatch:
         self._report = report
         self._say = say
         self._levels = LevelWatch()
-        self._policy = MitigationPolicy(config.policy, dry_run=config.dry_run)
+        self._policy = MitigationPolicy(config.policy)
         self._step = 0
         self._since_look_s = 0.0
         self._look_s = math.inf
@@ -236,7 +234,7 @@ class RunWatch:
         )
         decision = self._policy.end()
         was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
-        self._decision = decision if was_done and not decision.dry_run else None
+        self._decision = decision if was_done else None
         if self._decision is None:
             self._report(self._event_of(decision))
             self._say(format_message(self._change))
@@ -245,12 +243,9 @@ class RunWatch:
         """Let the policy count one slow iteration; return whether there is something to do."""
         decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
         if decision.kind is DecisionKind.APPLY:
-            if not decision.dry_run:
-                self._decision = decision
-                return True
-            after_s = decision.choice.iteration_s
-            self._finish(replace(self._event_of(decision), before_s=self._slow_s, after_s=after_s))
-        elif not self._said_why:
+            self._decision = decision
+            return True
+        if not self._said_why:
             self._said_why = True
             self._report(self._event_of(decision))
         return False
@@ -303,7 +298,7 @@ class RunWatch:
         self._finish(replace(event, before_s=change.before_s, after_s=after_s, cost_s=cost_s))
 
     def _finish(self, event: ActionEvent) -> None:
-        """Report a mitigation that was applied or undone, or would have been in a dry run."""
+        """Report a mitigation that was applied or undone."""
         assert self._change is not None
         self._report(event)
         self._say(format_message(replace(self._change, step=self._step), self.known, event))
@@ -317,5 +312,4 @@ class RunWatch:
             mitigation=decision.choice.mitigation,
             reason=decision.reason,
             effect=decision.choice.effect if is_done else "",
-            dry_run=decision.dry_run,
         )

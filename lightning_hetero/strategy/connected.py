@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.generation.environment import GenerationEnvironment
+from lightning_hetero.runtime.generation.entering import GenerationEnvironment
 from lightning_hetero.runtime.random_state import GlobalSeed
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ by which a new process enters the run is there in any case, so an old one takes 
 import gc
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,11 +51,11 @@ if TYPE_CHECKING:
 
     from lightning_hetero.strategy.hooks import HookedStrategy
 
-__all__ = ["Generations", "VainGenerations", "size_that_stays"]
+__all__ = ["Generations", "size_that_stays"]
 
 _log = logging.getLogger(__name__)
-_FEWEST_IN_VAIN, _LONGEST_IN_VAIN_S = 3, 60.0
-"""About the time of a restart: after trying for as long, a restart costs at most as much again."""
+_MOST_IN_VAIN = 10
+"""Generations in a row without a step after which the run ends: the fault comes back each time."""
 
 
 def size_that_stays(told: Iterable[int]) -> int:
@@ -92,7 +91,7 @@ class Generations:
         self._strategy = strategy
         self._processes = strategy.processes
         self._trainer: Any = trainer
-        self._vain = VainGenerations()
+        self._num_in_vain = 0
         self._joiners: tuple[int, ...] = ()
         """Members that weren't in the generation before this one."""
         self._processes.outlive_ranks(silence)
@@ -143,9 +142,12 @@ class Generations:
             return f"Joiners {list(joiners)} couldn't be taken in. {reason}"
         if lost is None:
             return None
-        why = self._vain.note(has_trained=trained)
+        self._num_in_vain = 0 if trained else self._num_in_vain + 1
+        why = ""
         if not self._strategy.has_begun_training:
             why = "training hadn't begun"
+        elif self._num_in_vain >= _MOST_IN_VAIN:
+            why = f"{self._num_in_vain} generations in a row have trained no step"
         if why:
             _log.warning("Not going on in place, because %s. %s", why, lost)
         return None if why else str(lost)
@@ -154,8 +156,8 @@ class Generations:
         trainer, processes = self._trainer, self._processes
         ended = processes.generation
         if end.leaving is None:
-            goes_on_live = self._end_fit(ended)
-            old, new = processes.form_generation(calls_joiners=not goes_on_live)
+            self._end_fit(ended)
+            old, new = processes.form_generation(calls_joiners=False)
         else:
             processes.comms.step_end.wait()  # Or the generation's end would cut it short.
             if processes.comms.global_rank in end.leaving:
@@ -181,26 +183,20 @@ class Generations:
             if notify is not None:
                 notify(trainer, old, new)
 
-    def _end_fit(self, generation: int) -> bool:
-        """Close a generation's groups, and end its fit as Lightning does.
-
-        Returns:
-            Whether this rank keeps its part of the last step's state; see `keep_live`.
-        """
+    def _end_fit(self, generation: int) -> None:
+        """Close a generation's groups, and end its fit as Lightning does."""
         module = self._strategy.lightning_module
         self._processes.leave_generation()
         if not self._trainer.training:
             # A validation that was cut short has left modules in evaluation mode.
             self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
-        keeps = False
         for checkpoint in self._trainer.strategy.run.checkpoints:
-            keeps = checkpoint.keep_live(self._trainer, generation) or keeps
+            checkpoint.keep_live(self._trainer, generation)
         self._strategy.await_recovery()
         self._trainer._teardown()
         self._strategy._lightning_module = module
         call._call_teardown_hook(self._trainer)
         gc.collect()
-        return keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,36 +229,3 @@ class _BeforeFit:
         trainer.should_stop = False
         trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         trainer.state.stage = RunningStage.TRAINING
-
-
-class VainGenerations:
-    """Counts generations in a row that ended before any step was trained, as one rank saw them.
-
-    A count alone would end a run that loses spot machines one after another, each while the others
-    still recover from the loss before. Time alone would end a run whose recovery is slow. So a run
-    ends after several in a row *and* a minute without a step (ski rental).
-
-    ::
-
-        vain = VainGenerations()
-        why = vain.note(has_trained=False)  # after a generation; says why the run should end
-
-    Args:
-        now_s: The time, in seconds.
-    """
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
-        self._since_s = now_s()
-        self._count = 0
-
-    def note(self, *, has_trained: bool) -> str:
-        """Note that a generation has ended; return why no other should follow, "" if one should."""
-        if has_trained:
-            self._since_s, self._count = self._now_s(), 0
-            return ""
-        self._count += 1
-        vain_s = self._now_s() - self._since_s
-        if self._count < _FEWEST_IN_VAIN or vain_s < _LONGEST_IN_VAIN_S:
-            return ""
-        return f"{self._count} generations in a row have trained no step, in {vain_s:.0f} s"

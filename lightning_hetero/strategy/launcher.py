@@ -9,7 +9,6 @@ one's fits follow each other (`generations`).
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,17 +19,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.generation.entering import (
-    find_layer_call_of_run,
-    is_joiner,
-    split_address,
-)
-from lightning_hetero.runtime.generation.environment import take_cores
-from lightning_hetero.runtime.generation.keeper import KeeperTask, become_keeper
-from lightning_hetero.runtime.generation.worker import JOIN, KEPT, joiner_variables
-from lightning_hetero.runtime.ranks.meeting import allow_clients_of_agent
-from lightning_hetero.runtime.setup.layout import find_layers
-from lightning_hetero.runtime.stage.rehearsal import rehearse
+from lightning_hetero.keep import KeeperTask, become_keeper
+from lightning_hetero.runtime.generation.entering import is_joiner, share_cores, split_address
+from lightning_hetero.runtime.generation.keeper import JOIN, KEPT, joiner_variables
 from lightning_hetero.strategy.generations import Generations
 from lightning_hetero.strategy.run import OutlivesRanks
 
@@ -121,10 +112,8 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         if rule is not None:
             if KEPT not in os.environ:
                 self._be_kept(replaces=rule.replace_lost)
-            take_cores(self.num_processes)
+            share_cores(self.num_processes)
             if trainer.state.fn == TrainerFn.FITTING:
-                if is_joiner():
-                    _rehearse(self._strategy, args[0])
                 return Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
             return work()
         if self.cluster_environment.creates_processes_externally:
@@ -163,8 +152,6 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         if joins:
             workers = [worker | joiner_variables(os.environ[JOIN]) for worker in workers]
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if not joins and environment.local_rank() == 0:
-            allow_clients_of_agent(environment.world_size())
         is_first = environment.global_rank() == 0 and environment.node_rank() == 0
         become_keeper(
             KeeperTask(
@@ -176,31 +163,6 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 replaces=replaces,
             )
         )
-
-
-def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
-    """Compile a layer and load its kernels, before anybody waits for this joiner."""
-    call = find_layer_call_of_run(strategy.processes.start_timeout)
-    options = strategy.options
-    _, layers = find_layers(module, options.layers)
-    if not call or not layers:
-        return
-    layer, start_s = layers[0], time.monotonic()
-    own = vars(layer).get("forward")
-    try:
-        if options.config.layer_options.compile_layers:
-            layer.forward = options.config.layer_options.wrap_layer(0, layer.forward)
-        dtype = strategy.precision_plugin.compute_dtype
-        rehearse(layer, call, device=strategy.root_device, dtype=dtype)
-    except Exception as error:
-        # Its first step will show whether it can train; it is only slower.
-        _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
-    else:
-        _log.info("Called a layer in %.2f s before joining.", time.monotonic() - start_s)
-    finally:
-        vars(layer).pop("forward", None)
-        if own is not None:
-            layer.forward = own
 
 
 def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:

@@ -21,14 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.generation.entering import (
+    GenerationEnvironment,
     is_joiner,
     join_membership,
     open_membership,
 )
-from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation
-from lightning_hetero.runtime.generation.worker import KEPT
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
     check_queues,
@@ -39,7 +38,6 @@ from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import (
-    allow_clients_of_agent,
     connect_store,
     ended_when_late,
     package_versions,
@@ -174,8 +172,6 @@ class Processes:
         environment = self._environment
         assert environment is not None
         if self._store is None:
-            if KEPT not in os.environ and environment.local_rank() == 0:
-                allow_clients_of_agent(environment.world_size())
             self._store = connect_store(
                 environment.main_address,
                 environment.main_port,

@@ -57,7 +57,7 @@ from lightning_hetero.core.recomputation import (
     held_at_backward,
     peak_activation_bytes,
 )
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
+from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
 from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.simulator import ProfileCost, simulate
@@ -187,7 +187,7 @@ def train(rank: int, job: Job, cache: str) -> Result:
         **quiet(devices=2, strategy=strategy, max_steps=len(order), callbacks=callbacks)
     )
     loader = DataLoader(
-        Documents(job.lengths * len(order)), batch_size=count, collate_fn=PackedCollate()
+        Documents(job.lengths * len(order)), batch_size=count, collate_fn=pack_samples
     )
     trainer.fit(Documented(job.num_layers, job.width), loader)
     return Result(

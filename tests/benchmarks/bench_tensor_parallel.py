@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
+from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
 from lightning_hetero.models.packing import packed_cross_entropy
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
@@ -69,7 +69,7 @@ class LanguageModule(L.LightningModule):
         return optim.AdamW([{"params": matrices}, {"params": vectors}], lr=1e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(), batch_size=len(LENGTHS), collate_fn=PackedCollate())
+        return DataLoader(Samples(), batch_size=len(LENGTHS), collate_fn=pack_samples)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._start_s = time.perf_counter()

@@ -30,11 +30,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
 from lightning_hetero.callbacks.run_log import read_log
-from lightning_hetero.runtime.generation import worker as worker_module
-from lightning_hetero.runtime.generation.keeper import Keeper, be_kept, block_signals
-from lightning_hetero.runtime.generation.worker import JOIN, Worker
-from lightning_hetero.runtime.stage.rehearsal import rehearse
-from lightning_hetero.strategy import launcher
+from lightning_hetero.keep import be_kept, block_signals
+from lightning_hetero.runtime.generation import keeper as keeper_module
+from lightning_hetero.runtime.generation.keeper import JOIN, Keeper, Worker
 from tests.processes import fork_server, free_port, use_default_start_method
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -225,14 +223,8 @@ def play_second(folder: Path, name: str, port: int, work: Callable[[], None]) ->
 
 
 def play_joiner(folder: Path, name: str, work: Callable[[], None]) -> None:
-    """Be a node of one worker that joins a run, and note that it has called a layer before."""
+    """Be a node of one worker that joins a run."""
     log_to(folder)
-
-    def note(*given: Any, **more: Any) -> None:
-        rehearse(*given, **more)
-        (folder / f"rehearsed-{name}").touch()
-
-    launcher.rehearse = note
     port = int((folder / "port").read_text())
     os.environ |= {JOIN: f"127.0.0.1:{port}", "NODE_RANK": "1"}
     keep_workers(folder, [name], work, port, serves=False)
@@ -249,7 +241,7 @@ def keep_workers(
 ) -> None:
     """Be the keeper of workers with these names; ends with its exit code."""
     block_signals()
-    worker_module._FIRST_WAIT_S = 0.1
+    keeper_module._FIRST_WAIT_S = 0.1
 
     def start(local_rank: int, environment: dict[str, str], _: int) -> int:
         pid = os.fork()

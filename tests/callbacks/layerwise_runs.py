@@ -17,7 +17,7 @@ from lightning_hetero.models import (
     HeteroLM,
     LMConfig,
     PackedBatch,
-    PackedCollate,
+    pack_samples,
     packed_cross_entropy,
 )
 from tests.data.rows import VOCABULARY, Rows, lengths_of
@@ -90,7 +90,7 @@ def fit(
         )
     num_pipelines = 1 if leg.plan is None else len(leg.plan["pipelines"])
     loader = StatefulDataLoader(
-        Rows(LENGTHS), batch_size=6 // num_pipelines, collate_fn=PackedCollate()
+        Rows(LENGTHS), batch_size=6 // num_pipelines, collate_fn=pack_samples
     )
     module = PackedModule()
     trainer = L.Trainer(**(options | {"enable_checkpointing": folder is not None}))

@@ -39,7 +39,6 @@ class Drill:
     world_size: int = WORLD_SIZE
     batch_size: int = 8
     is_watched: bool = True
-    dry_run: bool = False
     is_packed: bool = False
     """Whether a data module assigns samples, to two pipelines or to one with all stages."""
     policy: PolicyConfig = field(
@@ -139,9 +138,7 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         if drill.is_packed and drill.world_size > 1:
             callbacks.append(Candidates())
         if drill.is_watched:
-            callbacks.append(
-                StragglerMonitor(dry_run=drill.dry_run, policy=drill.policy, recheck_share=0.3)
-            )
+            callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
         trainer = L.Trainer(
             **quiet(devices=drill.world_size, strategy=strategy_of(drill), callbacks=callbacks),
             max_steps=drill.num_steps,

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
 from lightning_hetero.callbacks.run_log import read_log
-from lightning_hetero.runtime.generation.worker import KEPT
+from lightning_hetero.runtime.generation.keeper import KEPT
 from lightning_hetero.strategy.generations import Generations
 from tests.processes import free_port
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet

@@ -14,12 +14,11 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonitor
-from lightning_hetero.callbacks import joiners
+from lightning_hetero.callbacks import ElasticRestart, elastic
 from lightning_hetero.callbacks.checkpointing import live, places
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
 from lightning_hetero.checkpoint.recovery.live import LiveState, NothingYet
-from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.straggler import PolicyConfig
@@ -334,38 +333,23 @@ def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
     assert steps.state is nothing
 
 
-def strategy_with(membership: Any) -> Any:
-    boundary = SimpleNamespace(first_call=None)
-    return SimpleNamespace(
-        processes=SimpleNamespace(membership=membership), engine=SimpleNamespace(boundary=boundary)
-    )
-
-
 def test_newcomers_are_held_back_where_their_save_would_lack_something(monkeypatch: Any) -> None:
-    waits, due = [True], [False]
-    membership = SimpleNamespace(look_for_joiners=lambda _: waits[0])
-    strategy = strategy_with(membership)
-    monkeypatch.setattr(joiners, "run_of", lambda _: SimpleNamespace(strategy=strategy))
-    monkeypatch.setattr(joiners, "is_epoch_ending", lambda _: due[0])
-    seen, trainer = joiners.JoinersOfRun(), SimpleNamespace(is_global_zero=True)
-    assert seen.may_come_in(trainer, None)
+    waits, due, now_s = [True], [False], [0.0]
+    membership = SimpleNamespace(look_for_joiners=lambda: waits[0])
+    strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
+    monkeypatch.setattr(elastic, "run_of", lambda _: SimpleNamespace(strategy=strategy))
+    monkeypatch.setattr(elastic, "is_epoch_ending", lambda _: due[0])
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    seen = ElasticRestart(in_place=True)
+    assert seen._sees_joiners(trainer)
     due[0] = True
     # Also where each step ends an epoch they come in.
-    assert [seen.may_come_in(trainer, None) for _ in range(4)] == [False, True, False, True]
+    assert [seen._sees_joiners(trainer) for _ in range(4)] == [False, True, False, True]
+    # A save that failed isn't repeated at each step.
+    due[0], seen._lets_in_at_s = False, 60.0
+    assert not seen._sees_joiners(trainer)
+    now_s[0] = 60.0
+    assert seen._sees_joiners(trainer)
     waits[0] = False
-    assert not seen.may_come_in(trainer, None)
-
-
-def test_a_save_for_newcomers_that_failed_is_not_repeated_at_each_step(monkeypatch: Any) -> None:
-    def fails(_: float) -> None:
-        raise CheckpointError("full")
-
-    membership = SimpleNamespace(look_for_joiners=lambda _: True)
-    strategy = strategy_with(membership)
-    monkeypatch.setattr(joiners, "run_of", lambda _: SimpleNamespace(strategy=strategy))
-    monkeypatch.setattr(joiners, "is_epoch_ending", lambda _: False)
-    seen, trainer = joiners.JoinersOfRun(), SimpleNamespace(is_global_zero=True)
-    first, failed, safe = (SimpleNamespace(wait_until_confirmed=f) for f in (fails, fails, id))
-    seen.refuse_after(first)
-    found = [seen.may_come_in(trainer, saved) for saved in (first, failed, safe, failed)]
-    assert found == [False, False, True, True]
+    assert not seen._sees_joiners(trainer)

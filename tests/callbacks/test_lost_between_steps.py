@@ -2,15 +2,15 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.callbacks.run_log import read_log
-from lightning_hetero.runtime.iteration.config import Phase
+from lightning_hetero.runtime.iteration import agreement
 from lightning_hetero.strategy import processes
 from tests.callbacks.in_place import playing, undisturbed
 from tests.toy import ToyModule, ToyOptions
@@ -39,19 +39,21 @@ class SplitToy(ToyModule):
 
 
 class SplitRows(SplitToy):
-    """Rank 0 sends the rows of the agreement to its first child only."""
+    """The rows of the agreement reach all ranks but one."""
 
     def split(self, rank: int) -> None:
-        tree: Any = self.trainer.strategy.engine._agreements[Phase.TRAIN]._tree  # type: ignore[attr-defined]
+        share = agreement.Rows.share
 
-        def down(values: Tensor) -> Tensor:
-            assert len(tree.children) > 1
-            dist.send(values, tree.children[0].start, group=tree.group)
-            die()
-            return values
+        def share_and_fail(rows: agreement.Rows) -> Tensor:
+            agreement.Rows.share = share  # type: ignore[method-assign]
+            found = share(rows)
+            if rank == 0:
+                time.sleep(0.5)  # Until the others have them.
+                die()
+            raise RuntimeError(f"Connection closed by peer, without {found}")
 
-        if rank == 0:
-            tree.down = down
+        if rank in (0, 2):
+            agreement.Rows.share = share_and_fail  # type: ignore[method-assign]
 
 
 class SplitNorm(SplitToy):

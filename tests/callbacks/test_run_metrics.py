@@ -1,14 +1,11 @@
 """Every scalar of `RunMetrics` is what it says, computed again from what others have seen."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import lightning as L
 import pytest
 
-from lightning_hetero.callbacks import RunMetrics, run_metrics
-from lightning_hetero.callbacks.run_metrics import _scalars, _Sums
+from lightning_hetero.callbacks import RunMetrics
 from lightning_hetero.core.errors import ConfigurationError
 from tests.callbacks.metrics_runs import DEVICE, Record, train_with_accumulation, train_with_all
 from tests.data.dynamic_runs import Module
@@ -80,34 +77,6 @@ def test_a_step_of_several_batches_has_one_row_and_ordinary_data_no_stall(
     names = {"iteration_s", "tokens_per_s", "bubble_share", "imbalance", "exchange_wait_s"}
     assert {step for step, row in rows.items() if row} == {1, 2, 3}
     assert all(row == {f"run/{name}" for name in names} for row in rows.values() if row)
-
-
-def test_what_lost_ranks_cost_is_counted_from_the_last_step_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(run_metrics, "monotonic", lambda: now_s)
-    metrics, trainer = RunMetrics(), SimpleNamespace(global_step=0)
-
-    def step(number: int, after_s: float) -> None:
-        nonlocal now_s
-        now_s, trainer.global_step = now_s + after_s, number
-        metrics._count_lost(cast("L.Trainer", trainer))
-
-    for number in (1, 2, 3):
-        step(number, 1.0)
-    assert (metrics._idle_s, metrics._steps_again) == (0.0, 0)
-    metrics.on_generation(cast("L.Trainer", trainer), None, SimpleNamespace(number=1))
-    step(2, 2.5)  # From a checkpoint of step 1.
-    step(3, 1.0)
-    metrics.on_generation(cast("L.Trainer", trainer), None, SimpleNamespace(number=2))
-    step(4, 0.5)
-    assert (metrics._idle_s, metrics._steps_again) == (3.0, 2)
-    row = _Sums(wall_s=1.0, num_iterations=1.0, generation=2.0, idle_s=3.0, steps_again=2.0)
-    newcomer = _Sums(wall_s=1.0, num_iterations=1.0, generation=2.0)
-    scalars = _scalars([newcomer, row])
-    names = ("generation", "ranks", "idle_s", "steps_again")
-    assert [scalars[f"run/{name}"] for name in names] == [2.0, 2, 3.0, 2.0]
 
 
 def test_another_strategy_is_refused() -> None:

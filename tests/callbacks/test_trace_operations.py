@@ -1,5 +1,6 @@
 """`TraceOperations` writes the operations of a run, which explain what slows it."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.callbacks import StragglerMonitor, TraceOperations
+from lightning_hetero.callbacks import StragglerMonitor, TraceOperations, trace_operations
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import Finding, read_events
-from lightning_hetero.straggler.operations.trace import read_operations
+from lightning_hetero.straggler.traces import read_operations
 from lightning_hetero.testing import EmulatedDevices
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -42,7 +43,7 @@ def train(rank: int, folder: str) -> None:
             callbacks=[
                 EmulatedDevices((60.0, 60.0, 60.0, 180.0)),
                 CountedTrace(every_n_steps=2),
-                StragglerMonitor(admission=1.3, dry_run=True),
+                StragglerMonitor(admission=1.3),
             ],
         ),
         default_root_dir=folder,
@@ -88,3 +89,15 @@ def test_a_run_is_traced_every_so_many_steps_and_when_asked_and_explained(
 def test_no_step_a_trace_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="every_n_steps is 0"):
         TraceOperations(every_n_steps=0)
+
+
+def test_a_full_disk_costs_the_trace_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the file grow for ever; `/dev/full` has room for nothing."""
+    path, lines = tmp_path / "operations-rank0.jsonl.gz", '{"step": 1}\n'
+    trace_operations._append(Path("/dev/full"), lines)
+    monkeypatch.setattr(trace_operations, "_MOST_BYTES", 1)
+    for _ in range(3):
+        trace_operations._append(path, lines)
+    assert gzip.decompress(path.read_bytes()).decode() == lines

@@ -62,18 +62,6 @@ def test_list_says_what_is_complete(folders: list[str], capsys: pytest.CaptureFi
     assert "there is no such folder" in text
 
 
-def test_inspect_prints_the_bitmap(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, "inspect", *folders)
-    assert code == 0
-    lines = [line.split() for line in text.splitlines()]
-    marks = {line[0]: line[2:] for line in lines if len(line) == 4 and line[2] in "#.+"}
-    assert marks["layer-0000"] == ["#", "."]
-    assert marks["layer-0003"] == [".", "#"]
-    code, text = run(capsys, "inspect", folders[0], "--step", "2")
-    assert code == 0
-    assert "layer-0003" not in text
-
-
 def test_verify_finds_a_flipped_bit_and_a_torn_manifest(
     folders: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,24 +93,10 @@ def test_export_writes_the_whole_model(
     assert loaded["state_dict"]["3.up"].shape == (32, 8)
 
 
-def test_prune_keeps_the_newest_complete_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = str(tmp_path)
-    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(place), keep=9)])
-    for step in (1, 2, 3, 4):
-        writer.save(contents(step, ParallelPlan.even(world_size=1, num_layers=4), 1)[0])
-    writer.close()
-    assert "deleted 2" in run(capsys, "prune", place, "--keep", "2")[1]
-    text = run(capsys, "list", place)[1]
-    assert [line.split()[0] for line in text.splitlines()[1:]] == ["4", "3"]
-    assert run(capsys, "prune", place, "--keep", "0")[0] == 2
-
-
 def test_what_is_not_there_is_one_line_and_code_2(
     folders: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = run(capsys, "inspect", folders[0])
+    code, text = run(capsys, "verify", folders[0])
     assert code == 2
     assert "no complete checkpoint" in text
     code, text = run(capsys, "export", *folders, "--step", "9", "--output", "x")
@@ -138,10 +112,7 @@ def test_a_place_that_cannot_be_read_is_said(
     code, text = run(capsys, "list", *folders, closed)
     assert (code, "Not a directory" in text) == (2, True)
     assert [row.split()[0] for row in text.splitlines()[1:4]] == ["3", "2", "1"]
-    for action in ("inspect", "verify"):
-        code, text = run(capsys, action, *folders, closed)
-        assert (code, "Not a directory" in text) == (2, True)
-    code, text = run(capsys, "prune", closed, "--keep", "1")
+    code, text = run(capsys, "verify", *folders, closed)
     assert (code, "Not a directory" in text) == (2, True)
 
 
@@ -149,18 +120,17 @@ def test_two_runs_in_a_folder_are_told_apart_and_pruned_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = ParallelPlan.even(world_size=1, num_layers=4)
-    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(tmp_path), keep=9)])
+    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(tmp_path), keep=1)])
     for run_id, step in (("a", 5), ("a", 9), ("b", 1), ("b", 2)):
         content = contents(step, alone, 1)[0]
         content = replace(content, id=replace(content.id, run=run_id))
         writer.save(content).wait_until_confirmed(20)
     writer.close()
-    run(capsys, "prune", str(tmp_path), "--keep", "1")
     rows = [line.split() for line in run(capsys, "list", str(tmp_path))[1].splitlines()]
     assert rows[0][-1] == "run"
     assert [(row[0], row[-1]) for row in rows[1:]] == [("2", "b"), ("9", "a")]
-    assert run(capsys, "inspect", str(tmp_path))[1].startswith("step 2,")
-    assert run(capsys, "inspect", str(tmp_path), "--step", "9")[1].startswith("step 9,")
+    assert run(capsys, "verify", str(tmp_path))[1].startswith("step 2:")
+    assert run(capsys, "verify", str(tmp_path), "--step", "9")[1].startswith("step 9:")
 
 
 def test_a_place_that_is_not_there_is_no_place_without_checkpoints(tmp_path, capsys):
@@ -175,18 +145,6 @@ def test_a_store_that_can_not_be_reached_is_an_error(capsys):
     error = capsys.readouterr().err
     assert "nowhere" in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        [".", "--keep", "0"],
-        ["nowhere", "--keep", "1"],
-    ],
-)
-def test_prune_says_what_it_takes(options, capsys):
-    assert main(["checkpoint", "prune", *options]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_rejected_step_is_not_gone_on_from(

@@ -6,8 +6,8 @@ from collections.abc import Collection
 import pytest
 
 from lightning_hetero.checkpoint import CheckpointWriter, Peers, Tier, TierKind
-from lightning_hetero.checkpoint.format.manifest import parse_manifest_name
-from lightning_hetero.checkpoint.inspection import prune
+from lightning_hetero.checkpoint.format.manifest import CheckpointId, parse_manifest_name
+from lightning_hetero.checkpoint.places.tiers import confirm
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import MemoryStore
 from tests.checkpoint.states import contents, run_ranks
@@ -37,7 +37,8 @@ def test_pruning_takes_two_requests_whatever_it_deletes_and_manifests_go_first()
 
     run_ranks(3, save)
     assert store.removals == []
-    assert [item.step for item in prune(Tier(kind=TierKind.REMOTE, store=store), keep=1)] == [1, 2]
+    confirm(Tier(kind=TierKind.REMOTE, store=store, keep=1), CheckpointId(3))
+    assert {int(name.split("-")[1]) for name in store.files} == {3}
     assert len(store.removals) == 2
     manifests, files = store.removals
     assert len(manifests) == 6

@@ -13,6 +13,7 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import LinkTimes, Profile
 from lightning_hetero.simulator import ProfileCost, simulate
+from tests.core.cluster_files import text_of
 from tests.processes import ProcessPool
 
 SIZES = """
@@ -46,7 +47,8 @@ def test_a_measured_profile_serves_simulate(words, capsys):
         memory_bytes_per_s=1e10,
         intra_node_bytes_per_s=1e9,
     )
-    Cluster(nodes=(Node(device="core", count=2),), devices=(core,)).save("c.yaml")
+    cluster = Cluster(nodes=(Node(device="core", count=2),), devices=(core,))
+    Path("c.yaml").write_text(text_of(cluster))
     ParallelPlan.even(world_size=2, num_layers=4, num_stages=2).save("plan.json")
     arguments = "simulate plan.json --cluster c.yaml --model tiny.yaml --profile p.json"
     batch = "--sequence-length 16 --global-batch-size 4"
@@ -130,7 +132,8 @@ def test_plans_count_with_measured_messages(words):
         memory_bytes_per_s=1e10,
         intra_node_bytes_per_s=1e9,
     )
-    Cluster(nodes=(Node(device="core", count=1),) * 2, devices=(spec,)).save("c.yaml")
+    cluster = Cluster(nodes=(Node(device="core", count=1),) * 2, devices=(spec,))
+    Path("c.yaml").write_text(text_of(cluster))
     ParallelPlan.even(world_size=2, num_layers=4, num_stages=2).save("plan.json")
     slow = LinkTimes(bytes_per_s=1e3, latency_s=1.0)
     dataclasses.replace(Profile.load("p.json"), between_nodes=slow).save("slow.json")

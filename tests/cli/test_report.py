@@ -20,7 +20,7 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import RooflineCost, simulate
-from tests.straggler.operations.emulated import Planted
+from tests.straggler.emulated import Planted
 
 pytest.importorskip("jinja2")
 

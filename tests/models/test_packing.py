@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch.utils.data import DataLoader
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.models.packing import PackedBatch, PackedCollate, pack_samples
+from lightning_hetero.models.packing import PackedBatch, pack_samples
 
 samples_lists = st.lists(
     st.lists(st.integers(0, 500), min_size=1, max_size=20), min_size=1, max_size=12
@@ -103,11 +103,9 @@ def test_tensors_arrays_lists_and_mappings_pack_alike():
         assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
 
 
-def test_collate_clips_in_a_data_loader():
-    loader = DataLoader(
-        [list(range(n)) for n in (3, 10, 2)], batch_size=3, collate_fn=PackedCollate(max_length=4)
-    )
-    (batch,) = loader
+def test_a_data_loader_packs():
+    rows = [list(range(n)) for n in (3, 4, 2)]
+    (batch,) = DataLoader(rows, batch_size=3, collate_fn=pack_samples)
     assert isinstance(batch, PackedBatch)
     assert batch.lengths == [3, 4, 2]
     assert batch.labels.tolist() == [1, 2, -100, 1, 2, 3, -100, 1, -100]
@@ -148,8 +146,6 @@ def test_samples_that_cannot_be_packed_are_named(samples, message):
 def test_bad_counts_are_refused():
     with pytest.raises(BatchError, match="0 micro-batches"):
         pack_samples([[1, 2]]).split(0)
-    with pytest.raises(BatchError, match="max_length is 0"):
-        PackedCollate(max_length=0)
 
 
 def test_labels_of_a_sample_are_shifted_and_masked_as_given():
@@ -158,7 +154,6 @@ def test_labels_of_a_sample_are_shifted_and_masked_as_given():
         {"input_ids": torch.tensor([1, 2, 3])},
     ]
     assert pack_samples(samples).labels.tolist() == [-100, 7, 8, -100, 2, 3, -100]
-    assert pack_samples(samples, max_length=3).labels.tolist() == [-100, 7, -100, 2, 3, -100]
     with pytest.raises(BatchError, match="2 labels"):
         pack_samples([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
 
@@ -185,9 +180,7 @@ def test_a_batch_is_the_mapping_that_a_hugging_face_model_takes():
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert inputs["labels"].tolist() == [[2, 3, -100, 5, -100]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
-    assert (batch["max_length_q"], batch.get("use_cache")) == (3, False)
-    assert "attention_mask" not in batch
-    assert batch.get("attention_mask") is None
+    assert (batch["max_length_q"], batch["use_cache"]) == (3, False)
     with pytest.raises(BatchError, match=r"no 'attention_mask' but input_ids.*no mask"):
         batch["attention_mask"]
 

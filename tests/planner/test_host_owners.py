@@ -10,6 +10,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
 from lightning_hetero.simulator import RooflineCost, fitting_lines, simulate
+from tests.core.cluster_files import text_of
 from tests.planner.every_plan import tiny_cluster, tiny_model
 
 GIB = 2**30
@@ -161,4 +162,4 @@ def test_bad_host_owners_and_hosts_are_refused():
     text = f"nodes: [{{device: T4, count: 1, {sizes}}}]"
     read = Cluster.from_yaml(text)
     assert read.nodes[0].host_memory_bytes == 64 * GIB
-    assert Cluster.from_yaml(read.to_yaml()) == read
+    assert Cluster.from_yaml(text_of(read)) == read

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
+from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
 from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.runtime.random_state import seeds_of
 from tests.toy import ADAM_EPS, CONTEXT, GPT, VOCABULARY, TokenRows, quiet
@@ -199,7 +199,7 @@ class PackedModule(Recorded):
         return DataLoader(
             PackedSamples(self.case.num_rows),
             batch_size=self.case.batch_size,
-            collate_fn=PackedCollate(),
+            collate_fn=pack_samples,
         )
 
 

@@ -22,6 +22,7 @@ from lightning_hetero.simulator import (
 from lightning_hetero.simulator.exchange import ExchangeTable
 from lightning_hetero.simulator.exchange import exchange_of as exchange_table_of
 from lightning_hetero.simulator.unit_times import Holders, UnitTimes
+from tests.core.cluster_files import text_of
 from tests.simulator.closed_form import table_of
 from tests.simulator.test_exchange import MODEL, costs, plans
 
@@ -122,7 +123,7 @@ def test_auto_takes_as_long_as_what_the_runtime_uses_on_that_backend(device, num
 def test_a_cluster_with_any_cpu_communicates_by_gloo():
     nodes = (Node(device="A100-40GB", count=1), Node(device="cpu", count=1))
     assert Cluster(nodes=nodes, devices=(CPU,)).backend == "gloo"
-    text = Cluster(nodes=nodes, devices=(CPU,)).to_yaml()
+    text = text_of(Cluster(nodes=nodes, devices=(CPU,)))
     assert Cluster.from_yaml(text).backend == "gloo"
 
 

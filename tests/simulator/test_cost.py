@@ -72,8 +72,9 @@ def test_roofline_grows_with_layers_and_tokens_and_never_beats_the_peak(lengths,
     shape = StageShape("A100-80GB", tp, layers)
     forward, backward = cost.compute_s(shape, lengths)
     peak = cost.device("A100-80GB").peak_flops_per_s * tp
-    assert forward >= layers * LLAMA.flops_per_layer(lengths) / peak
-    assert backward >= 2 * layers * LLAMA.flops_per_layer(lengths) / peak
+    flops = LLAMA.linear_flops_per_layer(sum(lengths)) + LLAMA.attention_flops_per_layer(lengths)
+    assert forward >= layers * flops / peak
+    assert backward >= 2 * layers * flops / peak
     more = cost.compute_s(shape._replace(num_layers=layers + 1), lengths)
     longer = cost.compute_s(shape, (*lengths, 1))
     assert more > (forward, backward)

@@ -40,8 +40,6 @@ def write(path, kind):
         path.write_text("\n".join(map(str, times())))
     elif kind == "csv":
         path.write_text("step,seconds\n" + "\n".join(f"{i},{t}" for i, t in enumerate(times())))
-    elif kind == "json list":
-        path.write_text(json.dumps(times()))
     elif kind in ("trace", "zipped trace"):
         events = [
             {
@@ -74,7 +72,6 @@ def write(path, kind):
 KINDS = [
     "list",
     "csv",
-    "json list",
     "trace",
     "zipped trace",
     "flight recorder",
@@ -94,7 +91,6 @@ def test_every_kind_of_file_gives_the_iterations_and_their_changes(kind, tmp_pat
     assert f"Found {found.source}." in output
     rows = [line.split() for line in output.splitlines() if "since step" in line]
     assert [row[1] for row in rows] == ["slowdown", "recovery"]
-    assert output.count(" s an iteration") == 2
     for row, true in zip(rows, (SLOW_FROM, SLOW_TO), strict=True):
         assert 0 <= int(row[0]) - true <= 10
     if "operations" in found.source:

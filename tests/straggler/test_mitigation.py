@@ -80,14 +80,6 @@ def test_a_step_that_is_not_allowed_is_never_taken():
     assert taken == [Mitigation.SWAP]
 
 
-def test_a_dry_run_says_each_step_once_and_marks_it():
-    policy = MitigationPolicy(dry_run=True)
-    options = [PossibleMitigation(mitigation=Mitigation.REBALANCE, iteration_s=1.0)]
-    applied = [d for d in slow_run(policy, 20, options) if d.kind is DecisionKind.APPLY]
-    assert len(applied) == 1
-    assert applied[0].dry_run
-
-
 def test_measured_costs_replace_guesses():
     policy = MitigationPolicy(PolicyConfig(swap_cost_s=8.0))
     for _ in range(20):

@@ -55,7 +55,7 @@ def test_the_baseline_of_a_fault_stands_until_it_recovers():
     history.settle(10)
     history.settle(15)
     assert history.report(10).slowness == pytest.approx(2.0)
-    history.recover()
+    history.forget()
     for step in range(20, 30):
         history.observe(seen(step, 1.0))
     history.settle(25)

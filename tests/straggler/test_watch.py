@@ -84,9 +84,9 @@ class Simulated:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def config(*, dry_run: bool = False, **options) -> WatchConfig:
+def config(**options) -> WatchConfig:
     policy = PolicyConfig(rebalance_cost_s=1.0, swap_cost_s=3.0, **options)
-    return WatchConfig(policy=policy, dry_run=dry_run, recheck_share=0.1)
+    return WatchConfig(policy=policy, recheck_share=0.1)
 
 
 def test_a_fault_is_looked_for_mended_by_ski_rental_and_undone_when_the_rank_recovers():
@@ -157,20 +157,6 @@ def test_every_decision_is_reported_with_its_reason_and_what_it_cost():
     assert applied.cost_s is not None
     assert applied.cost_s >= 0.02
     assert "for 1.00 s" in waits.reason
-
-
-def test_a_dry_run_advises_and_does_nothing():
-    run = Simulated(config(dry_run=True))
-    run.run(20, 1.0)
-    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
-    run.run(20, 1.0, rank_3=1.0)
-    assert run.acts == []
-    advice = [e for e in run.of(ActionEvent) if e.kind is DecisionKind.APPLY]
-    assert [(e.mitigation, e.after_s, e.dry_run) for e in advice] == [
-        (Mitigation.REBALANCE, 1.2, True)
-    ]
-    assert any("dry run, nothing changed: S2 moved" in line for line in run.said)
-    assert run.watch.known == ()
 
 
 def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():

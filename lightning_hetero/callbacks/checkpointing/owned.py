@@ -204,33 +204,24 @@ class OwnedState:
                     if key in state:
                         tensor.copy_(state[key])
 
-    def load_optimizers(
-        self, by_name: Mapping[str, RestoredSlice], optimizer_states: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Take over the optimizers' recovered groups, and their state of each slice.
-
-        Raises:
-            CheckpointError: See `check_groups`.
-        """
-        self.check_groups(optimizer_states)
-        for optimizer, entry in zip(self.optimizers, optimizer_states, strict=True):
-            optimizer.load_state_dict(optimizer_state_dict(entry["param_groups"], by_name))
-
-    def check_groups(self, optimizer_states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a state of other optimizers.
+    def optimizer_states(
+        self, by_name: Mapping[str, RestoredSlice], saved: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return each optimizer's `state_dict` out of recovered groups and slices.
 
         Raises:
             CheckpointError: The optimizers' groups differ from those that were saved.
         """
-        current = self.optimizer_groups()
-        names = [[group["params"] for group in entry["param_groups"]] for entry in current]
-        saved = [[group["params"] for group in entry["param_groups"]] for entry in optimizer_states]
-        if names != saved:
+        names = [
+            [[group["params"] for group in entry["param_groups"]] for entry in entries]
+            for entries in (saved, self.optimizer_groups())
+        ]
+        if names[0] != names[1]:
             raise CheckpointError(
-                f"The checkpoint's optimizers have groups of {_sizes(saved)} parameters, these "
-                f"ones {_sizes(names)}, or other parameters in them. Configure the optimizers as "
-                "they were when the checkpoint was saved."
+                "The checkpoint's optimizers have other groups, or other parameters in them. "
+                "Configure the optimizers as they were when the checkpoint was saved."
             )
+        return [optimizer_state_dict(entry["param_groups"], by_name) for entry in saved]
 
     def _content(self, item: OwnedSlice, start: int, stop: int) -> SliceContent:
         optimizer = self._optimizer_of(item)
@@ -327,7 +318,3 @@ def _joined(pieces: Sequence[RestoredSlice], dim: int) -> RestoredSlice:
         weight=torch.cat([piece.weight for piece in pieces], dim),
         state={key: join(key) for key in first.state},
     )
-
-
-def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
-    return [[len(group) for group in groups] for groups in optimizers]

@@ -1,4 +1,4 @@
-"""The places where a node keeps its checkpoints, and a note there of the last finished step.
+"""The places where a node keeps its checkpoints; what was found there, and what was lost.
 
 `join` opens them on all ranks of a job, or fails on all of them. Shared memory holds the newest
 checkpoint for a run's own restart and is freed at its end; what runs that failed for good have left
@@ -14,19 +14,41 @@ import shutil
 import socket
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_hetero.checkpoint import LocalStore, Peers, Tier, TierKind, open_store
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_hetero.callbacks.run import note
+from lightning_hetero.checkpoint import (
+    LocalStore,
+    Peers,
+    Recovered,
+    Source,
+    Tier,
+    TierKind,
+    open_store,
+)
 from lightning_hetero.checkpoint.places.claims import Lease
 from lightning_hetero.checkpoint.places.store import check_store, local_folder
 from lightning_hetero.checkpoint.places.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import Progress, machine_namespace, write_whole
 
-__all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
+__all__ = [
+    "FinishedStep",
+    "Found",
+    "Joined",
+    "Places",
+    "join",
+    "probe",
+    "release",
+    "report_recovery",
+]
 
 _log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
@@ -252,3 +274,65 @@ def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
             check_store(places.path_or_url, writes=True, **places.storage_options)
 
     peers.do(ask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The state that a fit goes on from."""
+
+    recovered: Recovered
+    is_live: bool
+    """Whether it comes from the ranks' memory, not from a checkpoint."""
+    why_not_live: str | None
+    """Why ranks didn't go on from memory after one was lost; None if none was lost."""
+    peers: Peers
+    """All ranks."""
+
+
+def report_recovery(
+    trainer: pl.Trainer, found: Found, places: Places, began_s: float
+) -> float | None:
+    """Print and log a recovery on rank 0, once the state is loaded; collective.
+
+    Args:
+        trainer: The trainer.
+        found: The state.
+        places: This node's.
+        began_s: When this start began, in seconds since the epoch.
+
+    Returns:
+        The seconds since the last finished step; None if no rank knows of one.
+    """
+    recovered, seconds = found.recovered, {"start": time.time() - began_s}
+    own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
+    rows = found.peers.gather({"bytes": own, "finished": places.last_finished()})
+    sources: Counter[Source] = Counter()
+    for row in rows:
+        sources.update({Source(source): count for source, count in row["bytes"]})
+    # What any remaining node has noted.
+    known = [FinishedStep(*row["finished"]) for row in rows if row["finished"] is not None]
+    ours = [item for item in known if item.run == recovered.id.run]
+    finished = max(ours, key=lambda item: item.at_s, default=None)
+    lost, lost_steps = "", None
+    if finished is not None:
+        # Not below 0: the rank that notes steps may have been lost before it noted its last one.
+        lost_steps = max(0, finished.step - recovered.id.step)
+        seconds["restart"] = began_s - finished.at_s
+        lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
+    rank_zero_info(
+        f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
+        f"{seconds['start']:.2f} s to start; {trainer.world_size} ranks, {recovered.world_size} "
+        "had saved it."
+    )
+    note(
+        trainer,
+        "recovered",
+        bytes_by_source={source.name.lower(): count for source, count in sources.items()},
+        seconds=seconds,
+        lost_steps=lost_steps,
+        world_size=trainer.world_size,
+        saved_by=recovered.world_size,
+        is_live=found.is_live,
+        why_not_live=found.why_not_live,
+    )
+    return None if finished is None else sum(seconds.values())

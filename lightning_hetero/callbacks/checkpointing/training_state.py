@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_models
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
-from lightning_hetero.checkpoint.format.content import optimizer_state_dict
 from lightning_hetero.core.process import installed_version
 from lightning_hetero.runtime.random_state import RandomState
 
@@ -185,17 +184,13 @@ class _Restored:
 
     def whole(self) -> dict[str, Any]:
         """Return it as Lightning's own checkpoint, where all slices are whole parameters."""
-        states = self.checkpoint["optimizer_states"]
-        self._owned.check_groups(states)
         weights = {name: item.weight for name, item in self._by_name.items()}
         # Frozen weights may not have been saved.
         before = self._trainer.lightning_module.state_dict()
         return {
             **self.checkpoint,
             "state_dict": {**before, **self.checkpoint["state_dict"], **weights},
-            "optimizer_states": [
-                optimizer_state_dict(entry["param_groups"], self._by_name) for entry in states
-            ],
+            "optimizer_states": self._states(),
         }
 
     def load_weights(self) -> None:
@@ -205,8 +200,12 @@ class _Restored:
 
     def load_optimizers(self) -> None:
         """Put the optimizers' state, and averages of weights, in place."""
-        self._owned.load_optimizers(self._by_name, self.checkpoint["optimizer_states"])
+        for optimizer, state in zip(self._owned.optimizers, self._states(), strict=True):
+            optimizer.load_state_dict(state)
         self.load_averages()
+
+    def _states(self) -> list[dict[str, Any]]:
+        return self._owned.optimizer_states(self._by_name, self.checkpoint["optimizer_states"])
 
     def load_averages(self) -> None:
         """Put averages of weights, and of buffers, in place."""

@@ -184,9 +184,9 @@ class StragglerSession:
         if decision is not None:
             self._do(decision)
         elif was_known and not self._is_known:
-            self._history.recover()
+            self._history.forget()
         elif not self._is_known:
-            self._history.unsettle()
+            self._history.forget(baseline_only=True)
 
     def _do(self, decision: Decision) -> None:
         start_s = time.perf_counter()
@@ -204,7 +204,7 @@ class StragglerSession:
         self._history.move(self._factor)
         if self._recovers:
             self._recovers = False
-            self._history.recover()
+            self._history.forget()
 
 
 def _waiter(clock: ComputeClock | None) -> Callable[[dist.Work, int, int], None] | None:

@@ -8,7 +8,6 @@ import contextlib
 import hmac
 import secrets
 import socket
-import socketserver
 import threading
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
@@ -49,7 +48,7 @@ class FileServer:
         """Where and how others read; the server is started if it isn't running yet."""
         with self._lock:
             if self._server is None:
-                self._server = _Server(self._host, self._token, self.read)
+                self._server = _Server(self._token, self.read)
                 thread = threading.Thread(
                     target=self._server.serve, name="checkpoint-serve", daemon=True
                 )
@@ -71,23 +70,18 @@ class FileServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128
 
-    def __init__(
-        self, host: str, token: str, read: Callable[[str, str, int, int | None], bytes]
-    ) -> None:
+    def __init__(self, token: str, read: Callable[[str, str, int, int | None], bytes]) -> None:
         self.token, self.read = token, read
-        # A machine that others reach may get requests on any of its interfaces.
-        own = host if _is_loopback(host) else ""
-        if ":" in own or (not own and socket.has_dualstack_ipv6()):
-            self.address_family = socket.AF_INET6
-        super().__init__((own, 0), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without looking up this machine's name, which may take long."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        socketserver.TCPServer.server_bind(self)
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        # Requests may come on any of this machine's interfaces.
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self.socket = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=is_dual, backlog=128
+        )
+        self.server_address = self.socket.getsockname()
 
     def serve(self) -> None:
         """Answer requests, each on a thread of its own, until `stop` is called."""

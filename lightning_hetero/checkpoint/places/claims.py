@@ -50,14 +50,10 @@ def read_run(store: Store) -> str:
     data = store.read(RUN_FILE)
     try:
         run = str(json.loads(data)["run"])
-        if CheckpointId.parse(CheckpointId(0, 0, run).folder) is None:
-            raise ValueError(f"{run!r} is no name of a run")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{store}/{RUN_FILE} is torn: {error!r}. Write "
-            '{"run": "..."} into it, with what follows the last number in the names of the folders '
-            "beside it, or delete it if there are none."
-        ) from error
+        raise CheckpointError(f"{store}/{RUN_FILE} is torn: {error!r}. Delete it.") from error
+    if CheckpointId.parse(CheckpointId(0, 0, run).folder) is None:
+        raise CheckpointError(f"{store}/{RUN_FILE} is torn: {run!r} is no run. Delete it.")
     return run
 
 
@@ -119,7 +115,7 @@ class Lease:
             OccupiedError: Another live job writes here.
         """
         try:
-            self._wait_for(self._read())
+            self._wait_for_end_of(self._read())
             if not self._ended.is_set():
                 self._write()
         except OccupiedError:
@@ -132,7 +128,7 @@ class Lease:
         elif self._shared:
             self._thread.start()
 
-    def _wait_for(self, owner: dict[str, Any] | None) -> None:
+    def _wait_for_end_of(self, owner: dict[str, Any] | None) -> None:
         """Return once an owner is known to be gone."""
         if owner is None or self._is_gone(owner):
             return
@@ -250,8 +246,5 @@ def _process(pid: int) -> list[int] | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, 0)
-            return [pid, 0]
         return None
     return None if fields[0] in "ZX" else [pid, int(fields[19])]

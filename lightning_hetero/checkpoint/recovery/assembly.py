@@ -8,7 +8,6 @@ itself. Fetched bytes become tensors chunk by chunk, in any order.
 """
 
 import io
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from lightning_hetero.checkpoint.format.manifest import (
 from lightning_hetero.checkpoint.recovery.fetching import FileRange, whole_blocks
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["Assembly", "RankNeeds", "Span", "Target", "find_targets"]
+__all__ = ["Assembly", "Span", "Target", "find_targets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +173,17 @@ def _whole_target(
     )
 
 
-class RankNeeds:
-    """All that one rank needs of a checkpoint: slices and metadata files."""
+class Assembly:
+    """All that one rank needs of a checkpoint, slices and metadata files, and buffers for it.
+
+    Args:
+        needs: The slices; optional ones only if the checkpoint has them.
+        manifests: All parts.
+        own_part: The part that this rank itself saved or holds; None if it has none.
+
+    Raises:
+        CheckpointError: See `find_targets`.
+    """
 
     def __init__(
         self,
@@ -183,63 +191,42 @@ class RankNeeds:
         manifests: Mapping[int, PartManifest],
         own_part: int | None,
     ) -> None:
-        """Find what is needed; `own_part` is the part that this rank itself saved or holds."""
         stored: dict[str, list[tuple[int, SliceEntry]]] = defaultdict(list)
         for part, manifest in sorted(manifests.items()):
             for entry in manifest.slices:
                 stored[entry.parameter].append((part, entry))
-        self.manifests = manifests
-        self.needs = tuple(n for n in needs if n.parameter in stored or not n.is_optional)
-        self.targets: list[list[Target]] = []
-        self.scalars: list[Mapping[str, Scalar]] = []
-        for need in self.needs:
-            targets, scalars = find_targets(need, stored[need.parameter], own_part)
-            self.targets.append(targets)
-            self.scalars.append(scalars)
+        self._manifests = manifests
+        self._spans: dict[tuple[int, str], list[tuple[Span, memoryview]]] = defaultdict(list)
+        self._slices = []
+        for need in needs:
+            if need.parameter in stored or not need.is_optional:
+                targets, scalars = find_targets(need, stored[need.parameter], own_part)
+                buffers = [self._register(it.size_bytes, it.spans) for it in targets]
+                self._slices.append((need, list(zip(targets, buffers, strict=True)), scalars))
         with_metadata = [p for p, m in sorted(manifests.items()) if m.has_file(SHARED_METADATA)]
-        shared = next((p for p in with_metadata if p == own_part), min(with_metadata, default=0))
-        self.metadata = self._whole_file(shared, SHARED_METADATA)
-        self.rank_metadata = (
+        shared = min(with_metadata, default=0)
+        if own_part is not None and own_part in with_metadata:
+            shared = own_part
+        self._metadata = self._whole_file(shared, SHARED_METADATA)
+        self._rank_metadata = (
             None if own_part is None else self._whole_file(own_part, rank_metadata_name(own_part))
         )
 
     def blocks(self) -> list[FileRange]:
         """Return the ranges of whole blocks to fetch, each byte once."""
-        ranges = [s.range for targets in self.targets for target in targets for s in target.spans]
-        ranges += [item for item in (self.metadata, self.rank_metadata) if item is not None]
-        return whole_blocks(ranges, self.manifests)
-
-    def _whole_file(self, part: int, name: str) -> FileRange:
-        return FileRange(part, name, 0, self.manifests[part].file(name).size_bytes)
-
-
-class Assembly:
-    """Buffers for everything that a rank needs; several threads may deliver chunks at once."""
-
-    def __init__(self, needs: RankNeeds) -> None:
-        self._needs = needs
-        self._buffers: list[list[torch.Tensor]] = []
-        self._spans: dict[tuple[int, str], list[tuple[int, Span, memoryview]]] = defaultdict(list)
-        for targets in needs.targets:
-            self._buffers.append(
-                [self._register(target.size_bytes, target.spans) for target in targets]
-            )
-        self._metadata = self._register_file(needs.metadata)
-        self._rank_metadata = self._register_file(needs.rank_metadata)
-        for spans in self._spans.values():
-            spans.sort(key=lambda item: (item[0], item[1].range.stop))
+        ranges = [span.range for spans in self._spans.values() for span, _ in spans]
+        return whole_blocks(ranges, self._manifests)
 
     def deliver(self, item: FileRange, data: Buffer) -> None:
-        """Copy the bytes of a fetched range into the buffers of all tensors that need them."""
+        """Copy the bytes of a fetched range into the buffers of all tensors that need them.
+
+        Several threads may call it at once.
+        """
         source = memoryview(data)
-        spans = self._spans[item.part, item.file]
-        # Spans of one file may overlap (two needs of the same rows), so look back from the last
-        # one that starts before the end of the chunk.
-        last = bisect_right(spans, item.stop, key=lambda entry: entry[0])
-        for start, span, target in spans[:last]:
-            low, high = max(start, item.start), min(span.range.stop, item.stop)
+        for span, target in self._spans[item.part, item.file]:
+            low, high = max(span.range.start, item.start), min(span.range.stop, item.stop)
             if low < high:
-                to = span.offset + low - start
+                to = span.offset + low - span.range.start
                 target[to : to + high - low] = source[low - item.start : high - item.start]
 
     def finish(
@@ -247,13 +234,8 @@ class Assembly:
     ) -> tuple[tuple[RestoredSlice, ...], Mapping[str, Any], Mapping[str, Any] | None]:
         """Return the slices, the shared and the rank's own metadata, once all is delivered."""
         slices = []
-        for need, targets, buffers, scalars in zip(
-            self._needs.needs, self._needs.targets, self._buffers, self._needs.scalars, strict=True
-        ):
-            tensors = {
-                target.key: _as_tensor(target, buffer)
-                for target, buffer in zip(targets, buffers, strict=True)
-            }
+        for need, parts, scalars in self._slices:
+            tensors = {target.key: _as_tensor(target, buffer) for target, buffer in parts}
             if WEIGHT not in tensors:
                 raise CheckpointError(
                     f"The checkpoint has state but no weights of {need.parameter}. Delete it, and "
@@ -265,7 +247,6 @@ class Assembly:
                     parameter=need.parameter, weight=weight, state=tensors, scalars=scalars
                 )
             )
-        assert self._metadata is not None
         own = None if self._rank_metadata is None else _load(self._rank_metadata)
         _refuse_nonfinite(slices)
         return tuple(slices), _load(self._metadata), own
@@ -274,11 +255,12 @@ class Assembly:
         buffer = torch.empty(size_bytes, dtype=torch.uint8)
         view = buffer.numpy().data
         for span in spans:
-            self._spans[span.range.part, span.range.file].append((span.range.start, span, view))
+            self._spans[span.range.part, span.range.file].append((span, view))
         return buffer
 
-    def _register_file(self, item: FileRange | None) -> torch.Tensor | None:
-        return None if item is None else self._register(item.stop, [Span(item, 0)])
+    def _whole_file(self, part: int, name: str) -> torch.Tensor:
+        size = self._manifests[part].file(name).size_bytes
+        return self._register(size, [Span(FileRange(part, name, 0, size), 0)])
 
 
 def _refuse_nonfinite(slices: Sequence[RestoredSlice]) -> None:

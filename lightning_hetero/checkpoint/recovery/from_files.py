@@ -2,24 +2,28 @@
 
 1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
    (`inventory`). Its manifests, which were read for that, are shared.
-2. Every rank gets the bytes that it needs, each from its cheapest source (`taking`): own tiers
+2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
    and the remote store directly, peers' tiers by HTTP.
 3. All say whether they have everything. If not, all try the next older complete checkpoint.
 
-Storage is waited for while it makes progress, and given up if it hangs.
+Storage is waited for while it makes progress, and given up if it hangs. `take` also serves states
+that aren't in files (`live`): either every rank goes on from a state, or none does.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from lightning_hetero.checkpoint.format.content import SliceNeed
+from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed
 from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.peers.deadlines import MARGIN
 from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.claims import mark_places, new_run
-from lightning_hetero.checkpoint.places.tiers import Location, Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.recovery.assembly import Assembly
+from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
 from lightning_hetero.checkpoint.recovery.inventory import (
     Choice,
     ChoiceError,
@@ -29,15 +33,151 @@ from lightning_hetero.checkpoint.recovery.inventory import (
     locations_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 
-__all__ = ["begin_run", "recover"]
+__all__ = ["Parts", "Recovered", "RecoveryReport", "begin_run", "recover", "take"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
 """Times to look again, if a run that still writes has pruned what was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """Account of a recovery, for the log line after a restart."""
+
+    id: CheckpointId
+    """The checkpoint that was taken."""
+    bytes_by_source: Mapping[Source, int]
+    """Bytes that this rank got from each kind of source, whole blocks counted."""
+    failures: tuple[str, ...]
+    """Sources that were struck off, and why."""
+    attempt: int
+    """Attempt number for the checkpoints that this run saves."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that couldn't be used, and why."""
+
+    def __str__(self) -> str:
+        sources = ", ".join(
+            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
+            for source, count in sorted(self.bytes_by_source.items())
+        )
+        text = f"recovered {self.id}: {sources or 'nothing needed'}"
+        if self.failures:
+            text += f"; {len(self.failures)} sources failed"
+        if self.skipped:
+            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One rank's state."""
+
+    id: CheckpointId
+    """The checkpoint that it comes from."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """The needed slices, in the order of the needs."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """This rank's own state; None if another number of ranks saved the checkpoint."""
+    report: RecoveryReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of one state, and how a rank reaches them."""
+
+    id: CheckpointId
+    manifests: Mapping[int, PartManifest]
+    locations: Locations
+    own_part: int | None
+    """The part that this rank itself saved, or holds; None if it has none."""
+    node: str
+    """Where this rank is, as locations call it."""
+    reach: Callable[[Location], Readable | None]
+    """See `Fetcher`."""
+    attempt: int
+    """Attempt number of the checkpoints that are saved next."""
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """No copy can serve this rank: the model isn't the one that was saved."""
+
+    why: str
+
+
+def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
+    """Return what this rank needs, or why a rank can't have all; the same kind on all ranks.
+
+    Every rank calls it. Communicates.
+
+    Raises:
+        CheckpointError: The model or its optimizer isn't the one whose state this is.
+        PeerError: Another rank is gone.
+    """
+
+    def describe(found: Recovered | _Refused | str) -> dict[str, str]:
+        if isinstance(found, Recovered):
+            return {}
+        own = f"Rank {peers.global_rank}: "
+        is_refused = isinstance(found, _Refused)
+        return {"refused": own + found.why} if is_refused else {"missing": own + str(found)}  # type: ignore[union-attr]
+
+    done, answers = peers.do(
+        lambda progress: _take(needs, parts, peers.global_rank, progress), describe, may_fail=True
+    )
+    for answer in answers:
+        if "refused" in answer:
+            raise CheckpointError(answer["refused"])
+    for answer in answers:
+        if why := answer.get("missing") or answer.get("error"):
+            return str(why)
+    found = done.result()
+    assert isinstance(found, Recovered)
+    return found
+
+
+def _take(
+    needs: Sequence[SliceNeed], parts: Parts, turn: int, progress: Progress
+) -> Recovered | _Refused | str:
+    try:
+        assembly = Assembly(needs, parts.manifests, parts.own_part)
+    except CheckpointError as error:
+        return _Refused(str(error))
+    fetcher = Fetcher(
+        parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
+    )
+    try:
+        fetcher.run(assembly.blocks(), assembly.deliver, progress)
+        slices, metadata, rank_metadata = assembly.finish()
+    except CheckpointError as error:
+        tried = f" Tried: {'; '.join(fetcher.failures)}." if fetcher.failures else ""
+        return f"{error}{tried}"
+    first = next(iter(parts.manifests.values()))
+    report = RecoveryReport(
+        id=parts.id,
+        bytes_by_source=dict(fetcher.bytes_by_source),
+        failures=tuple(fetcher.failures),
+        attempt=parts.attempt,
+    )
+    return Recovered(
+        id=parts.id,
+        world_size=first.world_size,
+        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
+        slices=slices,
+        metadata=metadata,
+        rank_metadata=rank_metadata,
+        report=report,
+    )
 
 
 class _ExhaustedError(CheckpointError):

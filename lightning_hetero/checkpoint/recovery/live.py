@@ -32,7 +32,7 @@ from lightning_hetero.checkpoint.format.manifest import PartManifest
 from lightning_hetero.checkpoint.peers.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.peers.statuses import Peers
 from lightning_hetero.checkpoint.places.tiers import Location, TierKind
-from lightning_hetero.checkpoint.recovery.taking import Parts, Recovered, take
+from lightning_hetero.checkpoint.recovery.from_files import Parts, Recovered, take
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["LiveState", "NothingLive", "NothingYet", "recover_live"]
@@ -110,7 +110,7 @@ def _recover(
     manifests, addresses, locations = {}, {}, {}
     for rank, item in enumerate(offers):
         if "new" not in item:
-            manifest = PartManifest.decode(item["manifest"].encode(), is_live=True)
+            manifest = PartManifest.decode(item["manifest"].encode())
             manifests[manifest.part] = manifest
             addresses[str(rank)] = item["address"]
             for entry in manifest.files:

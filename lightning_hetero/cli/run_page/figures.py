@@ -3,51 +3,22 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.cli.run_page.story import Happening, Story
 
-__all__ = ["Chart", "Lane", "Line", "charts", "lanes", "plan_rows"]
+__all__ = ["charts", "lanes", "plan_rows"]
 
 WIDTH, HEIGHT = 900.0, 220.0
 _MOST_POINTS = 500
 _MOST_MARKS = 300
 
 
-@dataclass(frozen=True)
-class Line:
-    """A series: a path through medians, and a band from the least to the largest."""
-
-    name: str
-    path: str
-    band: str
-    points: tuple[tuple[float, float, str], ...]
-    """(x, y, words) of a few points, for the pointer and the keyboard."""
+Figure = dict[str, Any]
+"""What the template draws: see `_chart` and `lanes`."""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A figure over steps."""
-
-    title: str
-    lines: tuple[Line, ...]
-    ticks: tuple[tuple[float, str], ...]
-    """(y, label) of the vertical axis."""
-    steps: tuple[tuple[float, str], ...]
-    marks: tuple[tuple[float, str, str], ...]
-    """(x, kind, words) of events."""
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One kind of events on the time axis."""
-
-    kind: str
-    marks: tuple[tuple[float, str], ...]
-
-
-def charts(story: Story) -> list[Chart]:
+def charts(story: Story) -> list[Figure]:
     """Return the figures that the run has numbers for."""
     scalars = story.scalars
     per_second = scalars.get("run/tokens_per_s", {})
@@ -82,7 +53,8 @@ def charts(story: Story) -> list[Chart]:
 
 def _chart(
     title: str, series: Mapping[str, Mapping[int, float]], happenings: Sequence[Happening]
-) -> Chart:
+) -> Figure:
+    """Lay out a figure over steps: each line's medians, and its band of least to largest values."""
     first = min(min(values) for values in series.values())
     last = max(max(values) for values in series.values())
     # A single stalled iteration mustn't flatten the rest of the curve.
@@ -98,7 +70,7 @@ def _chart(
 
     lines = []
     for name, values in series.items():
-        rows = list(_bins(values))
+        rows = _bins(values)
         path = " ".join(f"{x_of(step):.1f},{y_of(mid):.1f}" for step, _, mid, _ in rows)
         upper = [f"{x_of(step):.1f},{y_of(high):.1f}" for step, _, _, high in rows]
         lower = [f"{x_of(step):.1f},{y_of(low):.1f}" for step, low, _, _ in reversed(rows)]
@@ -106,28 +78,29 @@ def _chart(
         points = tuple(
             (x_of(step), y_of(mid), f"{name}, step {step}: {mid:.4g}") for step, _, mid, _ in shown
         )
-        lines.append(Line(name, path, " ".join(upper + lower), points))
+        band = " ".join(upper + lower)
+        # The points are for the pointer and the keyboard.
+        lines.append({"name": name, "path": path, "band": band, "points": points})
     marks = [
         (x_of(happening.step), happening.kind, f"step {happening.step}: {happening.kind}")
         for happening in happenings
         if first <= happening.step <= last and happening.kind not in ("started", "validated")
     ]
-    return Chart(
-        title=title,
-        lines=tuple(lines),
-        ticks=tuple((y_of(top * part), _label(top * part)) for part in (0.0, 0.25, 0.5, 0.75, 1.0)),
-        steps=tuple(
-            (x_of(first + span * part), f"{first + span * part:.0f}") for part in (0, 0.5, 1)
-        ),
-        marks=tuple(marks[:_MOST_MARKS]),
-    )
+    parts = (0.0, 0.25, 0.5, 0.75, 1.0)
+    return {
+        "title": title,
+        "lines": lines,
+        "ticks": [(y_of(top * part), _label(top * part)) for part in parts],
+        "steps": [(x_of(first + span * part), f"{first + span * part:.0f}") for part in parts[::2]],
+        "marks": marks[:_MOST_MARKS],
+    }
 
 
 def _label(value: float) -> str:
     return f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"
 
 
-def _bins(values: Mapping[int, float]) -> "list[tuple[int, float, float, float]]":
+def _bins(values: Mapping[int, float]) -> list[tuple[int, float, float, float]]:
     """Return (step, least, median, largest) of at most `_MOST_POINTS` runs of steps."""
     steps = sorted(values)
     size = math.ceil(len(steps) / _MOST_POINTS)
@@ -138,7 +111,7 @@ def _bins(values: Mapping[int, float]) -> "list[tuple[int, float, float, float]]
     return rows
 
 
-def lanes(story: Story) -> list[Lane]:
+def lanes(story: Story) -> list[Figure]:
     """Return the events that have a time, by kind, along the run's seconds."""
     if story.first_s is None or story.last_s is None:
         return []
@@ -150,10 +123,10 @@ def lanes(story: Story) -> list[Lane]:
             after_s = happening.at_s - story.first_s
             words = f"{after_s:.1f} s, step {happening.step}: {happening.kind} {happening.text}"
             found.setdefault(happening.kind, []).append((x, words[:300]))
-    return [Lane(kind, tuple(marks[:_MOST_MARKS])) for kind, marks in found.items()]
+    return [{"kind": kind, "marks": marks[:_MOST_MARKS]} for kind, marks in found.items()]
 
 
-def plan_rows(plan: Mapping[str, Any], nodes: Sequence[str]) -> list[list[dict[str, Any]]]:
+def plan_rows(plan: Mapping[str, Any], nodes: Sequence[str]) -> list[list[Figure]]:
     """Return each pipeline's stages with their layers, ranks and share of the width."""
     rows = []
     for pipeline in plan.get("pipelines", ()):

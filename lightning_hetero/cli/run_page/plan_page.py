@@ -1,10 +1,10 @@
 """Draw a plan: a picture by matplotlib, or an HTML page whose bars say their numbers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightning_hetero.cli.run_page.template import render_page
+from lightning_hetero.cli.run_page import render_page
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
@@ -18,7 +18,7 @@ from lightning_hetero.simulator import (
     simulated_facts,
 )
 
-__all__ = ["Bar", "StageBars", "draw_plan"]
+__all__ = ["draw_plan"]
 
 WIDTH = 900.0
 _MOST_LANES, _MOST_BARS = 64, 20_000
@@ -33,25 +33,8 @@ _NAMES = {
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a lane, and what it says under the pointer or the keyboard."""
-
-    kind: str
-    x: float
-    width: float
-    words: str
-
-
-@dataclass(frozen=True)
-class StageBars:
-    """One stage: what it does, and what fills its memory."""
-
-    label: str
-    bars: list[Bar]
-    memory: list[Bar]
-    usable_x: float
-    """Where the memory that a plan may fill ends."""
+Bars = list[dict[str, Any]]
+"""Bars of a lane (kind, x, width), and what each says under the pointer or the keyboard (words)."""
 
 
 def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simulation) -> None:
@@ -85,7 +68,7 @@ def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simu
         raise ConfigurationError(f"Can't write {path}: {error.strerror}.") from error
 
 
-def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[StageBars]:
+def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[dict[str, Any]]:
     facts = simulated_facts(plan, cost, found)
     places = [(p, s) for p, s, _ in plan.iter_stages()][:_MOST_LANES]
     events: dict[tuple[int, int], list[Event]] = {place: [] for place in places}
@@ -97,29 +80,30 @@ def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[S
     for (p, s), own in events.items():
         stage, known = plan.pipelines[p].stages[s], facts[p][s]
         layers = stage.layers
-        yield StageBars(
-            label=f"pipeline {p} stage {s}: {stage.tp_degree} × {known.device}, "
+        yield {
+            "label": f"pipeline {p} stage {s}: {stage.tp_degree} × {known.device}, "
             f"layers {layers.start} to {layers.stop - 1}",
-            bars=[_bar(event, found.iteration_time_s) for event in own],
-            memory=list(_memory(known, most)),
-            usable_x=(known.usable_bytes or 0.0) / most * WIDTH,
-        )
+            "bars": [_bar(event, found.iteration_time_s) for event in own],
+            "memory": _memory(known, most),
+            # Where the memory that a plan may fill ends.
+            "usable_x": (known.usable_bytes or 0.0) / most * WIDTH,
+        }
 
 
-def _bar(event: Event, total_s: float) -> Bar:
+def _bar(event: Event, total_s: float) -> dict[str, Any]:
     name = _NAMES.get(event.kind, event.kind)
     which = f" of micro-batch {event.microbatch_index}" if event.microbatch_index >= 0 else ""
     seconds = event.end_s - event.start_s
-    return Bar(
-        kind=event.kind,
-        x=event.start_s / total_s * WIDTH,
-        width=seconds / total_s * WIDTH,
-        words=f"{name}{which}: {seconds:.4g} s, from {event.start_s:.4g} to {event.end_s:.4g} s",
-    )
+    return {
+        "kind": event.kind,
+        "x": event.start_s / total_s * WIDTH,
+        "width": seconds / total_s * WIDTH,
+        "words": f"{name}{which}: {seconds:.4g} s, from {event.start_s:.4g} to {event.end_s:.4g} s",
+    }
 
 
-def _memory(known: StageFacts, most: float) -> Iterator[Bar]:
-    left = 0.0
+def _memory(known: StageFacts, most: float) -> Bars:
+    left, bars = 0.0, []
     for name, num_bytes in memory_terms(known).items():
         width = num_bytes / most * WIDTH
         whole = (known.device_bytes or 0.0) / _GIB
@@ -127,5 +111,6 @@ def _memory(known: StageFacts, most: float) -> Iterator[Bar]:
         if name == "reserved":
             left = (known.usable_bytes or 0.0) / most * WIDTH
         if width > 0:
-            yield Bar(name, left, width, words)
+            bars.append({"kind": name, "x": left, "width": width, "words": words})
         left += width
+    return bars

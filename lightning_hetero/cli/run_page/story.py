@@ -11,8 +11,8 @@ from lightning_hetero.core.event_log import read_entries
 from lightning_hetero.straggler import find_changes, read_times
 from lightning_hetero.straggler.any_job import is_event_log
 from lightning_hetero.straggler.events import to_entry
-from lightning_hetero.straggler.operations.trace import read_operations, trace_files
-from lightning_hetero.straggler.operations.what_if import answer, explain
+from lightning_hetero.straggler.traces import read_operations, trace_files
+from lightning_hetero.straggler.what_if import answer, explain
 
 __all__ = ["Happening", "Story", "read_story"]
 

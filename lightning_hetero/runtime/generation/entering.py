@@ -1,43 +1,52 @@
-"""Make a process a member of a run: with all others at the first start, or as a joiner later."""
+"""Make a process a member of a run: with all others at the first start, or as a joiner later.
+
+Then Lightning gets its rank from each generation (`GenerationEnvironment`), and the process its
+part of a machine's cores: two threads for each of four processes on two cores make an iteration
+take three times as long, since idle threads spin.
+"""
 
 import os
 import socket
-import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process import Deadline, machine_namespace, name_membership
+from lightning_hetero.core.process import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.joiners import (
     Admission,
     Joiner,
     begin_numbers,
     draw_number,
-    find_layer_call,
-    num_first,
 )
+from lightning_hetero.runtime.generation.keeper import JOIN, tell_keeper
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.worker import JOIN, tell_keeper
+from lightning_hetero.runtime.generation.records import Generation
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, interval_s
-from lightning_hetero.runtime.ranks.meeting import choose_connecting
 
 __all__ = [
-    "find_layer_call_of_run",
-    "find_node",
+    "GenerationEnvironment",
     "is_joiner",
     "join_membership",
     "open_membership",
+    "share_cores",
     "split_address",
 ]
 
 OPEN = "lightning_hetero/open membership"
 """Key in the store that holds the prefix of the membership which joiners may join."""
+_CONNECTING = timedelta(seconds=30)
+"""How long a joiner tries to reach the store: the run trains, so it is served."""
+_NUM_THREADS = "OMP_NUM_THREADS"
+_SHARED = "LIGHTNING_HETERO_SHARES_CORES"
+"""Set where the number of threads isn't the user's."""
 
 
 def is_joiner() -> bool:
@@ -80,24 +89,23 @@ def open_membership(
         PeerError: See `Membership.form`.
     """
     number, world_size = environment.global_rank(), environment.world_size()
-    node, address = str(environment.node_rank()), environment.main_address
     assert isinstance(met, PrefixStore)
     server = met.underlying_store
     if number == 0:
-        name = uuid.uuid4().hex
-        begin_numbers(PrefixStore(_prefix(name), server), world_size)
-        met.set("membership", name)
-        server.set(OPEN, _prefix(name))
-    prefix = _prefix(met.get("membership").decode())
-    find_node(PrefixStore(prefix, server), otherwise=node)
-    _be_known(prefix, number)
+        prefix = f"lightning_hetero/members/{uuid.uuid4().hex}"
+        begin_numbers(PrefixStore(prefix, server), world_size)
+        met.set("membership", prefix)
+        server.set(OPEN, prefix)
+    prefix = met.get("membership").decode()
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
+    node = str(environment.node_rank())
+    _find_node(own, otherwise=node)
     admission = Admission(own, heartbeat, facts)
     membership = Membership(
         own, number=number, node=node, admission=admission, patience_s=patience_s
     )
     membership.form(range(world_size))
-    where = f"{JOIN}={address}:{environment.main_port}"
+    where = f"{JOIN}={environment.main_address}:{environment.main_port}"
     rank_zero_info("The same script joins this run with %s.", where)
     return membership, heartbeat
 
@@ -121,14 +129,22 @@ def join_membership(
         ConfigurationError: `JOIN` is no address; or this process is refused.
         PeerError: No run is there, or it doesn't let this process in.
     """
-    server, prefix = _connect(os.environ[JOIN], start_timeout)
-    of_run = PrefixStore(prefix, server)
-    choose_connecting(num_first(of_run))
-    number = draw_number(of_run)
+    address = os.environ[JOIN]
+    host, port = split_address(address)
+    timeout = min(_CONNECTING, start_timeout)
+    try:
+        server = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        server.set_timeout(start_timeout)
+        prefix = server.get(OPEN).decode()
+    except RuntimeError as error:
+        raise PeerError(
+            f"No run to join at {address}: {error}. It must train, have "
+            f"ElasticRestart(in_place=True), and be reached from here. Unset {JOIN} to start one."
+        ) from error
+    number = draw_number(PrefixStore(prefix, server))
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
-    joiner = Joiner(of_run, heartbeat, facts)
-    _be_known(prefix, number)
-    node = find_node(of_run, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    joiner = Joiner(own, heartbeat, facts)
+    node = _find_node(own, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     admission = Admission(own, heartbeat, facts)
     membership = Membership(
         own, number=number, node=node, admission=admission, patience_s=patience_s
@@ -139,71 +155,15 @@ def join_membership(
     return membership, heartbeat
 
 
-def find_layer_call_of_run(start_timeout: timedelta) -> str:
-    """Return what a layer's call looks like in the run that `JOIN` names; empty if nobody says.
-
-    Raises:
-        ConfigurationError, PeerError: See `join_membership`.
-    """
-    server, prefix = _connect(os.environ[JOIN], start_timeout)
-    return find_layer_call(PrefixStore(prefix, server))
-
-
-def _connect(address: str, start_timeout: timedelta) -> tuple[Store, str]:
-    """Return the run's store, and what names in its membership begin with."""
-    host, port = split_address(address)
-    _refuse_unserved(host, port)
-    try:
-        server = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=start_timeout
-        )
-        return server, server.get(OPEN).decode()
-    except RuntimeError as error:
-        raise PeerError(
-            f"No run to join at {address} in {start_timeout.total_seconds():.0f} s: {error}. It "
-            "must have ElasticRestart(in_place=True) and be reached from here."
-        ) from error
-
-
-def _refuse_unserved(host: str, port: int, *, patience_s: float = 3.0) -> None:
-    """Refuse a port that nobody serves: a run that trains has its store there.
-
-    Raises:
-        PeerError: Nobody does for `patience_s`, since its host may have just begun.
-    """
-    deadline = Deadline(patience_s)
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=patience_s).close()
-            return
-        except ConnectionRefusedError as error:
-            if deadline.is_over:
-                raise PeerError(
-                    f"Nobody serves a store at {host}:{port}: the run has ended, or hasn't begun. "
-                    f"A process joins a run that trains; unset {JOIN} to start one."
-                ) from error
-            time.sleep(0.1)
-        except OSError:
-            return  # Such as a name that isn't known yet: the store's client tries for longer.
-
-
-def _prefix(name: str) -> str:
-    return f"lightning_hetero/members/{name}"
-
-
-def _be_known(prefix: str, number: int) -> None:
-    """Tell this process's keeper and its leases which member of which run it is."""
-    name_membership(prefix)
-    tell_keeper(prefix, number)
-
-
 def _begin_beats(
     prefix: str, server: Store, number: int, silence_s: float
 ) -> tuple[PrefixStore, Heartbeat]:
-    """Return a client for the membership, and this process's heartbeat, which has begun.
+    """Tell this process's keeper and leases which member it is, and begin its heartbeat.
 
-    A client of its own, since another one's wait holds up all other calls.
+    Returns a client of its own for the membership, since another one's wait holds up all calls.
     """
+    name_membership(prefix)
+    tell_keeper(prefix, number)
     own = PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
     heartbeat = Heartbeat(own, number=number, interval_s=interval_s(silence_s))
     heartbeat.begin()
@@ -212,11 +172,92 @@ def _begin_beats(
     return own, heartbeat
 
 
-def find_node(store: Store, *, otherwise: str) -> str:
-    """Return what the membership calls this machine; a new name where nobody of it has been.
+def _find_node(store: Store, *, otherwise: str) -> str:
+    """Return what the membership calls this machine; a new name where nobody of it has been."""
+    return str(store.compare_set(f"node/{machine_namespace()}", "", otherwise).decode())
+
+
+def share_cores(num_processes: int) -> None:
+    """Take this process's part of its machine's cores, and never more than before.
+
+    A number of threads that the user has set stays.
+    """
+    if _NUM_THREADS in os.environ and _SHARED not in os.environ:
+        return
+    part = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    num_threads = min(part, torch.get_num_threads())
+    torch.set_num_threads(num_threads)
+    os.environ |= {_SHARED: "1", _NUM_THREADS: str(num_threads)}
+
+
+class GenerationEnvironment(ClusterEnvironment):
+    """The ranks of a generation, for Lightning; and in `os.environ`, for others that look there.
+
+    Making it leaves other ranks of the machine their part of its cores.
 
     Args:
-        store: The membership's.
-        otherwise: The new name.
+        first: What described the processes when they were started.
+        generation: Who trains together.
+        number: This process's number as a member.
     """
-    return str(store.compare_set(f"node/{machine_namespace()}", "", otherwise).decode())
+
+    def __init__(self, first: ClusterEnvironment, generation: Generation, number: int) -> None:
+        before = first if isinstance(first, GenerationEnvironment) else None
+        self.first: ClusterEnvironment = first if before is None else before.first
+        self.device_index: int = first.local_rank() if before is None else before.device_index
+        """Index of this process's device on its node; unlike the local rank it never changes."""
+        rank = generation.rank_of(number)
+        assert rank is not None
+        nodes = list(dict.fromkeys(item.node for item in generation.members))
+        self._global_rank, self._world_size = rank, generation.world_size
+        self._local_rank = generation.local_rank_of(rank)
+        own_node = generation.members[rank].node
+        self._node_rank = nodes.index(own_node)
+        share_cores(sum(item.node == own_node for item in generation.members))
+        os.environ |= {
+            "RANK": str(self._global_rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_RANK": str(self._local_rank),
+        }
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self.first.main_address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self.first.main_port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self._world_size
+
+    @override
+    def set_world_size(self, size: int) -> None: ...
+
+    @override
+    def global_rank(self) -> int:
+        return self._global_rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None: ...
+
+    @override
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self._node_rank

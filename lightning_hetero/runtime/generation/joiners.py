@@ -1,20 +1,18 @@
 """Let a process join a run that trains: what it does, and how the run checks it first.
 
-1. The *joiner* does alone what it can: it imports everything, makes its module, and calls a layer
-   as the run does, so that it is compiled (`stage.rehearsal`). It draws a member's number, writes
-   down what it runs, and beats under that number (`ranks.heartbeat`) as all processes do.
+1. The *joiner* does alone what it can: it imports everything and makes its module. It draws a
+   member's number, writes down what it runs, and beats under that number (`ranks.heartbeat`) as all
+   processes do.
 2. Rank 0 looks at it between two steps. If it runs something else, it is *refused*, with advice,
    and nobody else notices. If it has beaten between two looks, so is alive, it is *admitted*.
 3. Ranks agree in an iteration's row that joiners wait, and all stop after the same step. The first
    member to come *calls* those admitted for the next generation; the first call counts
-   (`compare_set`).
+   (`compare_set`). A generation that forms because a rank was lost calls nobody: the next one does.
 4. A called joiner says that it is here, as all members do, and is in the proposed generation. If it
    shows no sign of life, it is gone, as a member would be.
 
-A generation that forms because a rank was lost calls joiners as well, unless the ranks that are
-left go on from their own slices, so that they are back without waiting for anybody: then the next
-one does. A joiner that dies holds up nobody before it is called; after that, the others wait for it
-as long as for a lost rank's heartbeat.
+A joiner that dies holds up nobody before it is called; after that, the others wait for it as long
+as for a lost rank's heartbeat.
 """
 
 import json
@@ -31,23 +29,19 @@ from lightning_hetero.runtime.generation.records import (
     ENDED,
     LOOK_S,
     NEWS,
-    gone_key,
     is_anybody_left,
-    is_gone,
-    members_of,
     newest_generation,
+    reason_of,
     tell_gone,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Silence
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 __all__ = [
     "Admission",
     "Joiner",
     "begin_numbers",
     "call",
-    "call_key",
     "draw_number",
-    "find_layer_call",
     "has_never_entered",
     "note_entered",
     "num_first",
@@ -55,9 +49,9 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_NUMBERS, _FIRST, _ADMITTED, _CALL = "numbers", "first joiner", "admitted", "layer call"
+_NUMBERS, _FIRST, _ADMITTED = "numbers", "first joiner", "admitted"
 _MOST_SILENT_S = 30.0
-"""Seconds after which a joiner that stops beating is forgotten, and a silent run is over."""
+"""Seconds after which a joiner that stops beating is forgotten."""
 
 
 def begin_numbers(store: Store, num_first: int) -> None:
@@ -88,10 +82,9 @@ class Joiner:
     def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
         self._store = store
         self._heartbeat = heartbeat
-        self._run_silence = Silence(1.0)
         self.number = heartbeat.number
         """Its number as a member."""
-        store.set(_facts(self.number), json.dumps(dict(facts)))
+        store.set(f"facts/{self.number}", json.dumps(dict(facts)))
         store.add(NEWS, 1)
 
     def wait_for_call(self, timeout_s: float) -> int:
@@ -108,7 +101,7 @@ class Joiner:
                 newest = newest_generation(self._store)
                 self._raise_if_turned_away(newest)
                 coming = 0 if newest is None else newest + 1
-                if self.number in _numbers(self._store, call_key(coming)):
+                if self.number in _numbers(self._store, f"call/{coming}"):
                     return coming
                 time.sleep(2 * LOOK_S)
         except DistError as error:
@@ -127,22 +120,11 @@ class Joiner:
             raise ConfigurationError(store.get(refused).decode())
         if store.check([ENDED]):
             raise PeerError("The run has trained to its end: there is nothing left to join.")
-        if is_gone(store, self.number):
-            reason = store.get(gone_key(self.number)).decode()
+        if (reason := reason_of(store, self.number)) is not None:
             raise PeerError(f"The run goes on without this process: {reason}")
-        if newest is None:
-            return
-        if not is_anybody_left(store):
+        if newest is not None and not is_anybody_left(store):
             raise PeerError(
                 "Nobody is left of the run: it has failed, or was started anew. Start this again."
-            )
-        # Where all nodes are lost at once but the store's, nobody says so.
-        first = members_of(store, newest)[:1]
-        sign = newest, [self._heartbeat.beats_of(member.number) for member in first]
-        if self._run_silence.look(sign) > _MOST_SILENT_S:
-            raise PeerError(
-                f"The run has shown no sign of life for {_MOST_SILENT_S:.0f} s: it has failed. "
-                "Start this again once it trains."
             )
 
 
@@ -163,20 +145,15 @@ class Admission:
         self._waiting: dict[int, int] = {}
         """By number: the beats of each joiner that waits, when it was first seen."""
         self._news = -1
-        self._has_told_call = False
 
-    def look(self, num_news: int, layer_call: str | None = None) -> bool:
+    def look(self, num_news: int) -> bool:
         """Judge joiners that beat, and return whether admitted ones wait to be called.
 
         Makes no call of the store while there are no news and nobody waits.
 
         Args:
             num_news: Grows with each news in the membership.
-            layer_call: Description of a layer's call, once it is known, for joiners to rehearse.
         """
-        if layer_call and not self._has_told_call:
-            self._has_told_call = True
-            self._store.set(_CALL, layer_call)
         if num_news == self._news and not self._waiting:
             return False
         self._news = num_news
@@ -191,9 +168,9 @@ class Admission:
 
     def _waits_on(self, number: int) -> bool:
         """Judge a joiner; return whether it still waits."""
-        store, facts = self._store, _facts(number)
-        refused = f"refused/{number}"
-        if is_gone(store, number) or any(store.check([k]) for k in (_entered(number), refused)):
+        store, facts, refused = self._store, f"facts/{number}", f"refused/{number}"
+        is_known = any(store.check([key]) for key in (f"entered/{number}", refused))
+        if is_known or reason_of(store, number) is not None:
             return False
         if self._heartbeat.silence_s(number) > _MOST_SILENT_S:
             tell_gone(store, number, f"It gave no sign of life for {_MOST_SILENT_S:.0f} s.")
@@ -229,29 +206,19 @@ def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
     waiting = [
         number
         for number in sorted(_numbers(store, _ADMITTED))
-        if anybody and not is_gone(store, number) and not store.check([_entered(number)])
+        if anybody and reason_of(store, number) is None and not store.check([f"entered/{number}"])
     ]
-    return list(json.loads(store.compare_set(call_key(generation), "", json.dumps(waiting))))
-
-
-def call_key(generation: int) -> str:
-    """Return the key under which the joiners are stored that are called for a generation."""
-    return f"call/{generation}"
+    return list(json.loads(store.compare_set(f"call/{generation}", "", json.dumps(waiting))))
 
 
 def note_entered(store: Store, number: int) -> None:
     """Record that a joiner is a member from now on; called before it is in a generation."""
-    store.set(_entered(number), "")
+    store.set(f"entered/{number}", "")
 
 
 def has_never_entered(store: Store, number: int) -> bool:
     """Whether a process asked to join, but was never in a generation."""
-    return bool(store.check([_facts(number)])) and not store.check([_entered(number)])
-
-
-def find_layer_call(store: Store) -> str:
-    """Return the description of a layer's call; "" until members have written it."""
-    return store.get(_CALL).decode() if store.check([_CALL]) else ""
+    return bool(store.check([f"facts/{number}"])) and not store.check([f"entered/{number}"])
 
 
 def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -264,11 +231,3 @@ def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 def _numbers(store: Store, key: str) -> list[int]:
     return list(json.loads(store.get(key))) if store.check([key]) else []
-
-
-def _facts(number: int) -> str:
-    return f"facts/{number}"
-
-
-def _entered(number: int) -> str:
-    return f"entered/{number}"

@@ -16,64 +16,158 @@ becomes one, by `exec` and with the same process id. A keeper
 It imports torch after its workers have started, and Lightning never. Linux only.
 """
 
-import ctypes
 import enum
 import json
 import os
-import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from lightning_hetero.runtime.generation.worker import ALL_LEAVE, Worker
+from lightning_hetero.core.process import allow_files
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Keeper", "KeeperTask", "be_kept", "become_keeper", "block_signals", "keep", "main"]
+__all__ = [
+    "ALL_LEAVE",
+    "BLOCKED",
+    "JOIN",
+    "KEPT",
+    "Keeper",
+    "Worker",
+    "joiner_variables",
+    "tell_keeper",
+]
 
-_TASK = "LIGHTNING_HETERO_KEEPER"
+JOIN = "LIGHTNING_HETERO_JOIN"
+"""Environment variable of a joiner: host:port of the store of the run that it is to join."""
+KEPT = "LIGHTNING_HETERO_KEPT"
+"""Variable of a worker's environment: where it tells its keeper which member of a run it is."""
+ALL_LEAVE = 14
+"""Exit code of all ranks of a run that have agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
 _LOOK_S = 0.2
-"""How often it looks into the store; a tenth as often without a worker, while the run goes on."""
+"""How often it looks into the store."""
+_FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S, _FORGOTTEN_S = 5.0, 4.0, 600.0, 3600.0
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
-_BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
+BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
+"""Signals that a keeper's loop waits for; blocked before it has threads."""
 _FROM_TERMINAL = 0x80
 """`si_code` of what the system itself sends: to the whole process group, so to workers as well."""
-_PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeeperTask:
-    """The task of a keeper."""
+def joiner_variables(address: str) -> dict[str, str]:
+    """Return what the environment of a joiner has besides that of a worker of the first start.
 
-    command: list[str]
-    """The command that starts a worker."""
-    workers: list[dict[str, str]]
-    """For each worker, environment variables in addition to this process's."""
-    address: str
-    """Where the store is served."""
-    port: int
-    serves: bool
-    """Whether this keeper serves it."""
-    replaces: bool
-    """Whether joiners take the devices of lost workers."""
-    path: list[str] = field(default_factory=lambda: list(sys.path))
-    """Where Python finds modules."""
+    It does none of rank 0's work before it has a rank.
+
+    Args:
+        address: host:port of the run's store.
+    """
+    more = {JOIN: address, "NODE_RANK": "1"}
+    if os.environ.get("RANK", "0") == "0":
+        more["RANK"] = "1"
+    if os.environ.get("SLURM_PROCID") == "0":
+        more["SLURM_PROCID"] = "1"
+    return more
 
 
-def become_keeper(task: KeeperTask) -> NoReturn:
-    """Replace this process by a keeper, which keeps nothing of it but the process id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    code = f"import sys; sys.path[:] = {task.path!r}; from {__name__} import main; main()"
-    environment = os.environ | {_TASK: json.dumps(asdict(task))}
-    os.execve(sys.executable, [sys.executable, "-c", code], environment)
+class Worker:
+    """A worker process, and what its keeper knows of it.
+
+    Args:
+        start: Starts it: returns its process id, given the variables that its environment has
+            besides this process's, and a descriptor that it inherits.
+        more: Further variables of its environment.
+        ends_s: When those that had its device before it have ended, the latest last.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[dict[str, str], int], int],
+        more: Mapping[str, str] | None = None,
+        ends_s: Sequence[float] = (),
+    ) -> None:
+        self._start = start
+        self._ends_s = ends_s
+        self._told, write = os.pipe()
+        os.set_blocking(self._told, False)
+        self.pid = start({**(more or {}), KEPT: str(write)}, write)
+        os.close(write)
+        self._status: int | None = None
+        self.member: tuple[str, int] | None = None
+        """The prefix of its membership, and its number; None until it has told."""
+        self.died_in_training: bool | None = None
+        """Whether it died before training had ended; None until the membership has been told."""
+        self.is_first = not ends_s
+        """Whether it is of the first start."""
+        self.is_joiner = not self.is_first
+        """Whether it took a lost one's device, and the run, as far as known, hasn't let it in."""
+        self.is_replaced = False
+        """Whether another one has its device."""
+
+    def look(self) -> None:
+        """Check whether it has ended, and read what it has told; called by one thread only."""
+        if self._status is not None:
+            return
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        with suppress(BlockingIOError):
+            lines = os.read(self._told, 65536).splitlines()
+            if lines:
+                prefix, number = json.loads(lines[-1])
+                self.member = prefix, number
+        if pid:
+            os.close(self._told)
+            end_s = time.monotonic()
+            recent_s = [item for item in self._ends_s if end_s - item < _FORGOTTEN_S]
+            self._ends_s, self._status = [*recent_s, end_s], status
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, 128 + n where signal n has ended it; None while it runs."""
+        if self._status is None:
+            return None
+        code = os.waitstatus_to_exitcode(self._status)
+        return code if code >= 0 else 128 - code
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, but neither by itself nor together with all others."""
+        return self.code not in (None, 0, ALL_LEAVE)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal if it runs."""
+        if self._status is None:
+            os.kill(self.pid, number)
+
+    def describe_end(self) -> str:
+        """Say how it has ended."""
+        assert self._status is not None
+        code = os.waitstatus_to_exitcode(self._status)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"Its process {self.pid} ended with {how}."
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its device has been empty for as long as its losses call for.
+
+        What breaks each of its workers costs all others a generation each time, so the wait grows:
+        5 s, 20 s, 80 s, …, 10 minutes.
+        """
+        may_be_replaced = self.died_in_training or self.is_joiner
+        if not self.is_lost or not may_be_replaced or self.is_replaced:
+            return False
+        wait_s = min(_FIRST_WAIT_S * _WAIT_FACTOR ** (len(self._ends_s) - 1), _LONGEST_WAIT_S)
+        return time.monotonic() >= self._ends_s[-1] + wait_s
+
+    def replaced(self, address: str) -> "Worker":
+        """Start and return a joiner on its device; `address` is host:port of the run's store."""
+        self.is_replaced = True
+        return Worker(self._start, joiner_variables(address), self._ends_s)
 
 
 class _Outlook(enum.Enum):
@@ -123,7 +217,7 @@ class Keeper:
         while True:
             # Not `sigtimedwait`, which tells of a signal that never was, in memory that nobody has
             # written to, if this process is stopped and goes on after the timeout.
-            received = signal.sigwaitinfo(_BLOCKED)
+            received = signal.sigwaitinfo(BLOCKED)
             if received.si_signo in _HANDED_ON:
                 if received.si_code != _FROM_TERMINAL:
                     self._hand_on(received.si_signo)
@@ -188,17 +282,12 @@ class Keeper:
 
     def _watch_store(self) -> None:
         """Serve the store, or connect to it; report dead workers, and end those given up."""
-        importing = threading.Thread(target=_import_slowly)
-        importing.start()
-        importing.join()
         from datetime import timedelta
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        if self._serves:
-            # Every member of the run is a client of it, several times over.
-            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        # Every member of the run is a client of the store, several times over.
+        allow_files(os.getpid() if self._serves else os.getppid())
         try:
             store = TCPStore(
                 self._address,
@@ -211,16 +300,9 @@ class Keeper:
                 self._woken.wait()
                 self._woken.clear()
                 self._look(store)
-                if self._may_rest():
-                    time.sleep(10 * _LOOK_S)
         except Exception:
             # The client's own errors have many types. The run ends with the store.
             self._seen = len(self._workers), _Outlook.OVER
-
-    def _may_rest(self) -> bool:
-        """Whether nothing is left to tell, not even of a worker that died during the last look."""
-        lives = any(worker.code is None for worker in self._workers)
-        return not lives and self._seen == (len(self._dead()), _Outlook.GOES_ON)
 
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore
@@ -235,13 +317,13 @@ class Keeper:
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
             if worker.is_joiner and not joiners.has_never_entered(of_run, number):
-                worker.note_entry()
+                worker.is_joiner = False
             if worker.code is None:
-                if records.is_gone(of_run, number):
+                if records.reason_of(of_run, number) is not None:
                     # The others have given it up, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
             elif worker in dead and worker.died_in_training is None:
-                worker.note_death(in_training=not records.has_ended(of_run))
+                worker.died_in_training = not of_run.check([records.ENDED])
                 records.tell_gone(of_run, number, worker.describe_end())
         self._seen = len(dead), None if self._has_members() else self._outlook(store, dead)
 
@@ -261,7 +343,7 @@ class Keeper:
             if joiners.has_never_entered(of_run, number):
                 # The run is none of its own: whoever started it hears at once that it failed.
                 pass
-            elif records.has_ended(of_run):
+            elif of_run.check([records.ENDED]):
                 # What fails after training, in code that follows, is a failure of the script.
                 outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
             elif records.is_anybody_left(of_run):
@@ -271,52 +353,14 @@ class Keeper:
         return max(outlooks, key=lambda outlook: outlook.value, default=None)
 
 
-def _import_slowly() -> None:
-    """Import torch after the workers, which import it, too, and have more to do."""
-    os.nice(10)  # On Linux this thread's alone.
-    import torch.distributed  # noqa: F401
+def tell_keeper(prefix: str, number: int) -> None:
+    """Tell this worker's keeper, if it has one, which member it is.
 
-
-_LIBC = ctypes.CDLL(None)
-
-
-def block_signals() -> None:
-    """Leave a keeper's signals to its loop; before any thread exists, so that none takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-
-
-def be_kept() -> None:
-    """Make this worker die with its keeper, and unblock the signals that the keeper blocks."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def main() -> None:
-    """Run as a keeper, with the task from the environment."""
-    block_signals()
-    os._exit(keep(KeeperTask(**json.loads(os.environ.pop(_TASK)))))
-
-
-def keep(task: KeeperTask) -> int:
-    """Start the workers of a task, and keep them; return the exit code of this process.
-
-    Called by the main thread, before there are others, once signals are blocked.
+    Args:
+        prefix: The membership's prefix in the store.
+        number: The member's number.
     """
-
-    def start(own: dict[str, str], environment: dict[str, str], descriptor: int) -> int:
-        pid = os.fork()
-        if pid == 0:
-            be_kept()
-            os.set_inheritable(descriptor, True)
-            os.execve(task.command[0], task.command, os.environ | own | environment)
-        return pid
-
-    workers = [Worker(partial(start, own)) for own in task.workers]
-    keeper = Keeper(
-        workers,
-        address=task.address,
-        port=task.port,
-        serves=task.serves,
-        replaces=task.replaces,
-    )
-    return keeper.run()
+    descriptor = int(os.environ.get(KEPT, "-1"))
+    if descriptor >= 0:
+        with suppress(OSError):
+            os.write(descriptor, json.dumps([prefix, number]).encode() + b"\n")

@@ -16,20 +16,13 @@ ends, and the remaining members agree on the next one:
 The store decides, so two sides of a partition never both train: the side without it can't form a
 generation, and its old one lacks ranks. If nobody reaches it, as when the whole network fails,
 nobody trains: all wait, then go on together if it comes back within `patience_s`, or else end. It
-is served:
-
-- by torchrun's agent, if that shares its store, or by the keeper (`keeper`) of rank 0's process.
-  Both outlive every worker. If that node is lost, so is the store, and the run is restarted.
-- torchft's Lighthouse was considered: it needs a server of its own, has quorums for replicas of
-  equal shape, and is one process on one node, too. c10d's and etcd's rendezvous restart all workers
-  on a change of members, and the agent always takes part. A store needs no other package, is there
-  already, and only has to compare and set.
+is served by torchrun's agent, if that shares its store, or by the keeper (`keeper`) of rank 0's
+process. Both outlive every worker. If that node is lost, so is the store, and the run is restarted.
 """
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistError
@@ -37,33 +30,15 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.core.process import Deadline
-from lightning_hetero.runtime.generation import joiners
-from lightning_hetero.runtime.generation.records import (
-    ENDED,
-    LOOK_S,
-    NEWEST,
-    NEWS,
-    Generation,
-    Judge,
-    Member,
-    Turns,
-    forget_members,
-    gone_key,
-    has_formed,
-    loses_store,
-    meeting_name,
-    meeting_of,
-    members_of,
-    pause_s,
-    propose,
-    say_here,
-    tell_gone,
-    who_is_gone,
-    who_is_here,
-)
+from lightning_hetero.runtime.generation import joiners, records
+from lightning_hetero.runtime.generation.records import Generation, Member
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
 __all__ = ["Membership"]
+
+_FEW, _LOOKS_OF_FEW, _LOOKS_OF_OTHERS = 8, 5, 50
+"""The first few ask after as many looks who is silent, a call for each member, and others seldom:
+most waits are over before anybody needs to."""
 
 
 class Membership:
@@ -101,20 +76,15 @@ class Membership:
         self._own = Member(number, node)
         self._admission = admission
         self._news_heard = 0
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        """How long a generation may take to form, while those that are waited for beat."""
         self.generation: Generation | None = None
         """The newest generation that this member is in."""
-        self._tidying: threading.Thread | None = None
 
     @property
     def number(self) -> int:
         """This member's number."""
         return self._own.number
-
-    @property
-    def patience_s(self) -> float:
-        """How long a generation may take to form, while those that are waited for beat."""
-        return self._patience_s
 
     @property
     def first_ranks(self) -> tuple[int, ...] | None:
@@ -129,7 +99,7 @@ class Membership:
 
         So waits in it don't delay heartbeats.
         """
-        return meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
+        return records.meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
 
     def ring_of(self, generation: Generation) -> Ring:
         """Return a generation as those see it that watch each other in it."""
@@ -138,7 +108,7 @@ class Membership:
         return Ring(
             numbers=tuple(member.number for member in generation.members),
             rank=rank,
-            name=f"{meeting_name(generation.number)}/ring",
+            name=f"ring/{generation.number}",
             bulletin=self,
         )
 
@@ -167,7 +137,7 @@ class Membership:
         """
         number = 0 if self.generation is None else self.generation.number + 1
         with _needs_store():
-            self._say_here(number)
+            records.say_here(self._store, number, self._own)
             called = joiners.call(self._store, number, anybody=calls_joiners) if number else []
             self._agree(number, list(dict.fromkeys([*expected, *called])), called, is_silent)
             formed = self._enter(number)
@@ -186,19 +156,33 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for the expected members, until a proposal of the generation counts."""
-        judge = Judge(self._store, is_silent, patience_s=self._patience_s)
-        turns, place = Turns(LOOK_S), 0
-        while not has_formed(self._store, number):
-            if turns.is_next(place):
-                here, missing = self._look(number, expected)
-                numbers = [member.number for member in here]
-                place = numbers.index(self.number) if self.number in numbers else len(numbers)
+        deadline, num_looks = Deadline(self.patience_s), 0
+        while not records.has_formed(self._store, number):
+            come, gone = records.who_is_here(self._store, number), records.who_is_gone(self._store)
+            awaited = [other for other in expected if other not in gone]
+            here = [other for other in awaited if other in come]
+            missing = [other for other in awaited if other not in come]
+            # The more there are, the seldomer the later ones look, who go on if the first are lost.
+            place = here.index(self.number) if self.number in here else len(here)
+            num_looks += 1
+            if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
                 # Who is here may freeze, too, while others are waited for.
-                judge.look(missing, set(numbers).difference([self.number], called), place=place)
-                if not missing:
-                    propose(self._store, number, here)
-                    continue
-            time.sleep(pause_s(len(expected)))
+                known = [n for n in here if n != self.number and n not in called]
+                self._judge([*known, *missing], missing if deadline.is_over else (), is_silent)
+            if not missing:
+                records.propose(self._store, number, [come[other] for other in here])
+                return
+            time.sleep(min(max(records.LOOK_S, 1e-3 * place), 0.5))
+
+    def _judge(
+        self, members: Sequence[int], late: Sequence[int], is_silent: Callable[[int], bool]
+    ) -> None:
+        """Tell who is gone: silent ones, and those that had enough time to come."""
+        for member in members:
+            if is_silent(member):
+                self.tell_gone(member, "It showed no sign of life.")
+            elif member in late:
+                self.tell_gone(member, f"It didn't come within {self.patience_s:.0f} s.")
 
     def form_next(
         self,
@@ -238,15 +222,12 @@ class Membership:
             PeerError: The others go on without it, or don't come to agree.
         """
         joiners.note_entered(self._store, self.number)
-        self._say_here(number)
-        deadline = Deadline(self._patience_s)
-        while not has_formed(self._store, number):
-            if deadline.is_over:
-                raise PeerError(
-                    f"Generation {number}, which had called this process, didn't form within "
-                    f"{self._patience_s:.0f} s. Look at the other processes."
-                )
-            time.sleep(pause_s(1))
+        records.say_here(self._store, number, self._own)
+        if not self._wait_until_formed(number, self.patience_s):
+            raise PeerError(
+                f"Generation {number}, which had called this process, didn't form within "
+                f"{self.patience_s:.0f} s. Look at the other processes."
+            )
         return self._enter(number)
 
     def wait_for_next(self, timeout_s: float) -> None:
@@ -256,92 +237,62 @@ class Membership:
         is lost meanwhile, others may not know that this member leaves, and wait for it.
         """
         assert self.generation is not None
+        self._wait_until_formed(self.generation.number + 1, timeout_s, or_gone=True)
+        if self.find_gone() is not None:
+            self.tell_gone(self.number, "It was told to leave.")
+
+    def _wait_until_formed(self, number: int, timeout_s: float, *, or_gone: bool = False) -> bool:
         deadline = Deadline(timeout_s)
-        number = self.generation.number + 1
-        while not has_formed(self._store, number) and not deadline.is_over:
-            if self.find_gone() is not None:
-                self.tell_gone(self.number, "It was told to leave.")
-                return
-            time.sleep(pause_s(self.generation.world_size))
-
-    def _say_here(self, number: int) -> None:
-        say_here(self._store, number, self._own)
-
-    def _look(self, number: int, expected: Sequence[int]) -> tuple[list[Member], list[int]]:
-        """Return the members that are here and not gone, and numbers of those that are neither."""
-        here, gone = who_is_here(self._store, number), who_is_gone(self._store)
-        waited_for = [other for other in expected if other not in gone]
-        missing = [other for other in waited_for if other not in here]
-        return [here[other] for other in waited_for if other in here], missing
+        while not (formed := records.has_formed(self._store, number)) and not deadline.is_over:
+            if or_gone and self.find_gone() is not None:
+                break
+            time.sleep(records.LOOK_S)
+        return formed
 
     def _enter(self, number: int) -> Generation:
-        formed = Generation(number=number, members=members_of(self._store, number))
+        formed = Generation(number=number, members=records.members_of(self._store, number))
         if formed.rank_of(self.number) is None:
             why = self.reason_of(self.number) or "It came too late."
             raise PeerError(
                 f"The others go on without this process (member {self.number}, generation "
                 f"{number}): {why} It was frozen, or cut off from them; it ends now."
             )
-        self._store.set(NEWEST, str(number))
+        self._store.set(records.NEWEST, str(number))
         self.generation = formed
-        if number > 1 and formed.rank_of(self.number) == 0:
-            # Beside training: it is one short call for each key.
-            work, old = self._delete_names, (number - 2,)
-            if self._tidying is not None:
-                self._tidying.join(1.0)  # Had ended long ago, unless the store is slow.
-            self._tidying = threading.Thread(target=work, args=old, name="tidying", daemon=True)
-            self._tidying.start()
         return formed
 
-    def _delete_names(self, number: int) -> None:
-        """Delete the names of a generation whose members have left it.
+    # -- who comes, and who is gone ---------------------------------------------------------------
 
-        What stays, for a member that comes back, is that it has formed, and the first generation's
-        members. So a store holds the names of two generations, and a short entry for each other.
-        """
-        met = meeting_of(self._store, number)
-        with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
-            for name in met.list_keys():
-                met.delete_key(name)
-        with suppress(RuntimeError, AttributeError):
-            self._store.delete_key(joiners.call_key(number))
-            forget_members(self._store, number)
-
-    # -- who comes ------------------------------------------------------------------------------
-
-    def look_for_joiners(self, layer_call: str | None = None) -> bool:
+    def look_for_joiners(self) -> bool:
         """Judge joiners, and return whether some wait; called by rank 0 at every step."""
-        return self._admission is not None and self._admission.look(self._news_heard, layer_call)
-
-    # -- who is gone ----------------------------------------------------------------------------
+        return self._admission is not None and self._admission.look(self._news_heard)
 
     def tell_gone(self, member: int, reason: str) -> None:
         """Say that a member is gone and won't be back; the first reason counts."""
-        tell_gone(self._store, member, reason)
+        records.tell_gone(self._store, member, reason)
 
     def reason_of(self, member: int) -> str | None:
         """Return why a member is gone, None if it isn't."""
-        key = gone_key(member)
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return records.reason_of(self._store, member)
 
     def loses_store(self, leaving: Collection[int]) -> bool:
         """Whether the store goes with ranks that leave; see `records.loses_store`."""
         assert self.generation is not None
-        return loses_store(self._store, self.generation, leaving)
+        return records.loses_store(self._store, self.generation, leaving)
 
     def tell_end(self) -> None:
         """Say that training has ended as it should."""
-        self._store.set(ENDED, "")
+        self._store.set(records.ENDED, "")
 
     def num_news(self) -> int:
         """Return how many times members were said to be gone; see `Bulletin`."""
-        self._news_heard = int(self._store.add(NEWS, 0))
+        self._news_heard = int(self._store.add(records.NEWS, 0))
         return self._news_heard
 
     def find_gone(self) -> tuple[int, str] | None:
         """Return a rank of this generation that is gone, and why; see `Bulletin`."""
         members = () if self.generation is None else self.generation.members
-        gone = who_is_gone(self._store)
+        gone = records.who_is_gone(self._store)
         for rank, member in enumerate(members):
             if member.number in gone:
                 return rank, f"Rank {rank} is gone: {self.reason_of(member.number)}"

@@ -1,15 +1,11 @@
 """The records of a membership: its generations, who is here or gone, and whether it has ended."""
 
 import json
-import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
-
-from lightning_hetero.core.process import Deadline
 
 __all__ = [
     "ENDED",
@@ -17,22 +13,15 @@ __all__ = [
     "NEWEST",
     "NEWS",
     "Generation",
-    "Judge",
     "Member",
-    "Turns",
-    "forget_members",
-    "gone_key",
-    "has_ended",
     "has_formed",
     "is_anybody_left",
-    "is_gone",
     "loses_store",
-    "meeting_name",
     "meeting_of",
     "members_of",
     "newest_generation",
-    "pause_s",
     "propose",
+    "reason_of",
     "say_here",
     "tell_gone",
     "who_is_gone",
@@ -40,11 +29,7 @@ __all__ = [
 ]
 
 LOOK_S = 0.01
-"""Between two looks at who has come, of few members; they ask who is silent a fifth as often."""
-_FEW, _MANY = 16, 100
-"""Members that take turns often; and members that together make the most short calls."""
-_SELDOM = 50.0
-"""Times as long as these that any other member waits: 0.5 s for a look, 2.5 s until it asks."""
+"""Seconds between two looks at who has come."""
 
 ENDED, NEWEST, NEWS, _GONE = "ended", "newest", "news", "gone"
 
@@ -92,49 +77,35 @@ class Generation:
 
 def say_here(store: Store, number: int, member: Member) -> None:
     """Record that a member is ready for a generation."""
-    store.append(_here(number), json.dumps(member) + "\n")  # type: ignore[attr-defined]
+    store.append(f"here/{number}", json.dumps(member) + "\n")  # type: ignore[attr-defined]
 
 
 def who_is_here(store: Store, number: int) -> dict[int, Member]:
-    """Return the members that are ready for a generation, by number; one call of the store."""
-    lines = store.get(_here(number)).decode().splitlines() if store.check([_here(number)]) else ()
+    """Return the members that are ready for a generation, by number."""
+    key = f"here/{number}"
+    lines = store.get(key).decode().splitlines() if store.check([key]) else ()
     found = (Member(*json.loads(line)) for line in lines)
     return {member.number: member for member in found}
 
 
 def propose(store: Store, number: int, members: Sequence[Member]) -> None:
     """Propose a generation's members; the first proposal counts."""
-    store.compare_set(_members(number), "", json.dumps(members))
+    store.compare_set(f"members/{number}", "", json.dumps(members))
 
 
 def has_formed(store: Store, number: int) -> bool:
     """Whether a generation has formed."""
-    return bool(store.check([_members(number)]))
+    return bool(store.check([f"members/{number}"]))
 
 
 def members_of(store: Store, number: int) -> tuple[Member, ...]:
-    """Return the members of a generation that has formed; none once they are forgotten."""
-    return tuple(Member(*item) for item in json.loads(store.get(_members(number))))
+    """Return the members of a generation that has formed."""
+    return tuple(Member(*item) for item in json.loads(store.get(f"members/{number}")))
 
 
 def meeting_of(store: Store, number: int) -> PrefixStore:
     """Return the store in which a generation's ranks meet; no other generation uses its prefix."""
-    return PrefixStore(meeting_name(number), store)
-
-
-def meeting_name(number: int) -> str:
-    """Return what all names of a generation begin with, in the membership's store."""
-    return f"generation/{number}"
-
-
-def forget_members(store: Store, number: int) -> None:
-    """Forget a generation's members, but not that it has formed: a member may come back to it.
-
-    The first generation's members stay known: they tell where the store is served.
-    """
-    store.delete_key(_here(number))
-    if number > 0:
-        store.set(_members(number), "[]")
+    return PrefixStore(f"generation/{number}", store)
 
 
 def newest_generation(store: Store) -> int | None:
@@ -148,27 +119,22 @@ def newest_generation(store: Store) -> int | None:
 
 
 def tell_gone(store: Store, member: int, reason: str) -> None:
-    """Record that a member is gone for good; the first reason counts.
-
-    Args:
-        store: The membership's store.
-        member: The member's number.
-        reason: Why it is gone.
-    """
-    store.compare_set(gone_key(member), "", reason)
+    """Record that a member is gone for good; the first reason counts."""
+    store.compare_set(f"gone/{member}", "", reason)
     if member not in who_is_gone(store):  # Others may have said so.
         store.append(_GONE, f"{member} ")  # type: ignore[attr-defined]
     store.add(NEWS, 1)
 
 
 def who_is_gone(store: Store) -> set[int]:
-    """Return the numbers of all members that are gone; one call of the store."""
+    """Return the numbers of all members that are gone."""
     return set(map(int, store.get(_GONE).split())) if store.check([_GONE]) else set()
 
 
-def is_gone(store: Store, member: int) -> bool:
-    """Whether anybody has said that a member is gone."""
-    return bool(store.check([gone_key(member)]))
+def reason_of(store: Store, member: int) -> str | None:
+    """Return why a member is gone, None if it isn't."""
+    key = f"gone/{member}"
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def is_anybody_left(store: Store) -> bool:
@@ -190,87 +156,3 @@ def loses_store(store: Store, generation: Generation, leaving: Collection[int]) 
     there = {rank for rank, member in enumerate(generation.members) if member.node == first.node}
     is_left = there.difference(leaving)
     return bool(there) and (not is_left or generation.rank_of(first.number) in leaving)
-
-
-def gone_key(member: int) -> str:
-    """Return the key of the reason why a member is gone."""
-    return f"gone/{member}"
-
-
-def has_ended(store: Store) -> bool:
-    """Whether any member has trained to the end."""
-    return bool(store.check([ENDED]))
-
-
-def _here(number: int) -> str:
-    return f"here/{number}"
-
-
-def _members(number: int) -> str:
-    return f"members/{number}"
-
-
-def pause_s(num_members: int) -> float:
-    """Return the seconds between short calls of one of so many members that wait for something."""
-    return LOOK_S * max(1.0, num_members / _MANY)
-
-
-class Turns:
-    """One member's turns at what costs the more, the more members there are.
-
-    To look at who has come is to read a line for each member, and to ask who is silent is a call of
-    the store for each of them; the store answers one call after another. So the first few of those
-    that are here take turns often, and the others, who go on if these are lost, seldom.
-
-    Args:
-        every_s: Seconds between two turns of each of few members.
-    """
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._last_s = -math.inf
-
-    def is_next(self, place: int) -> bool:
-        """Whether it is this member's turn, which begins the wait for the next one.
-
-        Args:
-            place: The number of members before it.
-        """
-        longer = 1.0 if place < _FEW else _SELDOM
-        is_due = time.monotonic() > self._last_s + self._every_s * longer
-        if is_due:
-            self._last_s = time.monotonic()
-        return is_due
-
-
-class Judge:
-    """Judges members during one wait for them, from its making on.
-
-    Args:
-        store: The membership's store.
-        is_silent: Tells whether a member has shown no sign of life for too long.
-        patience_s: How long members may take to come while they are alive.
-    """
-
-    def __init__(
-        self, store: Store, is_silent: Callable[[int], bool], *, patience_s: float
-    ) -> None:
-        self._store, self._is_silent, self._patience_s = store, is_silent, patience_s
-        self._deadline = Deadline(patience_s)
-        self._asks = Turns(5 * LOOK_S)
-        self._asks.is_next(0)  # Most waits are over before anybody needs to ask.
-
-    def look(self, missing: Collection[int], here: Collection[int] = (), *, place: int = 0) -> None:
-        """Tell who is gone: silent ones, and `missing` ones once there was enough time to come.
-
-        Members at a later `place` (see `Turns`) ask less often.
-        """
-        if not self._asks.is_next(place):
-            return
-        # Once nobody is missing any more, all that are here go on together, frozen ones as well.
-        for member in (*here, *missing):
-            if self._is_silent(member):
-                tell_gone(self._store, member, "It showed no sign of life.")
-            elif member in missing and self._deadline.is_over:
-                why = f"It didn't come within {self._patience_s:.0f} s."
-                tell_gone(self._store, member, why)

@@ -1,11 +1,11 @@
 """Let all ranks agree on what happened in an iteration, by one small row from each.
 
 A row has a few integers (which show whether anything changed) and sums (loss, target tokens, logged
-values). Rows go up a tree, and then all of them go down to all ranks (see `ranks.tree`): a rank has
-at most 18 messages, in about 2 log₈ n steps, and receives n rows of 8·(10 + 5 per logged value)
-bytes. A row is sent as soon as the rank's schedule ends and read after the push, so the exchange
-adds little waiting. Objects are gathered only when a rank reports something new. On an accelerator
-the sums are gathered on the device, apart from the integers, so the host doesn't wait for it.
+values). Rank 0 gathers the rows and sends all of them to all ranks: n rows of
+8·(10 + 5 per logged value) bytes. A row is sent as soon as the rank's schedule ends and read after
+the push, so the exchange adds little waiting. Objects are gathered only when a rank reports
+something new. On an accelerator the sums are gathered on the device, apart from the integers, so
+the host doesn't wait for it.
 
 With standbys a lost rank needn't cost a step. Then a row is sent after the push, for which the host
 waits, so a rank that has all rows knows that all ranks have their gradients. If a rank is lost
@@ -28,8 +28,7 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
-from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
-from lightning_hetero.runtime.ranks.tree import RankTree
+from lightning_hetero.runtime.ranks.communicators import Communicators, Rows, all_gather_single
 from lightning_hetero.runtime.results.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
@@ -130,7 +129,6 @@ class Agreement:
     def __init__(self, comms: Communicators, device: torch.device) -> None:
         self._comms = comms
         self._device = device
-        self._tree = RankTree(comms.control)
         self._known: dict[bytes, Reports] = {}
         self._pipelines = b""
         self._first_ranks: IntArray = np.empty(0, np.int64)
@@ -163,7 +161,7 @@ class Agreement:
             integers = torch.cat([integers, sums])
         else:
             self._on_device = _DeviceGather(sums, self._comms)
-        self._going_up = self._tree.begin_up(integers)
+        self._rows = Rows(integers, self._comms.control)
 
     def finish(self) -> Agreed:
         """Wait for the rows of all ranks, and return the outcome; collective.
@@ -171,7 +169,7 @@ class Agreement:
         Raises:
             BatchError: Ranks of one pipeline have different batches; on every rank.
         """
-        rows = self._tree.share(self._going_up)
+        rows = self._rows.share()
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
         digests, num_samples, pipelines, fingerprints, bits = integers.T
@@ -204,7 +202,7 @@ class Agreement:
 
     def _gather(self, sums: Tensor) -> Tensor:
         if self._device.type == "cpu":
-            return self._tree.share(self._tree.begin_up(sums))
+            return Rows(sums, self._comms.control).share()
         return _DeviceGather(sums, self._comms).wait()
 
 

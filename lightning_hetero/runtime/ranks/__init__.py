@@ -9,8 +9,6 @@ The threads of a process, each with its owner, which starts it and waits for its
   `pause` waits for it,
 - *new connections* (`connections.Connections.open`): makes a group where a rank may be lost at that
   moment; `open` waits for it, but leaves it where connections are hung up: gloo's wait has no end,
-- *tidying* (`generation.membership.Membership`): deletes the names of old generations; the next
-  generation waits for it,
 - *keeper-store* (`generation.keeper.Keeper`): only in a keeper's process, which ends with
   `os._exit`,
 - *assignments* (`data.ahead`), *recording* (`straggler.recording`) and contingency plans

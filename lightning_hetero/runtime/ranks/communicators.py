@@ -6,7 +6,6 @@ have pull and push, so that the order of one never blocks another; control messa
 through the ranks' store.
 """
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from lightning_hetero.runtime.ranks.connections import Connections
 __all__ = [
     "MAX_EXCHANGE_GROUPS",
     "Communicators",
+    "Rows",
     "StepEnd",
     "all_gather_single",
     "check_queues",
@@ -46,8 +46,6 @@ degrees determine: with equal pipelines a rank is in one for each end of its sta
 two for the parameters outside the layers. NCCL keeps buffers in each.
 """
 
-_SHORT_BYTES = 1016
-"""Most bytes of a pickled value that all ranks exchange in one step, together with its length."""
 _T = TypeVar("_T")
 
 
@@ -114,6 +112,42 @@ def reduce_scatter_single(
     """Sum and scatter equal parts, by torch's function that isn't deprecated in this version."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(into, given, group=group, async_op=async_op)
+
+
+class Rows:
+    """Small rows of all ranks, one of each, on their way to rank 0; all ranks make the same calls.
+
+    ::
+
+        rows = Rows(row, group)  # doesn't wait
+        found = rows.share()  # (num_ranks, length), on every rank
+
+    Args:
+        row: This rank's, (length,), as long as the others'.
+        group: A gloo group of all ranks; None if there is only one.
+    """
+
+    def __init__(self, row: Tensor, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._work: dist.Work | None = None
+        self._rows = row[None]
+        if group is not None:
+            self._rows = row.new_empty(dist.get_world_size(group), len(row))
+            into = list(self._rows) if dist.get_rank(group) == 0 else None
+            self._work = dist.gather(row, into, 0, group, async_op=True)
+
+    def on_rank_0(self) -> Tensor:
+        """Wait; return every rank's row on rank 0, something else elsewhere."""
+        if self._work is not None:
+            self._work.wait()
+        return self._rows
+
+    def share(self) -> Tensor:
+        """Wait; return every rank's row on every rank."""
+        rows = self.on_rank_0()
+        if self._group is not None:
+            dist.broadcast(rows, 0, self._group)
+        return rows
 
 
 class StepEnd:
@@ -210,9 +244,7 @@ class Communicators:
                 connections=connections,
             )
 
-        made = connections.open(make)
-        connections.share(made.gather_objects)
-        return made
+        return connections.open(make)
 
     def connect(self, edges: Iterable[tuple[int, int]]) -> None:
         """Make the communicators of each (sender, receiver) that has none; collective.
@@ -247,8 +279,9 @@ class Communicators:
         """Return every rank's value, by rank; collective over all ranks."""
         if self.world_size == 1:
             return [value]
-        data = pickle.dumps(value)
-        return [pickle.loads(item) for item in _gather_bytes(data, self.control, self.world_size)]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
 
     def on_rank_0(self, work: Callable[[], _T]) -> _T:
         """Run `work` on rank 0 only; return its result, or raise its error, on every rank."""
@@ -294,7 +327,6 @@ class Communicators:
 
         if new:
             self.connections.open(make)
-            self.connections.share(self.gather_objects)
 
     def exchange_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the communicator of pull and push among some ranks, ascending; None without one.
@@ -326,27 +358,3 @@ def _group_of_all(
     made = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _gather_bytes(data: bytes, group: dist.ProcessGroup | None, world_size: int) -> list[bytes]:
-    """Return what each rank of a group gives, by rank; one collective where all give little."""
-    head = len(data).to_bytes(8, "little") + data[:_SHORT_BYTES]
-    rows = _gather_rows(head, 8 + _SHORT_BYTES, group, world_size)
-    lengths = [int.from_bytes(row[:8], "little") for row in rows]
-    found = [row[8 : 8 + length] for row, length in zip(rows, lengths, strict=True)]
-    longest = max(lengths) - _SHORT_BYTES
-    if longest > 0:
-        rest = _gather_rows(data[_SHORT_BYTES:], longest, group, world_size)
-        for rank, length in enumerate(lengths):
-            found[rank] += rest[rank][: max(0, length - _SHORT_BYTES)]
-    return found
-
-
-def _gather_rows(
-    data: bytes, length: int, group: dist.ProcessGroup | None, world_size: int
-) -> list[bytes]:
-    rows = bytearray(world_size * length)
-    own = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-    into = torch.frombuffer(rows, dtype=torch.uint8)
-    all_gather_single(into, own, group)
-    return [bytes(rows[start : start + length]) for start in range(0, len(rows), length)]

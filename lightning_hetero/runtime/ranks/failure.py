@@ -155,7 +155,7 @@ class FailureDetector:
                 raise
             self._raised.set()
             reason = self.explain()
-            self._wait_until_read()
+            self._let_others_read()
             raise PeerError(reason) from error
 
     def start(self) -> None:
@@ -207,7 +207,7 @@ class FailureDetector:
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
             self._is_judged.wait(8 * self._interval_s)
-            self._wait_until_read()
+            self._let_others_read()
 
     @property
     def failed_rank(self) -> int | None:
@@ -224,17 +224,10 @@ class FailureDetector:
             "A connection to another rank broke, and no rank said why. See the other ranks' logs."
         )
 
-    def _wait_until_read(self) -> None:
-        """On a rank 0 that serves the store, wait until the others have read why the run ends."""
-        watch = self._watch
-        if self._rank == 0 and watch is not None and self._ring.bulletin is None:
-            num_others = len(self._ring.numbers) - len({0, watch.failed_rank} - {-1})
-            self._wait(lambda: watch.num_readers >= num_others, 8 * self._interval_s)
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = Deadline(timeout_s)
-        while not condition() and not deadline.is_over:
-            time.sleep(self._interval_s / 10)
+    def _let_others_read(self) -> None:
+        """On a rank 0 that serves the store, give the others time to read why the run ends."""
+        if self._rank == 0 and self._ring.bulletin is None:
+            time.sleep(3 * self._interval_s)
 
     # -- the judging thread ---------------------------------------------------------------------
 

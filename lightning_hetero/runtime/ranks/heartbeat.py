@@ -31,8 +31,6 @@ __all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
 _GONE = 2**32
 """More than any process's beats; a process that ends adds it."""
-_MOST_CALLS_PER_S = 30_000
-"""Of all ranks together, in rounds that follow each other quickly."""
 _OF_A_NODE = 16
 """Ranks that are watched once the first of them is silent: a node's ranks are lost together."""
 _SILENT_ROUNDS = 1.5
@@ -110,8 +108,6 @@ class Watch:
         """Why the run ends: the first failure that any rank has reported; None if none has."""
         self.failed_rank = -1
         """The rank that has failed, which may be dead."""
-        self.num_readers = 0
-        """On rank 0: the number of other ranks, without the failed one, that have read it."""
         self.is_suspicious = False
         """Whether any rank has lost a connection, so that silence counts sooner."""
         self.wakes_judge = threading.Event()
@@ -232,8 +228,8 @@ class Heartbeat:
         is_over = time.monotonic() - self._suspected_at_s > 6 * self.interval_s
         if watch is None or is_over or watch.failure is not None:
             return self.interval_s
-        quickly_s = max(0.01, 3 * len(watch.ring.numbers) / _MOST_CALLS_PER_S)
-        return min(quickly_s, self.interval_s)
+        # All ranks together ask the store no oftener than they would at a hundred ranks.
+        return min(max(0.01, 1e-4 * len(watch.ring.numbers)), self.interval_s)
 
     def _round(self) -> None:
         self._own.add(self._beat(self.number), 1)
@@ -252,8 +248,6 @@ class Heartbeat:
         if num_news != watch.num_news:
             watch.num_news = num_news
             self._read_news(watch)
-        if watch.failure is not None and ring.rank == 0:
-            watch.num_readers = store.add(self._key(watch, "readers"), 0)
 
     def _tell(self, watch: Watch) -> int:
         """Write this rank's news into the store; return their number."""
@@ -271,8 +265,6 @@ class Heartbeat:
         if watch.failure is None and store.check([failure]):
             told = json.loads(store.get(failure))
             watch.failed_rank, watch.failure = told["rank"], told["reason"]
-            is_reader = ring.rank not in (0, watch.failed_rank)
-            store.add(self._key(watch, "readers"), int(is_reader))
         gone = None if ring.bulletin is None else ring.bulletin.find_gone()
         if watch.failure is None and gone is not None:
             watch.failed_rank, watch.failure = gone
@@ -298,9 +290,7 @@ class Heartbeat:
         if watch.peer_silence_s <= _SILENT_ROUNDS * self.interval_s:
             return
         numbers = watch.ring.numbers
-        # If the store is slow, all ranks seem silent to each other, and mustn't make it slower yet.
-        most = int(_MOST_CALLS_PER_S * self.interval_s / len(numbers)) - 3
-        for step in range(1, min(_OF_A_NODE, len(numbers) - 1, most + 1)):
+        for step in range(1, min(_OF_A_NODE, len(numbers) - 1)):
             rank = (watch.peer + step) % len(numbers)
             if rank != watch.ring.rank:
                 self._look_at(numbers[rank], self._own.add(self._beat(numbers[rank]), 0))

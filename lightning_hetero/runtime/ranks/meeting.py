@@ -3,45 +3,37 @@
 A stale plan file or another version on one node would make messages differ in size. So ranks see at
 the start that all run the same thing: one that doesn't is named, and nobody hangs.
 
-A store that runs out of files doesn't answer later clients, and the run waits until its timeout. So
-the server's limit is raised first, as far as the system allows; if that doesn't suffice, the run
-ends at once. A store has 2n clients at n ranks, one per rank for calls that may wait and one for
-its heartbeat; 6n if ranks may be outlived, with those of membership, generation and keepers. The
-server is rank 0, its keeper, or torchrun's agent: the parent of the processes that it starts.
+A store has 2n clients at n ranks, one per rank for calls that may wait and one for its heartbeat;
+6n if ranks may be outlived, with those of membership, generation and keepers. One that runs out of
+files answers no later clients, so its server's limit is raised as far as the system allows.
 """
 
 import json
 import os
 import platform
-import resource
 import sys
 import threading
 import time
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process import Deadline, installed_version
+from lightning_hetero.core.process import Deadline, allow_files, installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.ranks.connections import LAZY
 
 __all__ = [
     "EXIT_CODE",
-    "MAX_EAGER_RANKS",
-    "allow_clients_of_agent",
-    "allow_files",
     "check_alike",
-    "choose_connecting",
     "connect_store",
     "end_process",
     "ended_when_late",
@@ -59,16 +51,6 @@ def end_process(global_rank: int, reason: str) -> None:
     os._exit(EXIT_CODE)
 
 
-MAX_EAGER_RANKS = 64
-"""Ranks up to which gloo connects all pairs of each group when it is made."""
-
-
-def choose_connecting(world_size: int) -> None:
-    """Let gloo connect as in all processes of a run that was started with so many ranks."""
-    if world_size > MAX_EAGER_RANKS:
-        os.environ.setdefault(LAZY, "1")
-
-
 def connect_store(
     address: str, port: int, *, global_rank: int, world_size: int, start_timeout: timedelta
 ) -> Store:
@@ -77,18 +59,12 @@ def connect_store(
     Under torchrun the agent may serve it, and it outlives the processes. Keys of a former start are
     still there then, so the ranks first agree on a prefix of their own.
 
-    Up to `MAX_EAGER_RANKS` ranks gloo connects all pairs of each group at once, and a rank that
-    dies early is noticed at once. Above that, pairs connect when they first talk: else each group
-    would cost a rank as many sockets as there are ranks, and twice as many calls of the store.
-
     Raises:
         PeerError: The other ranks didn't come within `start_timeout`.
-        ConfigurationError: This process is to serve the store and may not open enough files.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    choose_connecting(world_size)
-    if global_rank == 0 and not agent_serves:
-        allow_files(world_size)
+    if global_rank == 0:
+        allow_files(os.getppid() if agent_serves else os.getpid())
     timeout_s = start_timeout.total_seconds()
     with ended_when_late(global_rank, f"the store at {address}:{port}", timeout_s):
         try:
@@ -220,50 +196,3 @@ def check_alike(comms: Communicators, **facts: object) -> None:
                 f"Ranks don't run the same: most have {name} {usual}, but {shown}. Give all nodes "
                 "the same code, packages, plan file and options."
             )
-
-
-_CLIENTS_PER_RANK = 2
-_CLIENTS_PER_MEMBER = 6
-_OTHER_FILES = 256
-"""Other files that may be open at the same time: of the run, its groups and its data."""
-
-
-def allow_files(world_size: int, *, are_members: bool = False, process_id: int = 0) -> None:
-    """Allow a process, by default this one, enough open files to serve a run's store.
-
-    Args:
-        world_size: Number of ranks.
-        are_members: Whether ranks may be outlived.
-        process_id: Id of the process; 0 for this one.
-
-    Raises:
-        ConfigurationError: The system's hard limit doesn't allow it.
-    """
-    get: Callable[..., Any] = resource.getrlimit
-    put: Callable[..., Any] = resource.setrlimit
-    if process_id:  # Linux only, where alone others are found.
-        get = put = partial(resource.prlimit, process_id)
-    soft, hard = get(resource.RLIMIT_NOFILE)
-    clients = _CLIENTS_PER_MEMBER if are_members else _CLIENTS_PER_RANK
-    needed = clients * world_size + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigurationError(
-            f"Process {process_id or os.getpid()} serves the run's store, which needs {needed} "
-            f"open files for {world_size} ranks, but the system allows {hard}. Raise the limit "
-            f"(ulimit -Hn {needed}) where it is started."
-        )
-    put(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def allow_clients_of_agent(world_size: int) -> None:
-    """Allow torchrun's agent, if it serves the store, enough files; called by what it has started.
-
-    Raises:
-        ConfigurationError: See `allow_files`.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    with suppress(PermissionError):  # Of another user: then its limit is that one's, too.
-        allow_files(world_size, are_members=True, process_id=os.getppid())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.models import PackedBatch, PackedCollate
+from lightning_hetero.models import PackedBatch, pack_samples
 from lightning_hetero.models.huggingface import (
     load_pretrained,
     packed_inputs,
@@ -93,7 +93,7 @@ class PackedModule(L.LightningModule):
             torch.randint(3, VOCABULARY, (2 + index * 7 % 13,), generator=generator)
             for index in range(NUM_SAMPLES)
         ]
-        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=PackedCollate())
+        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=pack_samples)
 
 
 def masked(batch: PackedBatch) -> PackedBatch:

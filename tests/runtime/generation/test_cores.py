@@ -5,12 +5,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_hetero.runtime.generation import environment as cores
-from lightning_hetero.runtime.generation.environment import (
-    GenerationEnvironment,
-    share_cores,
-    take_cores,
-)
+from lightning_hetero.runtime.generation import entering as cores
+from lightning_hetero.runtime.generation.entering import GenerationEnvironment, share_cores
 from lightning_hetero.runtime.generation.records import Generation, Member
 
 
@@ -19,6 +15,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     kept = {name: os.environ.pop(name, None) for name in (cores._NUM_THREADS, cores._SHARED)}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    torch.set_num_threads(8)
     yield
     for name, value in kept.items():
         os.environ.pop(name, None)
@@ -29,7 +26,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("eight_cores")
 def test_a_process_takes_its_part_of_the_cores_and_gives_up_what_others_need() -> None:
-    take_cores(1)
+    share_cores(1)
     assert torch.get_num_threads() == 8
     share_cores(4)
     assert torch.get_num_threads() == 2
@@ -43,7 +40,7 @@ def test_a_process_takes_its_part_of_the_cores_and_gives_up_what_others_need() -
 def test_threads_that_the_user_has_chosen_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     torch.set_num_threads(5)
-    take_cores(1)
+    share_cores(1)
     share_cores(4)
     assert torch.get_num_threads() == 5
 
@@ -54,7 +51,7 @@ def test_ranks_give_cores_up_in_each_generation_to_others_of_their_machine(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    take_cores(1)
+    share_cores(1)
     environment = LightningEnvironment()
     for nodes, expected in (("ab", 8), ("aba", 4), ("abaa", 2)):
         members = tuple(Member(number, node) for number, node in enumerate(nodes))

@@ -2,12 +2,10 @@
 
 import os
 import random
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
-from lightning_hetero.runtime.generation import entering, joiners
+from lightning_hetero.runtime.generation import joiners
 from lightning_hetero.runtime.generation.entering import join_membership, split_address
 from lightning_hetero.runtime.generation.joiners import (
     Admission,
@@ -27,15 +25,14 @@ from lightning_hetero.runtime.generation.joiners import (
     begin_numbers,
     draw_number,
 )
+from lightning_hetero.runtime.generation.keeper import JOIN
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation, Member, say_here
-from lightning_hetero.runtime.generation.worker import JOIN
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.strategy.generations import Generations, size_that_stays
 from lightning_hetero.strategy.processes import Processes
 from lightning_hetero.strategy.trainable import facts_of_fit
-from tests.processes import free_port
 from tests.toy import quiet
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
@@ -145,17 +142,7 @@ def test_joiners_are_seen_before_they_are_called_and_then_all_agree() -> None:
     assert isinstance(third.wait(), Generation)
 
 
-def test_a_generation_that_forms_since_a_rank_was_lost_takes_in_who_waits() -> None:
-    store, members = run_of(3)
-    coming = Coming(store)
-    see(members[0])
-    members[0].tell_gone(1, "SIGKILL")
-    formed = form_next([members[0], members[2]])
-    assert [item.number for item in formed[0].members] == [0, 2, 3]
-    assert coming.wait() == formed[0]
-
-
-def test_where_those_who_are_left_go_on_from_their_slices_who_waits_comes_one_later() -> None:
+def test_where_a_rank_was_lost_who_waits_comes_one_generation_later() -> None:
     """Also if some of them had stopped to let it in: the first of all decides, for all."""
     store, members = run_of(3)
     coming = Coming(store)
@@ -280,21 +267,6 @@ def test_a_joiner_is_told_why_nobody_lets_it_in() -> None:
         joiner_of(store).wait_for_call(20.0)
 
 
-def test_a_joiner_does_not_wait_for_a_run_of_which_nobody_beats(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All its nodes are lost at once, and nobody is left who could say so."""
-    monkeypatch.setattr(joiners, "_MOST_SILENT_S", 0.2)
-    store, members = run_of(2)
-    beating = members[0]._admission._heartbeat
-    beating.begin()
-    with pytest.raises(PeerError, match="Nobody has let this process in"):
-        joiner_of(store).wait_for_call(0.5)
-    beating.end(10.0)
-    with pytest.raises(PeerError, match="shown no sign of life for 0 s: it has failed"):
-        joiner_of(store).wait_for_call(20.0)
-
-
 def test_who_came_in_or_is_gone_is_no_joiner_for_ever() -> None:
     store, members = run_of(1)
     for _ in range(3):
@@ -337,26 +309,8 @@ def test_a_wrong_address_says_what_to_give() -> None:
             join_membership(FACTS, start_timeout=timedelta(seconds=5), silence_s=2.0)
 
 
-def test_where_nobody_serves_a_store_one_is_told_so_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        entering, "_refuse_unserved", partial(entering._refuse_unserved, patience_s=0.2)
-    )
-    with (
-        told_to_join(f"127.0.0.1:{free_port()}"),
-        pytest.raises(
-            PeerError, match=r"Nobody serves a store at .*: the run has ended, or hasn't"
-        ),
-    ):
-        join_membership(FACTS, start_timeout=timedelta(hours=1), silence_s=2.0)
-
-
-def test_where_no_run_is_one_is_told_so_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_run_is_one_is_told_so_in_time() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # A name that isn't known yet, or a host that isn't up, is no reason to give up sooner.
-    late = mock.Mock(side_effect=socket.gaierror("not known"))
-    monkeypatch.setattr(socket, "create_connection", late)
     with told_to_join(f"127.0.0.1:{store.port}"), pytest.raises(PeerError, match="No run to join"):
         join_membership(FACTS, start_timeout=timedelta(seconds=0.3), silence_s=2.0)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero import keep
-from lightning_hetero.runtime.generation.worker import JOIN
+from lightning_hetero.runtime.generation.keeper import JOIN
 from tests.processes import free_port
 from tests.scripts import run_python
 
 SCRIPT = """
 import os, sys
-from lightning_hetero.runtime.generation.worker import KEPT
+from lightning_hetero.runtime.generation.keeper import KEPT
 with open("begun", "a") as file:
     file.write(" ".join([*sys.argv[1:], str(KEPT in os.environ)]) + "\\n")
 sys.exit(int(sys.argv[1]))

@@ -12,14 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.runtime.generation import worker
+from lightning_hetero.keep import be_kept, block_signals
 from lightning_hetero.runtime.generation.joiners import (
     Joiner,
     begin_numbers,
     draw_number,
     note_entered,
 )
-from lightning_hetero.runtime.generation.keeper import Keeper, be_kept, block_signals
+from lightning_hetero.runtime.generation.keeper import (
+    JOIN,
+    KEPT,
+    Keeper,
+    Worker,
+    joiner_variables,
+    tell_keeper,
+)
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import (
     ENDED,
@@ -28,13 +35,6 @@ from lightning_hetero.runtime.generation.records import (
     propose,
     tell_gone,
     who_is_gone,
-)
-from lightning_hetero.runtime.generation.worker import (
-    JOIN,
-    KEPT,
-    Worker,
-    joiner_variables,
-    tell_keeper,
 )
 from lightning_hetero.runtime.ranks.failure import LEAVE_EXIT_CODE
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
@@ -143,9 +143,6 @@ def keeper_of(
         more = {"died_in_training": None, "is_joiner": False, "is_due": False}
         more |= {"describe_end": lambda: "It ended.", "is_lost": code is not None}
         worker = SimpleNamespace(member=("members", number), code=code, **more)
-        worker.note_death = lambda *, in_training, of=worker: vars(of).update(
-            died_in_training=in_training
-        )
         workers.append(worker)
     seen = Seen(run, on_call)
     monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda *_: seen)
@@ -165,7 +162,7 @@ def test_a_keeper_with_a_living_worker_asks_nothing_about_its_dead_ones_again(
     assert asked == [("check", ["gone/3"])]
 
 
-def test_a_keeper_does_not_rest_before_it_has_told_of_a_worker_that_dies_while_it_looks(
+def test_a_keeper_tells_of_a_worker_that_dies_while_it_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def die(name: str, *arguments: object) -> None:
@@ -177,10 +174,8 @@ def test_a_keeper_does_not_rest_before_it_has_told_of_a_worker_that_dies_while_i
     run.set(NEWEST, "0")
     keeper._look(dist.HashStore())
     assert who_is_gone(run) == {0}
-    assert not keeper._may_rest()
     keeper._look(dist.HashStore())
     assert who_is_gone(run) == {0, 1}
-    assert keeper._may_rest()
 
 
 def test_one_worker_that_fails_after_training_is_a_failure_though_another_died_before(
@@ -198,7 +193,7 @@ class Place:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(worker.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         self.run = dist.PrefixStore("members", dist.HashStore())
         begin_numbers(self.run, 2)
         for number in range(2):

@@ -1,11 +1,5 @@
 """Many members agree on a generation, in virtual time: the store answers one after another."""
 
-from types import SimpleNamespace
-
-import pytest
-
-from lightning_hetero.runtime.generation import records
-from lightning_hetero.runtime.generation.records import Turns
 from tests.runtime.generation.virtual_time import form_next
 
 NODE = 8
@@ -31,16 +25,3 @@ def test_the_others_go_on_if_those_freeze_whose_turns_come_most_often() -> None:
     formed = form_next(128, num_frozen=NODE, num_here=NODE // 2, silence_s=SILENCE_S)
     assert formed.lost == {tuple(range(NODE))}
     assert formed.seconds < 3 * SILENCE_S
-
-
-def test_the_last_of_many_members_has_a_turn_too_if_all_before_it_freeze(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: now_s))
-    turns = Turns(0.05)
-    assert turns.is_next(1023)
-    now_s = 2.4
-    assert not turns.is_next(1023)
-    now_s = 2.6
-    assert turns.is_next(1023)

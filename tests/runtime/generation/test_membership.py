@@ -1,21 +1,19 @@
 """Members of one process, each in a thread, agree on generations in one store."""
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.generation import records
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import (
+    ENDED,
     Generation,
     Member,
-    has_ended,
     is_anybody_left,
-    is_gone,
+    reason_of,
     say_here,
 )
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
@@ -51,26 +49,6 @@ def test_those_who_are_left_agree_on_one_generation_and_keep_their_order() -> No
     assert everyone[3].find_gone() is None
 
 
-def test_a_store_keeps_the_names_of_two_generations() -> None:
-    store = dist.HashStore()
-    everyone = members(store)
-    found = []
-    for _ in range(5):
-        formed = form(everyone)[0]
-        met = dist.PrefixStore(f"generation/{formed.number}", store)
-        for name in ("a", "b", "c"):
-            met.set(name, "")
-        if everyone[0]._tidying is not None:
-            everyone[0]._tidying.join()
-        found.append(store.num_keys())
-    # Of each generation but the first, who is called; who is here, what they met in, and, for good,
-    # who was in it.
-    grown = [later - earlier for earlier, later in pairwise(found)]
-    assert grown == [1 + 1 + 3 + 1, 1 + 1, 1, 1]
-    # And that is short, but for the first generation and the last two.
-    assert [len(records.members_of(store, number)) for number in range(5)] == [4, 0, 0, 4, 4]
-
-
 def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> None:
     store = dist.HashStore()
     everyone = members(store)
@@ -81,11 +59,11 @@ def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> Non
     assert {item.world_size for item in formed} == {3}
     for _ in range(3):
         form(everyone)
-    # However late: its next generation is forgotten by then, but not that it has formed.
+    # However late.
     with pytest.raises(PeerError, match=r"The others go on without this process \(member 2"):
         frozen.form(range(4))
     # Nor under the old names: those of each generation begin with its number.
-    assert is_gone(store, 2)
+    assert reason_of(store, 2)
     assert is_anybody_left(store)
 
 
@@ -169,9 +147,9 @@ def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
     everyone[0].tell_gone(0, "x")
     everyone[0].tell_gone(1, "x")
     assert not is_anybody_left(store)
-    assert not has_ended(store)
+    assert not store.check([ENDED])
     everyone[1].tell_end()
-    assert has_ended(store)
+    assert store.check([ENDED])
 
 
 def test_a_process_that_was_silent_before_is_not_waited_for_as_long_again(

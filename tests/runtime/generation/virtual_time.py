@@ -18,13 +18,14 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core import process
-from lightning_hetero.runtime.generation import joiners, membership, records
+from lightning_hetero.runtime.generation import joiners, membership
 from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.generation.records import say_here
 from lightning_hetero.runtime.ranks import heartbeat
 
 __all__ = ["Formed", "Timeline", "form_next"]
 
-_MODULES = membership, joiners, records, heartbeat, process
+_MODULES = membership, joiners, heartbeat, process
 _STACK_BYTES = 512 * 1024
 
 
@@ -164,7 +165,7 @@ def form_next(
     with timeline.in_use():
         timeline.run([partial(member.form, range(num_members)) for member in everyone])
         for frozen in everyone[:num_here]:
-            frozen._say_here(1)
+            say_here(timeline.store, 1, frozen._own)
         begin_s, before, left = timeline.now_s, timeline.num_calls, everyone[num_frozen:]
         pairs = timeline.run(
             [

@@ -4,8 +4,6 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,11 +16,9 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
-from lightning_hetero.runtime.ranks import meeting
-from lightning_hetero.runtime.ranks.communicators import Communicators, init_process_group
+from lightning_hetero.runtime.ranks.communicators import init_process_group
 from lightning_hetero.runtime.ranks.connections import Connections, is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Watch
-from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.processes import Processes
 
 _TIMEOUT = timedelta(seconds=120)
@@ -52,75 +48,41 @@ def heartbeats(
     return beats, [beats[rank].watch(Ring(numbers=numbers, rank=rank)) for rank in numbers]
 
 
-def count_sockets(rank: int, *, is_lazy: bool) -> int:
-    """Return how many sockets this rank has opened once all kinds of control traffic have run."""
-    before = _sockets()
-    processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
-    with _connecting(is_lazy=is_lazy):
-        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
-        comms = processes.comms
-        comms.connect([(a, a + s) for s in (1, -1) for a in range(4) if 0 <= a + s < 4])
-        tree = RankTree(comms.control)
-        tree.share(tree.begin_up(torch.zeros(8)))
-        comms.gather_objects(rank)
-        comms.on_rank_0(lambda: rank)
-        dist.broadcast_object_list([rank], 0, group=processes.control)
-        processes.most(rank)
-        _hand_on(comms, rank, 1)
-        _hand_on(comms, rank, -1)
-        dist.barrier(group=processes.control)
-        found = len(_sockets() - before)
-        dist.barrier(group=processes.control)
-    processes.stop_watching()
-    return found
-
-
 def connect_stages(rank: int, *, plans: list[ParallelPlan]) -> list[tuple[int, bool]]:
     """Return, for plans that run one after another, new sockets and whether stages can talk."""
     processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
-    with _connecting(is_lazy=False):
-        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
-        comms, found = processes.comms, []
-        for plan in plans:
-            before = _sockets()
-            runs = mock.Mock(_comms=comms, _tensor_parallel=None)
-            PlanSwitch._connect(runs, plan)
-            found.append((len(_sockets() - before), bool(comms._edges)))
-            dist.barrier(group=processes.control)
+    processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
+    comms, found = processes.comms, []
+    for plan in plans:
+        before = _sockets()
+        runs = mock.Mock(_comms=comms, _tensor_parallel=None)
+        PlanSwitch._connect(runs, plan)
+        found.append((len(_sockets() - before), bool(comms._edges)))
+        dist.barrier(group=processes.control)
     processes.stop_watching()
     return found
 
 
 def wait_for_frozen(rank: int, *, frozen: int) -> str:
-    """Wait for a message that never comes, over a connection made lazily, and hang up.
+    """Wait for a message that never comes, and hang up.
 
     Returns why the wait has ended; nothing on the frozen rank.
     """
     processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
-    with _connecting(is_lazy=True):
-        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
-        comms, found = processes.comms, ""
-        message, others = torch.zeros(1), [r for r in range(comms.world_size) if r != frozen]
-        comms.connect((frozen, other) for other in others)
-        if rank == frozen:
-            for other in others:
-                dist.send(message, other, group=comms.edge(frozen, other))
-        else:
-            dist.recv(message, frozen, group=comms.edge(frozen, rank))
-        dist.barrier(group=processes.control)
-        store = processes._connect_store()
-        if rank == frozen:
-            store.wait([f"ended/{other}" for other in others])
-        else:
-            port = TorchElasticEnvironment().main_port
-            late = threading.Timer(0.2, partial(comms.connections.hang_up, spared_port=port))
-            late.start()
-            try:
-                dist.recv(message, frozen, group=comms.edge(frozen, rank))
-            except RuntimeError as error:
-                found = str(error)
-            late.join()
-            store.set(f"ended/{rank}", "")
+    found = ""
+    processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
+    message, store = torch.zeros(1), processes._connect_store()
+    if rank == frozen:
+        store.wait([f"ended/{r}" for r in range(processes.comms.world_size) if r != frozen])
+    else:
+        late = threading.Timer(0.2, processes.comms.connections.hang_up)
+        late.start()
+        try:
+            dist.recv(message, frozen, group=processes.control)
+        except RuntimeError as error:
+            found = str(error)
+        late.join()
+        store.set(f"ended/{rank}", "")
     processes.stop_watching()
     return found
 
@@ -154,29 +116,6 @@ def talk_until_hung_up(rank: int, *, port: int, num_times: int) -> set[str]:
         while store.add("left", 0) < 2:
             time.sleep(0.001)
     return found
-
-
-def _hand_on(comms: Communicators, rank: int, step: int) -> None:
-    """Send to the next stage and receive from the one before, in one pipeline of all ranks."""
-    works = []
-    if 0 <= rank + step < dist.get_world_size():
-        works.append(dist.isend(torch.zeros(1), rank + step, group=comms.edge(rank, rank + step)))
-    if 0 <= rank - step < dist.get_world_size():
-        works.append(dist.irecv(torch.zeros(1), rank - step, group=comms.edge(rank - step, rank)))
-    for work in works:
-        assert work is not None
-        work.wait()
-
-
-@contextmanager
-def _connecting(*, is_lazy: bool) -> Iterator[None]:
-    """Let gloo connect as in runs above, or below, the number of ranks where it becomes lazy."""
-    most = 1 if is_lazy else 1_000_000
-    with (
-        mock.patch.dict(os.environ),
-        mock.patch.object(meeting, "MAX_EAGER_RANKS", most),
-    ):
-        yield
 
 
 def _sockets() -> set[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.recomputation import LayerBytes
-from lightning_hetero.models import HeteroLM, LMConfig, PackedCollate
+from lightning_hetero.models import HeteroLM, LMConfig, pack_samples
 from lightning_hetero.models.huggingface import use_packed_attention
 from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.runtime.setup.products import KeptProducts
@@ -91,7 +91,7 @@ def test_a_profile_of_the_reference_model_predicts_within_5_percent(
             vocab_size=29, hidden_size=64, num_layers=NUM_LAYERS, num_heads=4, intermediate_size=172
         )
     )
-    batch = PackedCollate()(samples(lengths))
+    batch = pack_samples(samples(lengths))
 
     def step() -> Tensor:
         return model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
@@ -126,7 +126,7 @@ def test_one_micro_batch_of_a_hugging_face_model_predicts_others_within_10_perce
 
     def step_of(lengths: tuple[int, ...]) -> Callable[[], Any]:
         if kind == "packed":
-            batch = PackedCollate()(samples(lengths))
+            batch = pack_samples(samples(lengths))
             return lambda: model(**batch).logits
         rows = nn.utils.rnn.pad_sequence(samples(lengths), batch_first=True)
         mask = (rows > 0).long()

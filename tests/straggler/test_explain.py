@@ -13,12 +13,12 @@ import yaml
 
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.operations.replay import Replay
-from lightning_hetero.straggler.operations.trace import OperationTrace, read_operations
-from lightning_hetero.straggler.operations.what_if import Explanation, Layout, answer, explain
-from tests.straggler.operations.emulated import Planted
+from lightning_hetero.straggler.replay import Replay
+from lightning_hetero.straggler.traces import Layout, OperationTrace, read_operations
+from lightning_hetero.straggler.what_if import Explanation, answer, explain
+from tests.straggler.emulated import Planted
 
-DATA = Path(__file__).parents[4] / "shared/data/straggler-traces"
+DATA = Path(__file__).parents[3] / "shared/data/straggler-traces"
 NOTHING = Planted()
 SHAPES = [(4, 4), (2, 2), (8, 2), (3, 6)]
 CAUSES = {

@@ -1,6 +1,6 @@
 """Find what each operation of a trace waited for, so that it can be replayed with other durations.
 
-On a rank an operation waits for those that ended just before it. A send and its receive end
+On a rank an operation waits for the last one that had ended before it. A send and its receive end
 together, and so do the ranks of a collective: their *own* time begins when the last of them has
 come, all before is waiting. Which ranks a collective joins is seen from the times: where all ends
 coincide although the starts don't. So is a barrier that the trace doesn't hold: where all starts
@@ -14,7 +14,7 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.simulator.operations import OperationGraph, propagate_operations
-from lightning_hetero.straggler.operations.trace import OperationTrace, grouped
+from lightning_hetero.straggler.traces import OperationTrace, grouped
 
 __all__ = ["BACKWARD", "FORWARD", "TRANSFERS", "Replay"]
 
@@ -24,13 +24,12 @@ BACKWARD = ("backward-compute", "backward-input", "backward-weight")
 """Kinds of operations that compute backwards, whole or in parts."""
 TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 """Kinds of operations that move activations and their gradients between stages."""
-RECEIVES = TRANSFERS[1::2]
-_LOCAL = ("gc", "optimizer", *FORWARD, *BACKWARD, *TRANSFERS)
+_LOCAL = ("gc", *FORWARD, *BACKWARD, *TRANSFERS)
 _ROUNDING_S, _MOST_OVERLAP_S, _OVERLAP = 2e-5, 1e-3, 0.1
 """Clocks of streams differ a little: an operation counts as ended before another begins if it
 overlaps it by at most a tenth of its own time, and never by more than a millisecond."""
-_WINDOW = 4
-"""How many operations before each one, on its rank, it may wait for."""
+_DEPTH = 8
+"""How many operations before one are looked at for the last that had ended."""
 _RENDEZVOUS = 0.99
 """Sends wait for their receives if more than this share of them end after the receive begins."""
 _COINCIDE = 0.2
@@ -60,42 +59,45 @@ class Replay:
         Raises:
             ConfigurationError: Operations wait for each other in a circle.
         """
-        waits_for = np.full((len(trace), _WINDOW + 3), -1, np.int64)
-        waits_for[:, : _WINDOW + 1] = _earlier_on_rank(trace)
-        group = _pair_transfers(trace, waits_for)
+        ended_s = trace.end_s - _ROUNDING_S
+        ended_s -= np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))
+        group, sent = _pair_transfers(trace)
+        waits_for = np.stack(
+            [*_earlier_on_rank(trace, ended_s), _received(trace, ended_s), sent], axis=1
+        )
         _join_collectives(trace, group)
         step_start = np.full(int(trace.step.max()) + 1, np.inf)
         np.minimum.at(step_start, trace.step, trace.start_s)
         start, end = (times - step_start[trace.step] for times in (trace.start_s, trace.end_s))
         # A receive that only waits begins, in effect, when the send has ended.
-        start = np.minimum(np.maximum(start, np.r_[end, 0.0][waits_for[:, -1]]), end)
+        start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
         ready = np.r_[end, 0.0][waits_for].max(axis=1)
         # One that has nothing to do before its send begins waits for that, whenever it is recorded.
-        receives = np.flatnonzero(trace.are(*RECEIVES))
+        receives = np.flatnonzero(trace.are(*TRANSFERS[1::2]))
         is_idle = ready[receives] <= start[group[receives]]
         start[receives] = np.where(is_idle, ready[receives], start[receives])
         barriers = _Barriers(trace, start, ready)
-        added = np.arange(len(trace), len(trace) + len(barriers.before))
-        waits_for = np.r_[waits_for, np.full((len(added), waits_for.shape[1]), -1)]
-        for barrier, op in zip(added.tolist(), barriers.before.tolist(), strict=True):
+        behind = barriers.before
+        # Operations behind several barriers pass one after another.
+        waits_for = np.r_[waits_for, np.full((len(behind), waits_for.shape[1]), -1)]
+        for barrier, op in enumerate(behind.tolist(), start=len(trace)):
             waits_for[barrier] = waits_for[op]
             waits_for[op] = -1
             waits_for[op, 0] = barrier
-        group = np.r_[group, len(trace) + barriers.group]
         try:
-            graph = OperationGraph.build(waits_for, group)
+            graph = OperationGraph.build(waits_for, np.r_[group, len(trace) + barriers.group])
         except ValueError as error:
             raise ConfigurationError(f"The trace can't be replayed: {error}.") from error
         last_start = np.full(len(trace), -np.inf)
-        np.maximum.at(last_start, group[: len(trace)], start)
+        np.maximum.at(last_start, group, start)
         return cls(
             trace=trace,
             graph=graph,
-            own_s=np.r_[np.maximum(end - last_start[group[: len(trace)]], 0.0), barriers.own_s],
-            gap_s=np.r_[np.maximum(start - barriers.ready_s, 0.0), np.zeros(len(added))],
-            step=np.r_[trace.step, trace.step[barriers.before]],
-            barriers=barriers.before,
-            only_waits=np.flatnonzero(waits_for[: len(trace), -1] >= 0),
+            own_s=np.r_[np.maximum(end - last_start[group], 0.0), barriers.own_s],
+            gap_s=np.r_[np.maximum(start - barriers.ready_s, 0.0), np.zeros(len(behind))],
+            step=np.r_[trace.step, trace.step[behind]],
+            barriers=behind,
+            only_waits=np.flatnonzero(sent >= 0),
         )
 
     def step_s(self, own_s: FloatArray, gap_s: FloatArray) -> FloatArray:
@@ -115,12 +117,27 @@ class Replay:
         return seconds
 
 
-def _in_background(trace: OperationTrace) -> IntArray:
-    """Return 1 for sends, and 2 for receives, if such go on while their rank computes; else 0."""
-    stream = np.zeros(len(trace), np.int64)
+def _last_ended(
+    trace: OperationTrace, ended_s: FloatArray, ops: IntArray, among: IntArray
+) -> IntArray:
+    """Return the last of `among` that had ended on the rank when each of `ops` began; -1: none."""
+    found, place = np.full(len(ops), -1), np.searchsorted(among, ops)
+    for back in range(1, min(_DEPTH, len(among)) + 1):
+        other = among[np.maximum(place - back, 0)]
+        fits = (place >= back) & (found < 0) & (ended_s[other] <= trace.start_s[ops])
+        fits &= (trace.rank[other] == trace.rank[ops]) & (trace.step[other] == trace.step[ops])
+        found[fits] = other[fits]
+    return found
+
+
+def _earlier_on_rank(trace: OperationTrace, ended_s: FloatArray) -> tuple[IntArray, IntArray]:
+    """Return the operation that each waits for on its rank, and for a send the compute before it.
+
+    Sends, and receives, that go on while their rank computes wait for each other only.
+    """
     computes = np.flatnonzero(trace.are(*FORWARD, *BACKWARD))
-    ended_s = trace.end_s - _overlap_s(trace)
-    for number, names in enumerate((TRANSFERS[::2], RECEIVES), start=1):
+    stream, before = np.zeros(len(trace), np.int64), np.full((2, len(trace)), -1)
+    for number, names in enumerate((TRANSFERS[::2], TRANSFERS[1::2]), start=1):
         ops = np.flatnonzero(trace.are(*names))
         following = np.searchsorted(computes, ops)
         overlapped = np.zeros(len(ops), bool)
@@ -132,71 +149,34 @@ def _in_background(trace: OperationTrace) -> IntArray:
             overlapped[known] |= same & (both < np.minimum(ended_s[other], ended_s[op]))
         if len(ops) and overlapped.mean() > 1.0 - _RENDEZVOUS:
             stream[ops] = number
-    return stream
+    for number in range(3):
+        ops = np.flatnonzero(stream == number)
+        before[0, ops] = _last_ended(trace, ended_s, ops, ops)
+        if number == 1:
+            before[1, ops] = _last_ended(trace, ended_s, ops, computes)
+    return before[0], before[1]
 
 
-def _earlier_on_rank(trace: OperationTrace) -> IntArray:
-    """Return the few operations before each on its rank that had ended when it began.
-
-    Transfers in background wait for each other; their sends, for the compute before them, too.
-    """
-    stream, index = _in_background(trace), np.arange(len(trace))
-    order = np.lexsort((index, stream, trace.rank, trace.step))
-    found = np.full((len(trace), _WINDOW + 1), -1, np.int64)
-    keys = np.stack([trace.step, trace.rank, stream])[:, order]
-    begins = np.r_[True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)]
-    first = np.maximum.accumulate(np.where(begins, index, 0))
-    ended_s, start_s = (trace.end_s - _overlap_s(trace))[order], trace.start_s[order]
-    for back in range(1, 4 * _WINDOW + 1):
-        other = index - back
-        ended = (other >= first) & (ended_s[other] <= start_s)
-        if back <= _WINDOW:
-            found[:, back - 1] = np.where(ended, order[other], -1)
-        else:  # Those that overlap everything just before them look further back.
-            ended &= (found < 0).all(axis=1)
-            found[ended, 0] = order[other[ended]]
-    earlier = np.empty_like(found)
-    earlier[order] = found
-    sends = np.flatnonzero(stream == 1)
-    if len(sends):
-        computes = np.flatnonzero(trace.are(*FORWARD, *BACKWARD))
-        place = np.searchsorted(computes, sends)
-        for back in (3, 2, 1):  # The nearest that had ended comes last.
-            made = computes[np.maximum(place - back, 0)]
-            own = (trace.rank[made] == trace.rank[sends]) & (trace.step[made] == trace.step[sends])
-            own &= (trace.end_s - _overlap_s(trace))[made] <= trace.start_s[sends]
-            earlier[sends[own], -1] = made[own]
-    return earlier
-
-
-def _overlap_s(trace: OperationTrace) -> FloatArray:
-    seconds: FloatArray = np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))
-    return seconds + _ROUNDING_S
-
-
-def _pair_transfers(trace: OperationTrace, waits_for: IntArray) -> IntArray:
-    """Return the group of each operation, and let receives wait for sends that had ended."""
-    group = np.arange(len(trace))
+def _pair_transfers(trace: OperationTrace) -> tuple[IntArray, IntArray]:
+    """Return the group of each operation, and the send that a receive only waits for, or -1."""
+    group, sent = np.arange(len(trace)), np.full(len(trace), -1)
     pairs = [_paired(trace, name, hop) for name, hop in (("forward", 1), ("backward", -1))]
     send, receive = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
     if len(send) and (trace.end_s[send] > trace.start_s[receive]).mean() > _RENDEZVOUS:
         group[receive] = send
     else:  # Sends end without their receives, so only receives wait.
-        waits_for[receive, -1] = send
-    _wait_for_data(trace, waits_for)
-    return group
+        sent[receive] = send
+    return group, sent
 
 
 def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntArray]:
     """Return the sends and receives that belong together: the n-th from and to a stage."""
     sends, receives = (np.flatnonzero(trace.are(f"{name}-{end}")) for end in ("send", "recv"))
-    if not len(sends) or not len(receives):
-        return sends[:0], receives[:0]
     to = (trace.stage[sends] + hop) % (int(trace.stage.max()) + 1)
-    keys = [
-        _numbered(np.stack([trace.step[ops], trace.pipeline[ops], stage]))
-        for ops, stage in ((sends, to), (receives, trace.stage[receives]))
-    ]
+    keys = []
+    for ops, stage in ((sends, to), (receives, trace.stage[receives])):
+        place = trace.step[ops], trace.pipeline[ops], stage
+        keys.append(np.stack([*place, _occurrence(*place)]))
     number = grouped(*np.concatenate(keys, axis=1))
     _, i, j = np.intersect1d(
         number[: len(sends)], number[len(sends) :], assume_unique=True, return_indices=True
@@ -204,8 +184,9 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
     return sends[i], receives[j]
 
 
-def _wait_for_data(trace: OperationTrace, waits_for: IntArray) -> None:
-    """Let a forward or backward wait for what it receives, also where that came in background."""
+def _received(trace: OperationTrace, ended_s: FloatArray) -> IntArray:
+    """Return what each forward or backward received, also where that came in background; or -1."""
+    found = np.full(len(trace), -1)
     last_stage = np.zeros(int(trace.pipeline.max()) + 1, np.int64)
     np.maximum.at(last_stage, trace.pipeline, trace.stage)
     begins = (trace.stage == 0) & (trace.chunk == 0)
@@ -216,37 +197,33 @@ def _wait_for_data(trace: OperationTrace, waits_for: IntArray) -> None:
     ):
         users = np.flatnonzero(trace.are(*compute) & ~starts_here)
         receives = np.flatnonzero(trace.are(f"{name}-recv"))
-        if len(users) != len(receives):
-            continue
-        same = (trace.rank[users] == trace.rank[receives]) & (
-            trace.step[users] == trace.step[receives]
-        )
-        ended_s = (trace.end_s - _overlap_s(trace))[receives]
-        arrived = same & (ended_s <= trace.start_s[users])
-        waits_for[users[arrived], -2] = receives[arrived]
+        if len(users) == len(receives):
+            arrived = trace.rank[users] == trace.rank[receives]
+            arrived &= trace.step[users] == trace.step[receives]
+            arrived &= ended_s[receives] <= trace.start_s[users]
+            found[users[arrived]] = receives[arrived]
+    return found
 
 
-def _numbered(rows: IntArray) -> IntArray:
-    """Return the rows with one more: how often the same column came before."""
-    order = np.lexsort(rows[::-1])
-    ordered = rows[:, order]
-    begins = np.r_[True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)]
-    index = np.arange(rows.shape[1])
-    number = np.empty(rows.shape[1], np.int64)
+def _occurrence(*keys: IntArray) -> IntArray:
+    """Return of each combination of keys how often the same came before."""
+    same = grouped(*keys)
+    order, index = np.argsort(same, kind="stable"), np.arange(len(same))
+    begins = np.r_[True, np.diff(same[order]) != 0][: len(same)]
+    number = np.empty_like(same)
     number[order] = index - np.maximum.accumulate(np.where(begins, index, 0))
-    return np.vstack([rows, number])
+    return number
 
 
 def _join_collectives(trace: OperationTrace, group: IntArray) -> None:
     """Give the ranks of each collective one group: all, a stage's, or a pipeline's."""
     for kind, name in enumerate(trace.kinds):
         ops = np.flatnonzero(trace.kind == kind)
-        if name in _LOCAL:
+        if name in (*_LOCAL, "optimizer"):
             continue
         step = trace.step[ops]
-        number = _numbered(np.stack([step, trace.rank[ops]]))[-1]
-        nothing = np.zeros_like(step)
-        for place in (nothing, trace.stage[ops], trace.pipeline[ops]):
+        number = _occurrence(step, trace.rank[ops])
+        for place in (np.zeros_like(ops), trace.stage[ops], trace.pipeline[ops]):
             joined = grouped(step, number, place)
             starts, ends = (_spread(times[ops], joined) for times in (trace.start_s, trace.end_s))
             if ends < _COINCIDE * starts:
@@ -262,19 +239,18 @@ class _Barriers:
     All are the ranks of a step, a stage or a pipeline; one operation may be behind several.
     """
 
-    def __init__(self, trace: OperationTrace, start: FloatArray, ready: FloatArray) -> None:
+    def __init__(self, trace: OperationTrace, start: FloatArray, ready_s: FloatArray) -> None:
         self.before = np.empty(0, np.int64)
         """The operation behind each rank's part of a barrier."""
         self.group = np.empty(0, np.int64)
         self.own_s = np.empty(0)
-        self.ready_s = ready.copy()
+        self.ready_s = ready_s
         """When each operation could begin, after the barriers."""
         self._trace, self._start = trace, start
         self._least_s = 1e-3 * _spread(start, trace.step)
         for kind, name in enumerate(trace.kinds):
             ops = np.flatnonzero(trace.kind == kind)
-            number = _numbered(np.stack([trace.step[ops], trace.rank[ops]]))[-1]
-            if name not in (*FORWARD, *BACKWARD, *TRANSFERS, "gc") and not number.any():
+            if name not in _LOCAL and not _occurrence(trace.step[ops], trace.rank[ops]).any():
                 for place in (np.zeros_like(ops), trace.stage[ops], trace.pipeline[ops]):
                     for value in np.unique(place):
                         self._look(ops[place == value])

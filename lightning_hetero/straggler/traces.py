@@ -9,7 +9,8 @@ files, one of each rank, as `TraceOperations` writes them.
 import contextlib
 import gzip
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["OperationTrace", "grouped", "read_operations", "trace_files"]
+__all__ = ["Layout", "OperationTrace", "grouped", "read_operations", "trace_files"]
 
 _NEEDED = ("step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration", "mb_id")
 
@@ -92,6 +93,42 @@ def grouped(*keys: IntArray) -> IntArray:
         number = number * (int(values.max(initial=0)) + 1) + values
     numbers: IntArray = np.unique(number, return_inverse=True)[1]
     return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the job was laid out, as far as is known."""
+
+    tp_size: int = 1
+    """Devices behind each rank of the trace."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """The node of each rank."""
+
+    @classmethod
+    def from_dict(cls, entry: object, trace: OperationTrace) -> "Layout":
+        """Read `tp_size`, `layers` and `nodes`, and compare `dp_size` and `pp_size` with a trace.
+
+        Raises:
+            ConfigurationError: It isn't a layout, or is that of another job.
+        """
+        if not isinstance(entry, Mapping):
+            raise ConfigurationError("A layout is a mapping such as {dp_size: 4, pp_size: 4}.")
+        for name, found in (("dp_size", trace.pipeline), ("pp_size", trace.stage)):
+            if entry.get(name, int(found.max()) + 1) != int(found.max()) + 1:
+                raise ConfigurationError(
+                    f"The layout says {name} {entry[name]}, but the trace has "
+                    f"{int(found.max()) + 1}. Give the layout of the same job."
+                )
+        try:
+            return cls(
+                tp_size=int(entry.get("tp_size", 1)),
+                layers=tuple(map(int, entry.get("layers", ()))),
+                nodes={int(rank): str(n) for rank, n in dict(entry.get("nodes", {})).items()},
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"The layout has a wrong value: {error}.") from error
 
 
 def trace_files(folder: Path) -> list[Path]:
