@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.runtime.exchange.messages import SideStream
-from lightning_hetero.runtime.exchange.parcels import PushedParcels
+from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from tests.accelerator import device, streams
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
@@ -137,7 +137,7 @@ def without_waits() -> Iterator[None]:
         # that wait.
         for work in unit._sends:
             work._work.wait()
-        unit._sends, unit._kept = [], []
+        unit._sends, unit._kept, unit._parts = [], [], None
 
     with (
         mock.patch.object(SideStream, "after_compute", beside_compute),

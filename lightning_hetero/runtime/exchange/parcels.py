@@ -19,7 +19,6 @@ from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     split_works,
-    sum_dtype,
     wait_for_all,
 )
 from lightning_hetero.runtime.slices.host_memory import end_to_end
@@ -30,7 +29,7 @@ from lightning_hetero.runtime.slices.weights import (
     narrow_rows,
 )
 
-__all__ = ["Parcels", "PulledParcels", "PushedParcels"]
+__all__ = ["Parcel", "ParcelUnit", "Parcels", "Part", "PulledParcels", "SentPart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,11 @@ class Parcels:
         owned_here = (*self.arriving, *self.kept)
         self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
         """The parcels that arrive or are kept, in order of pipeline, then rank."""
+        contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
+        self.has_whole_slices = len(contents) <= 1 and all(
+            part.is_whole_slice for parcel in self.summed for part in parcel.parts
+        )
+        """Whether `summed` are all whole slices of the same parameters."""
         self.indices_leaving, self.indices_arriving, self.indices_kept = (
             tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
             for parcels in (self.leaving, self.arriving, self.kept)
@@ -117,7 +121,7 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
 
 
 @dataclass
-class _SentPart:
+class SentPart:
     """Rows that leave this rank, the same ones for each of its peers."""
 
     peers: list[int]
@@ -136,7 +140,7 @@ class _Splits(NamedTuple):
 
 
 @dataclass(eq=False)
-class _ParcelUnit:
+class ParcelUnit:
     """This rank's part in the exchanges of one unit: what it sends, receives and keeps."""
 
     unit: Unit
@@ -162,13 +166,13 @@ class _ParcelUnit:
     def _spec(self, part: Part) -> ParameterSpec:
         return self.unit.specs[part.index]
 
-    def _exchange(self, sent: Sequence[_SentPart]) -> list[Tensor]:
+    def _exchange(self, sent: Sequence[SentPart]) -> list[Tensor]:
         """Post sends and receives; return the buffers in which parcels arrive, in their order."""
         if self.group is None:
             return self._exchange_messages(sent)
         return self._exchange_together(self.group, sent)
 
-    def _exchange_messages(self, sent: Sequence[_SentPart]) -> list[Tensor]:
+    def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
         # Receives first: gloo sends at once what a peer waits for, without a round trip.
         for parcel in self.parcels.arriving:
@@ -185,7 +189,7 @@ class _ParcelUnit:
         return buffers
 
     def _exchange_together(
-        self, group: dist.ProcessGroup, sent: Sequence[_SentPart]
+        self, group: dist.ProcessGroup, sent: Sequence[SentPart]
     ) -> list[Tensor]:
         rows = {peer: item.rows for item in sent for peer in item.peers}
         leaving = [row for peer in sorted(rows) for row in rows[peer]]
@@ -238,13 +242,15 @@ class _Views:
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of rows that are both owned and held here."""
-    sending: list[_SentPart]
+    sending: list[SentPart]
     """What is sent; peers that need the same rows share one buffer."""
     targets: list[Tensor]
-    """The rows that each arriving part fills."""
+    """The rows that each arriving part fills, flattened to one dim if that is a view."""
+    are_lines: bool
+    """Whether all targets have one dim."""
 
 
-class PulledParcels(_ParcelUnit):
+class PulledParcels(ParcelUnit):
     """A unit whose weights arrive from their owners as parcels."""
 
     _buffers: list[Tensor]
@@ -258,12 +264,17 @@ class PulledParcels(_ParcelUnit):
 
     @cached_property
     def _views(self) -> _Views:
-        sending: dict[tuple[Part, ...], _SentPart] = {}
+        sending: dict[tuple[Part, ...], SentPart] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                rows = [self._of_slice(part) for part in parcel.parts]
-                sending[parcel.parts] = _SentPart([], rows)
+                rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
+                sending[parcel.parts] = SentPart([], rows)
             sending[parcel.parts].peers.append(parcel.destination)
+        targets = [
+            _in_line(self._of_shard(part))
+            for parcel in self.parcels.arriving
+            for part in parcel.parts
+        ]
         return _Views(
             copies=[
                 (self._of_shard(part), self._of_slice(part))
@@ -272,9 +283,8 @@ class PulledParcels(_ParcelUnit):
                 if self._spec(part).name not in self.weights.shared
             ],
             sending=list(sending.values()),
-            targets=[
-                self._of_shard(part) for parcel in self.parcels.arriving for part in parcel.parts
-            ],
+            targets=targets,
+            are_lines=all(target.ndim == 1 for target in targets),
         )
 
     def _of_slice(self, part: Part) -> Tensor:
@@ -303,80 +313,14 @@ class PulledParcels(_ParcelUnit):
         arrived = zip(self.parcels.arriving, self._buffers, strict=True)
         parts = [part for parcel, buffer in arrived for part in parcel.split(buffer)]
         targets = self._views.targets
-        if parts:
+        if not self._views.are_lines:
             pairs = zip(parts, targets, strict=True)
-            torch._foreach_copy_(targets, [part.view(target.shape) for part, target in pairs])
+            parts = [part.view(target.shape) for part, target in pairs]
+        if parts:
+            torch._foreach_copy_(targets, parts)
         self._buffers = []
 
 
-class PushedParcels(_ParcelUnit):
-    """A unit whose gradients go to their owners as parcels."""
-
-    _buffers: dict[int, Tensor]
-    """Gradients that have arrived, by source."""
-
-    @property
-    def leaving(self) -> set[str]:
-        """The parameters whose gradients leave this rank."""
-        return self._names(self.parcels.indices_leaving)
-
-    def post(self) -> None:
-        """Post the gradients that leave, which must be final; others may not be computed yet."""
-        sent = [
-            _SentPart([parcel.destination], self._rows(parcel)) for parcel in self.parcels.leaving
-        ]
-        sources = [parcel.source for parcel in self.parcels.arriving]
-        self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
-
-    def _rows(self, parcel: Parcel) -> list[Tensor]:
-        """Return a parcel's rows of this rank's gradients, each in one dim."""
-        rows = []
-        for part in parcel.parts:
-            # Detached: a view would keep the gradient alive after its plan is gone.
-            gradient = self.weights.gradient(self._spec(part).name).detach()
-            rows.append(narrow_rows(gradient, self._spec(part), *part.held).reshape(-1))
-        return rows
-
-    def wait(self) -> None:
-        """Wait for the other holders' gradients."""
-        self._wait_for_arrivals()
-
-    def sum(self) -> dict[str, Tensor]:
-        """Return the gradients of what this rank keeps, summed in order of pipeline, then rank."""
-        totals: dict[str, Tensor] = {}
-        for parcel in self.parcels.summed:
-            for part, piece in zip(parcel.parts, self._pieces(parcel), strict=True):
-                self._add(totals, part, piece)
-        return totals
-
-    @property
-    def _is_kept_twice(self) -> bool:
-        """Whether a second keeper must get the same sums, bit for bit.
-
-        Then this rank's own gradients are rounded like those that travel, and every sum begins with
-        zero, because 0 + -0 is 0.
-        """
-        return self.unit.kind.has_standbys
-
-    def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
-        """Return a parcel's gradients, each in one dim."""
-        if parcel.source != self.store.global_rank:
-            return parcel.split(self._buffers.pop(parcel.source))  # So that it is let go.
-        pieces = self._rows(parcel)
-        if self._is_kept_twice:
-            pieces = [piece.to(self.options.dtype) for piece in pieces]
-        return pieces
-
-    def _add(self, totals: dict[str, Tensor], part: Part, piece: Tensor) -> None:
-        spec = self._spec(part)
-        if spec.name not in totals:
-            master = self.store.masters[spec.name]
-            dtype = sum_dtype([master])
-            if part.is_whole_slice and not self._is_kept_twice:
-                # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
-                totals[spec.name] = piece.reshape(master.shape).to(dtype)
-                return
-            totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
-        total = totals[spec.name]
-        rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
-        rows += piece.reshape(rows.shape)
+def _in_line(rows: Tensor) -> Tensor:
+    """Return rows flattened to one dim if that is a view, else as they are."""
+    return rows.view(-1) if rows.is_contiguous() else rows
