@@ -198,7 +198,7 @@ def work(settings: Settings, node: str, slowdown: float) -> None:
             *first,
             EmulatedDevices(slowdown, memory_bytes=settings.memory_bytes),
             checkpoint_of(settings, node),
-            ElasticRestart(notice, poll_interval_s=0.5),
+            ElasticRestart(notice),
             StragglerMonitor(recheck_share=0.3),  # A small model's links are soon probed.
             RunMetrics(),
             Orders(settings.orders, run_log),

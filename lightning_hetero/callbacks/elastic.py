@@ -84,7 +84,6 @@ class ElasticRestart(Callback):
         drain_timeout_s: How long to wait at the end until the checkpoint is safe: on the nodes, or,
             if all nodes go, in the remote store. Providers give 30 s (GCP, Azure) or 120 s (AWS),
             torchrun 30 s after its SIGTERM.
-        poll_interval_s: Seconds between two questions to the provider.
         in_place: Go on without lost ranks in the other processes, with a plan for those that are
             left and as many samples per iteration as before. With `HeteroStrategy(redundancy=1)`
             they go on from their own slices, and no step is lost; but from the newest checkpoint,
@@ -100,7 +99,7 @@ class ElasticRestart(Callback):
             after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
 
     Raises:
-        ConfigurationError: There is no LayerwiseCheckpoint, a number isn't above 0, or `in_place`
+        ConfigurationError: There is no LayerwiseCheckpoint, a number is too small, or `in_place`
             doesn't work here.
     """
 
@@ -109,16 +108,12 @@ class ElasticRestart(Callback):
         preemption_notice: PreemptionNotice | Sequence[PreemptionNotice] | None = None,
         *,
         drain_timeout_s: float = 25.0,
-        poll_interval_s: float = 2.0,
         in_place: bool = False,
         heartbeat_timeout: timedelta = timedelta(seconds=2),
         replace_lost: bool = True,
     ) -> None:
-        if drain_timeout_s <= 0 or poll_interval_s <= 0:
-            raise ConfigurationError(
-                f"drain_timeout_s is {drain_timeout_s} and poll_interval_s {poll_interval_s}; both "
-                "must be above 0."
-            )
+        if drain_timeout_s <= 0:
+            raise ConfigurationError(f"drain_timeout_s is {drain_timeout_s}; it must be above 0.")
         notices = [] if preemption_notice is None else preemption_notice
         self._notices = list(notices) if isinstance(notices, Sequence) else [notices]
         if heartbeat_timeout.total_seconds() < 0.5:
@@ -130,7 +125,6 @@ class ElasticRestart(Callback):
         self.heartbeat_timeout = heartbeat_timeout
         self.replace_lost = replace_lost
         self._drain_timeout_s = drain_timeout_s
-        self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None
         self._between: SigtermNotice | None = None
         """Notes a SIGTERM between the end of a fit and the start of training in the next one."""
@@ -176,7 +170,7 @@ class ElasticRestart(Callback):
         was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
         self._sigterm = self._hear_sigterm(told=was_told)
         if self._notices and trainer.local_rank == 0:
-            self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
+            self._watcher = NoticeWatcher(self._notices)
             self._watcher.start()
 
     @override

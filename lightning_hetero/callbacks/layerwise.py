@@ -48,8 +48,8 @@ from lightning_hetero.checkpoint import (
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.places.store import local_folder
-from lightning_hetero.checkpoint.recovery.live import NothingLive
+from lightning_hetero.checkpoint.live import NothingLive
+from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]
@@ -202,9 +202,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            seconds = report_recovery(trainer, found, self.places, self._made_at_s)
-            is_in_place = found.is_live or found.why_not_live is not None
-            run_of(trainer).note_restart(seconds, in_place=is_in_place)
+            report_recovery(trainer, found, self.places, self._made_at_s)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -323,7 +321,7 @@ class LayerwiseCheckpoint(Checkpoint):
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Count the seconds of the start that follows from now on; see `Run.restart_s`."""
+        """Count the seconds of the start that follows from now on."""
         self._made_at_s = time.time()
 
     @override

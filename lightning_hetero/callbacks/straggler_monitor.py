@@ -11,7 +11,6 @@ Any strategy can be watched. `HeteroStrategy`'s clock tells computing from waiti
 forward pass is timed, which under DDP waits for nobody. Only `HeteroStrategy` can run another plan.
 """
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,7 @@ class StragglerMonitor(Callback):
         self._session = StragglerSession(
             run,
             Ranks(group),
-            self._config_of(known.restart_s),
+            self.config,
             report=partial(self._report, trainer),
             say=rank_zero_info,
             admission=self.admission,
@@ -155,13 +154,6 @@ class StragglerMonitor(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=trainer.global_step)
-
-    def _config_of(self, restart_s: float | None) -> WatchConfig:
-        """Return the configuration with the measured cost of a restart, if that is known."""
-        policy = self.config.policy
-        if restart_s is None or policy.restart_cost_s is not None:
-            return self.config
-        return replace(self.config, policy=replace(policy, restart_cost_s=restart_s))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -61,7 +61,7 @@ class _MetadataServer:
         place = urlsplit(self.base_url)
         connection = HTTPConnection(str(place.hostname), place.port, timeout=self.timeout_s)
         try:
-            connection.request(method, path, headers=dict(headers))
+            connection.request(method, place.path.rstrip("/") + path, headers=dict(headers))
             answer = connection.getresponse()
             body = answer.read().decode()
         except HTTPException as error:

@@ -8,7 +8,6 @@ train. On a single device without `HeteroStrategy` each iteration is one batch.
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,14 +21,10 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
-from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader, TicketDealer
+from lightning_hetero.data.loader import AssignedLoader, BatchMaker, TicketDealer
 from lightning_hetero.data.order import (
-    Cursor,
     EpochOrder,
-    IterationSource,
     Progress,
-    StreamOrder,
-    is_stream,
 )
 from lightning_hetero.data.samples import TokenSamples, cached_lengths, let_models_attend_packed
 from lightning_hetero.models import pack_samples
@@ -37,23 +32,20 @@ from lightning_hetero.models import pack_samples
 __all__ = ["HeteroDataModule"]
 
 _NUM_SAMPLED = 20_000
-_NUM_STREAMED = 8  # Iterations of a stream from which its lengths are sampled.
 
 
 class HeteroDataModule(pl.LightningDataModule):
     """Train on samples of different lengths, each once an epoch, balanced over the pipelines.
 
     Args:
-        train_dataset: Samples of token ids (see `data.samples`): map-style, or a stream that yields
-            the same samples on every rank.
+        train_dataset: Samples of token ids (see `data.samples`), with a length and indices.
         val_dataset: The same for validation; samples come in order, under the first plan.
-        tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
-            of known lengths (see `data.order`), at most for streams. Only on a stream a run can
-            resume with another number.
+        tokens_per_step: Tokens of an iteration on all pipelines together, on average (see
+            `data.order`).
         context_length: Most tokens of a sample; the rest of longer ones is cut off.
         lengths: Tokens of each training sample; None reads them once and caches them in a file.
         seed: Seed of the shuffle, the same on every rank.
-        num_workers: Processes that read samples of a map-style dataset and collate.
+        num_workers: Processes that read samples and collate.
         collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
             Hugging Face models in the module see where they end (`use_packed_attention`). Other
             models must keep them apart themselves, as `varlen_attention` does.
@@ -61,7 +53,8 @@ class HeteroDataModule(pl.LightningDataModule):
             each when it is needed, without a process.
 
     Raises:
-        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`.
+        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`, or a dataset is
+            a stream.
         ModelError: In `setup`: samples are packed, and a Hugging Face model can't see where they
             end. A model that `configure_model` makes is refused when the loader is made.
     """
@@ -88,6 +81,14 @@ class HeteroDataModule(pl.LightningDataModule):
         self.tokens_per_step = tokens_per_step
         self.context_length = context_length
         self._datasets = {"train": train_dataset, "val": val_dataset}
+        self._splits = [split for split, dataset in self._datasets.items() if dataset is not None]
+        for split in self._splits:
+            kind = type(self._datasets[split])
+            if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
+                raise ConfigurationError(
+                    f"HeteroDataModule needs a dataset with a length and indices, but "
+                    f"{kind.__name__} is a stream. Store its samples, or use a DataLoader."
+                )
         self._lengths: dict[str, ArrayLike | None] = {"train": lengths, "val": None}
         self._seed = seed
         self._num_workers = num_workers
@@ -109,12 +110,12 @@ class HeteroDataModule(pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        for split in self._sized():
+        for split in self._splits:
             self._find_lengths(split)
 
     @override
     def setup(self, stage: str) -> None:
-        for split in self._sized():
+        for split in self._splits:
             if split not in self._samples:
                 self._samples[split] = TokenSamples(
                     self._datasets[split],
@@ -129,11 +130,7 @@ class HeteroDataModule(pl.LightningDataModule):
         self._prepare_models()
         candidates = self._find_candidates()
         assert self._progress is not None, "setup comes before train_dataloader"
-        if self._train_loader is not None:
-            self._train_loader.rewind()
-        self._train_loader = self._make_loader(
-            "train", candidates, self._progress, num_trained=self._num_trained
-        )
+        self._train_loader = self._make_loader("train", candidates, self._progress)
         if self._slowdowns is not None:
             self._train_loader.dealer.set_slowdowns(self._slowdowns)
         return self._train_loader
@@ -236,17 +233,11 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._count_planned()
 
     def sample_lengths(self) -> IntArray:
-        """Return the tokens of training samples, once cut or split, or of a part of these.
-
-        The part is drawn at random; of a stream it is its first iterations.
-        """
-        if "train" in self._samples:
-            lengths = self._samples["train"].lengths
-            if len(lengths) <= _NUM_SAMPLED:
-                return lengths
-            return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
-        drawn = self._make_source("train").draw(Cursor())
-        return np.concatenate([item.lengths for item in islice(drawn, _NUM_STREAMED)])
+        """Return the tokens of training samples, once cut; of many, those of a random part."""
+        lengths = self._samples["train"].lengths
+        if len(lengths) <= _NUM_SAMPLED:
+            return lengths
+        return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -255,14 +246,6 @@ class HeteroDataModule(pl.LightningDataModule):
         if self.trainer is not None and self._collate is pack_samples:
             let_models_attend_packed(self.trainer.lightning_module)
 
-    def _sized(self) -> list[str]:
-        """Return the splits whose datasets are map-style."""
-        return [
-            split
-            for split, dataset in self._datasets.items()
-            if dataset is not None and not is_stream(dataset)
-        ]
-
     def _find_lengths(self, split: str) -> ArrayLike:
         lengths = self._lengths[split]
         if lengths is None:
@@ -270,12 +253,10 @@ class HeteroDataModule(pl.LightningDataModule):
         return lengths
 
     def _new_progress(self) -> Progress:
-        if "train" not in self._samples:
-            return Progress(seed=self._seed)
         return Progress(
             seed=self._seed,
             tokens_per_step=self.tokens_per_step,  # Cursors count iterations, too.
-            num_samples=len(self._samples["train"]),
+            num_samples=len(self._datasets["train"]),
         )
 
     def _find_candidates(self) -> Candidates:
@@ -287,45 +268,34 @@ class HeteroDataModule(pl.LightningDataModule):
             )
         return self._candidates or Candidates.alone()
 
-    def _make_source(self, split: str) -> IterationSource:
-        training = split == "train"
-        if split in self._samples:
-            return EpochOrder(
-                self._samples[split].lengths,
-                tokens_per_step=self.tokens_per_step,
-                seed=self._seed,
-                shuffle=training and not self._overfits(),
-            )
-        return StreamOrder(
-            self._datasets[split],
-            tokens_per_step=self.tokens_per_step,
-            context_length=self.context_length,
-        )
-
     def _make_loader(
-        self, split: str, candidates: Candidates, progress: Progress, **options: Any
+        self, split: str, candidates: Candidates, progress: Progress, *, restarts: bool = False
     ) -> AssignedLoader:
         self._num_loaders += 1
-        source = self._make_source(split)
+        trainer: Any = self.trainer
+        overfits = trainer is not None and trainer.overfit_batches > 0
+        samples = self._samples[split]
+        order = EpochOrder(
+            samples.lengths,
+            tokens_per_step=self.tokens_per_step,
+            seed=self._seed,
+            shuffle=split == "train" and not overfits,
+        )
         dealer = TicketDealer(
-            source,
+            order,
             self._open_planner(),
             candidates,
-            global_rank=0 if self.trainer is None else self.trainer.global_rank,
+            global_rank=0 if trainer is None else trainer.global_rank,
             name=f"{split}/{self._num_loaders}",
         )
-        samples = self._samples.get(split)
-        maker = BatchMaker(samples, self._collate)
-        if isinstance(source, EpochOrder):
-            return SizedLoader(
-                dealer,
-                maker,
-                progress,
-                num_iterations=len(source),
-                num_workers=self._num_workers,
-                **options,
-            )
-        return AssignedLoader(dealer, maker, progress, **options)
+        return AssignedLoader(
+            dealer,
+            BatchMaker(samples, self._collate),
+            progress,
+            num_iterations=len(order),
+            num_workers=self._num_workers,
+            restarts=restarts,
+        )
 
     def _open_planner(self) -> AheadPlanner:
         if self._planner is None:
@@ -339,17 +309,6 @@ class HeteroDataModule(pl.LightningDataModule):
                     num_ahead=self._num_ahead,
                 )
         return self._planner
-
-    def _overfits(self) -> bool:
-        trainer: Any = self.trainer
-        return trainer is not None and trainer.overfit_batches > 0
-
-    def _num_trained(self) -> int | None:
-        """Return how many iterations of the epoch the Trainer has trained."""
-        if self.trainer is None:
-            return None
-        tracked: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return int(tracked.processed)
 
     def _count_planned(self) -> int:
         """Return the number of training iterations that are drawn but not trained yet."""

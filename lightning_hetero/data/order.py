@@ -6,37 +6,25 @@ nearest to even parts. So an iteration has at most `tokens_per_step` tokens on a
 from the even part by less than the longest sample; no epoch has a small last iteration, and `len`
 is the same in every epoch. A run's position is the number of samples consumed in that order: a
 cursor, which depends neither on plans, nor on ranks or workers.
-
-Of a stream only the samples read so far are known. They come in its order, and an iteration takes
-them until the next would exceed the budget. Iterations are read ahead of the one that trains, so
-that their lengths are known and they can be planned. To resume, the stream is read from its start
-and consumed samples are dropped, which works alike on every topology.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch.utils.data import IterableDataset
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.data.samples import cut_sample, num_tokens
-from lightning_hetero.models.packing import token_ids
 
 __all__ = [
     "Cursor",
     "Drawn",
     "EpochOrder",
-    "IterationSource",
     "Progress",
-    "StreamOrder",
     "checksum",
-    "is_stream",
 ]
 
 
@@ -88,9 +76,9 @@ class Progress:
         """Move the cursor to the start of the next epoch."""
         self.cursor = Cursor(epoch=self.cursor.epoch + 1)
 
-    def state_dict(self, cursor: Cursor | None = None) -> dict[str, Any]:
-        """Return the cursor, or another one of the same order, with the identity of the order."""
-        return {"order": dict(self._identity), "cursor": asdict(cursor or self.cursor)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor with the identity of the order."""
+        return {"order": dict(self._identity), "cursor": asdict(self.cursor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the cursor of a saved state.
@@ -114,23 +102,16 @@ class Progress:
 class Drawn:
     """The samples of one iteration."""
 
-    samples: Sequence[Any]
-    """Indices of a map-style dataset, or the samples of a stream."""
+    samples: Sequence[int]
+    """Indices of the dataset's samples."""
     lengths: IntArray
     """Tokens of each sample."""
     before: Cursor
     after: Cursor
     checksum: int
     """Checksum of the samples, by which ranks notice that they have drawn different ones."""
-    is_last: bool = False
-    """Whether the epoch ends with it; always False for a stream, which can't tell."""
-
-
-class IterationSource(Protocol):
-    """A source of iterations; the same on every rank."""
-
-    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
-        """Yield iterations from a cursor on, to the end of its epoch or endlessly."""
+    is_last: bool
+    """Whether the epoch ends with it."""
 
 
 def checksum(*values: ArrayLike) -> int:
@@ -234,91 +215,3 @@ class EpochOrder:
         stops = np.minimum(stops, self.num_samples - (left - step))
         stops[-1] = self.num_samples
         return stops[stops > cursor.num_samples]
-
-
-def is_stream(dataset: object) -> bool:
-    """Return whether a dataset can only be read from its start."""
-    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or not sized
-
-
-class StreamOrder:
-    """The iterations of a stream, which every rank reads in the same order.
-
-    Args:
-        dataset: Yields the same samples on every rank, each time it is iterated; its `set_epoch`
-            is called if it has one.
-        tokens_per_step: Most tokens of an iteration.
-        context_length: Most tokens of a sample; the rest of longer ones is cut off.
-
-    Raises:
-        ConfigurationError: A number is out of range; while drawing, the stream is empty.
-    """
-
-    def __init__(
-        self, dataset: Iterable[Any], *, tokens_per_step: int, context_length: int
-    ) -> None:
-        if not 1 <= context_length <= tokens_per_step:
-            raise ConfigurationError(
-                f"A stream has context_length {context_length} and tokens_per_step "
-                f"{tokens_per_step}; a step must hold a context of 1 or more."
-            )
-        if isinstance(dataset, Iterator):
-            raise ConfigurationError(
-                f"The stream is a {type(dataset).__name__}, which can be read only once, but every "
-                "epoch and every resumed run reads it from its start. Give what makes a new "
-                "iterator each time, such as an IterableDataset."
-            )
-        self._dataset = dataset
-        self._tokens_per_step = tokens_per_step
-        self._context_length = context_length
-
-    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
-        """Yield the iterations from a cursor to the end of its epoch."""
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(cursor.epoch)
-        samples = islice(self._cut_samples(), cursor.num_samples, None)
-        before = cursor
-        for group in self._groups(samples):
-            after = Cursor(
-                epoch=cursor.epoch,
-                num_samples=before.num_samples + len(group),
-                num_iterations=before.num_iterations + 1,
-            )
-            lengths = np.array([num_tokens(sample) for sample in group], dtype=np.int64)
-            yield Drawn(
-                samples=group,
-                lengths=lengths,
-                before=before,
-                after=after,
-                checksum=checksum(lengths, [_middle_token(sample) for sample in group]),
-            )
-            before = after
-        if not before.num_samples:
-            raise ConfigurationError("The stream has 0 samples; give at least one.")
-
-    def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield the samples of each iteration."""
-        group: list[Any] = []
-        tokens = 0
-        for sample in samples:
-            length = num_tokens(sample)
-            if group and tokens + length > self._tokens_per_step:
-                yield group
-                group, tokens = [], 0
-            group.append(sample)
-            tokens += length
-        if group:
-            yield group
-
-    def _cut_samples(self) -> Iterator[Any]:
-        for index, sample in enumerate(self._dataset):
-            if num_tokens(sample) == 0:
-                raise ConfigurationError(f"Sample {index} of the stream is empty; drop it.")
-            yield cut_sample(sample, self._context_length)
-
-
-def _middle_token(sample: Any) -> Any:
-    row = token_ids(sample)
-    return row[len(row) // 2]

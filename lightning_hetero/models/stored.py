@@ -26,7 +26,6 @@ __all__ = [
     "SafetensorsFile",
     "StackedTensor",
     "StoredTensor",
-    "TransposedTensor",
     "open_folder",
 ]
 
@@ -169,28 +168,6 @@ class PieceOfTensor:
         start, stop = box[self.dim]
         own = self.start + start, self.start + stop
         return self.whole.read((*box[: self.dim], own, *box[self.dim + 1 :]))
-
-
-@dataclass(frozen=True)
-class TransposedTensor:
-    """A tensor with two dims exchanged."""
-
-    whole: StoredTensor
-    dims: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self._exchange(self.whole.shape)
-
-    def read(self, box: Box) -> Tensor:
-        """Return a box of it, on CPU."""
-        return self.whole.read(self._exchange(box)).transpose(*self.dims)
-
-    def _exchange(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
-        order = list(range(len(items)))
-        order[self.dims[0]], order[self.dims[1]] = order[self.dims[1]], order[self.dims[0]]
-        return tuple(items[index] for index in order)
 
 
 def open_folder(folder: Path) -> list[SafetensorsFile]:

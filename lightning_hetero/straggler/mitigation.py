@@ -268,9 +268,8 @@ class PolicyConfig:
     """First guess for S2 and its undoing, seconds: computing new counts and one new table."""
     swap_cost_s: float = 5.0
     """First guess for S3 and its undoing, seconds: a new plan's tables, buffers and first pull."""
-    restart_cost_s: float | None = None
-    """Cost of S4, seconds: checkpoint, new processes, loading. None takes the time of the run's
-    newest restart, or change of ranks in place, and 300 before there was one."""
+    restart_cost_s: float = 300.0
+    """Cost of S4, seconds: checkpoint, new processes, loading; about 1 in place."""
     allowed: tuple[Mitigation, ...] = _LADDER
     """Steps that may be taken: with S1 alone faults are found and named, and nothing is done."""
 
@@ -284,11 +283,10 @@ class PolicyConfig:
     @property
     def costs_s(self) -> dict[Mitigation, float]:
         """What each step is thought to cost, seconds."""
-        restart_s = 300.0 if self.restart_cost_s is None else self.restart_cost_s
         return {
             Mitigation.REBALANCE: self.rebalance_cost_s,
             Mitigation.SWAP: self.swap_cost_s,
-            Mitigation.RESTART: restart_s,
+            Mitigation.RESTART: self.restart_cost_s,
         }
 
 

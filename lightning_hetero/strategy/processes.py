@@ -35,7 +35,7 @@ from lightning_hetero.runtime.ranks.communicators import (
     reduce_over,
 )
 from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
+from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, interval_s
 from lightning_hetero.runtime.ranks.meeting import (
     connect_store,
@@ -220,10 +220,6 @@ class Processes:
             self.stop_watching()
         elif self._detector is not None:
             self._detector.report(error)
-            assert self._environment is not None
-            rank = self._environment.global_rank()
-            if self._detector.failed_rank not in (None, rank):
-                print_in_one_line(error, rank)
 
     # -- generations ----------------------------------------------------------------------------
 

@@ -109,9 +109,6 @@ class Run:
         self.restarters: list[RestartsRun] = []
         """Callbacks that can restart the run without some of its machines."""
         self._has_joiners = True
-        self.restart_s: float | None = None
-        """Seconds from the last step before the newest restart until its state was restored; of the
-        newest change of ranks, if restarters work in place. None until there was one."""
 
     @property
     def control(self) -> dist.ProcessGroup | None:
@@ -126,11 +123,6 @@ class Run:
     def note_generation(self, *, has_joiners: bool) -> None:
         """Note that a generation follows another one in place."""
         self._has_joiners = has_joiners
-
-    def note_restart(self, seconds: float | None, *, in_place: bool) -> None:
-        """Keep the seconds that a start took, if it was of the kind that restarters would cause."""
-        if in_place == any(item.in_place for item in self.restarters):
-            self.restart_s = seconds
 
     @staticmethod
     def join(members: list[_T], member: _T) -> None:

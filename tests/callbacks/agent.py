@@ -156,7 +156,7 @@ def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
     notice = None
     if "metadata_url" in settings:
         notice = AwsSpotNotice(base_url=f"{settings['metadata_url']}/{NODE}", timeout_s=30.0)
-    elastic = ElasticRestart(notice, poll_interval_s=0.2)
+    elastic = ElasticRestart(notice)
     return [checkpoint, elastic, Record(checkpoint, elastic)]
 
 

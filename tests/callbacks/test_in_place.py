@@ -17,7 +17,6 @@ from lightning_hetero.callbacks import ElasticRestart
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.failure import GenerationChange
-from lightning_hetero.strategy.run import Run
 from tests.callbacks.in_place import BATCH, Node, playing, toy_of_free_threads, undisturbed
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
@@ -234,15 +233,6 @@ def test_joiners_let_a_validation_end_that_nobody_would_make_up_for(
     with pytest.raises(GenerationChange) if goes_on_now else nullcontext():
         elastic.on_validation_start(trainer, None)
     assert (elastic._change is None) == goes_on_now
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_restart_that_a_straggler_needs_costs_what_one_of_its_kind_has(*, in_place: bool) -> None:
-    run = Run()
-    run.restarters.append(ElasticRestart(in_place=in_place))
-    for seconds, was_in_place in ((20.0, False), (0.4, True), (21.0, False), (0.5, True)):
-        run.note_restart(seconds, in_place=was_in_place)
-    assert run.restart_s == (0.5 if in_place else 21.0)
 
 
 def test_bad_options_say_what_to_do() -> None:

@@ -16,7 +16,7 @@ from lightning_hetero.checkpoint import (
     Peers,
     TierKind,
 )
-from lightning_hetero.checkpoint.places.claims import Lease
+from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.core.errors import ConfigurationError
 from tests.checkpoint.states import run_ranks
 

@@ -21,13 +21,10 @@ pytestmark = pytest.mark.filterwarnings(
 LENGTHS = lengths_of(60)
 
 
-def data(*, stream: bool = False, **options: Any) -> HeteroDataModule:
+def data(**options: Any) -> HeteroDataModule:
     fields: dict[str, Any] = {"tokens_per_step": 80, "context_length": 40, "seed": 3}
-    fields |= {"collate": indices, "num_ahead": 0}
-    if not stream:
-        fields |= {"lengths": LENGTHS}
-    dataset = RowStream(LENGTHS) if stream else Rows(LENGTHS)
-    return HeteroDataModule(dataset, **(fields | options))
+    fields |= {"collate": indices, "num_ahead": 0, "lengths": LENGTHS}
+    return HeteroDataModule(Rows(LENGTHS), **(fields | options))
 
 
 class Validates(Collects):
@@ -60,38 +57,25 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("stream", "options"),
-    [(False, {}), (True, {}), (True, {"reload_dataloaders_every_n_epochs": 1})],
-)
+@pytest.mark.parametrize("options", [{}, {"reload_dataloaders_every_n_epochs": 1}])
 def test_a_run_resumed_after_any_step_sees_what_the_whole_run_sees(
-    tmp_path: Path, *, stream: bool, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    whole = fit(data(stream=stream), callbacks=[Saves(tmp_path)], **options)
+    whole = fit(data(), callbacks=[Saves(tmp_path)], **options)
     steps = 1 + [sum(map(len, whole[: n + 1])) for n in range(len(whole))].index(60)
     for epoch in (whole[:steps], whole[steps:]):
         assert sorted(i for batch in epoch for i in batch) == list(range(60))
-    assert stream or whole[:steps] != whole[steps:]
+    assert whole[:steps] != whole[steps:]
     for step in (1, steps - 1, steps, steps + 1):
         workers = 2 if step == steps + 1 else 0
-        again = data(stream=stream, num_workers=workers)
+        again = data(num_workers=workers)
         assert whole[:step] + fit(again, tmp_path / f"{step}.ckpt", **options) == whole, step
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_another_budget_cuts_what_is_left_of_a_stream_and_is_refused_where_an_epoch_has_a_length(
-    tmp_path: Path, *, stream: bool
-) -> None:
-    first = fit(data(stream=stream), callbacks=[Saves(tmp_path)])[:3]
-    for budget in (40, 200):
-        again = data(stream=stream, tokens_per_step=budget)
-        if not stream:
-            with pytest.raises(CheckpointError, match=f"80.*{budget}.*same.*tokens_per_step"):
-                fit(again, tmp_path / "3.ckpt")
-            continue
-        rest = fit(again, tmp_path / "3.ckpt")
-        assert max(sum(LENGTHS[i] for i in batch) for batch in rest) <= budget
-        assert sorted(i for batch in first + rest for i in batch) == sorted([*range(60)] * 2)
+def test_another_budget_is_refused(tmp_path: Path) -> None:
+    fit(data(), callbacks=[Saves(tmp_path)])
+    with pytest.raises(CheckpointError, match=r"80.*40.*same.*tokens_per_step"):
+        fit(data(tokens_per_step=40), tmp_path / "3.ckpt")
 
 
 def test_a_new_run_starts_afresh_and_limits_end_an_epoch_early() -> None:
@@ -116,9 +100,8 @@ class Estimates(Collects):
         return super().configure_optimizers()
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_what_is_planned_and_not_trained_is_counted_in_short_and_in_resumed_epochs(
-    tmp_path: Path, *, stream: bool
+    tmp_path: Path,
 ) -> None:
     counts: list[int] = []
 
@@ -128,12 +111,12 @@ def test_what_is_planned_and_not_trained_is_counted_in_short_and_in_resumed_epoc
             counts.append(trainer.datamodule.set_slowdowns([1.0]))  # type: ignore[attr-defined]
 
     options: dict[str, Any] = {"limit_train_batches": 4, "callbacks": [Counts(tmp_path)]}
-    whole = fit(data(stream=stream, num_ahead=2), **options)
+    whole = fit(data(num_ahead=2), **options)
     assert counts == [2] * len(whole)
     trainer = L.Trainer(**quiet(max_epochs=2, devices=1) | options)
     module = Estimates()
     checkpoint = tmp_path / "3.ckpt"
-    again = data(stream=stream, num_ahead=2)
+    again = data(num_ahead=2)
     trainer.fit(module, again, ckpt_path=checkpoint, weights_only=False)
     assert whole[:3] + module.seen == whole
     assert set(counts) == {2}
@@ -208,12 +191,13 @@ def test_samples_are_packed_by_default() -> None:
     assert sum(batch.num_tokens for batch in batches) == sum(min(n, 16) for n in LENGTHS)
     assert max(batch.max_seqlen for batch in batches) <= 16
     assert datamodule.sample_lengths().sum() == sum(min(n, 16) for n in LENGTHS)
-    assert data(stream=True).sample_lengths().max() <= 40
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one whole context"):
         data(tokens_per_step=30)
+    with pytest.raises(ConfigurationError, match="RowStream is a stream"):
+        HeteroDataModule(RowStream(LENGTHS), tokens_per_step=80, context_length=40)
     with pytest.raises(ConfigurationError, match="isn't made yet"):
         data().set_slowdowns([1.0])
     saved = data()

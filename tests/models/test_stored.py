@@ -13,7 +13,6 @@ from lightning_hetero.models.stored import (
     PieceOfTensor,
     SafetensorsFile,
     StackedTensor,
-    TransposedTensor,
     open_folder,
 )
 
@@ -63,20 +62,11 @@ TREES = {
         lambda w: torch.cat((w["cube"], w["other"], w["again"]), 1),
     ),
     "a piece": (lambda t: PieceOfTensor(t["cube"], 1, 1, 3), lambda w: w["cube"][:, 1:3]),
-    "transposed": (
-        lambda t: TransposedTensor(t["cube"], (0, 2)),
-        lambda w: w["cube"].transpose(0, 2),
-    ),
     "pieces of a tree": (
         lambda t: PieceOfTensor(
-            TransposedTensor(
-                JoinedTensor((StackedTensor((t["half"], t["half"]), 0),) * 2, 1), (1, 2)
-            ),
-            2,
-            3,
-            10,
+            JoinedTensor((StackedTensor((t["half"], t["half"]), 0),) * 2, 1), 1, 3, 10
         ),
-        lambda w: torch.cat((torch.stack((w["half"],) * 2),) * 2, 1).transpose(1, 2)[..., 3:10],
+        lambda w: torch.cat((torch.stack((w["half"],) * 2),) * 2, 1)[:, 3:10],
     ),
 }
 

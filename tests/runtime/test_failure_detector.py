@@ -1,9 +1,7 @@
 """Two detectors in one process: what a rank does when another one has failed."""
 
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.ranks import failure
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
@@ -198,26 +196,6 @@ def test_what_nccl_could_not_allocate_here_is_no_failure_of_a_peer():
     for error in (dist.DistBackendError(told), torch.OutOfMemoryError("NCCL: out of memory")):
         assert not is_broken_connection(error)
     assert is_broken_connection(dist.DistBackendError("NCCL error: remote process exited"))
-
-
-class Refusal(ConfigurationError):
-    """Its end can be waited for."""
-
-
-def test_an_error_printed_in_one_line_is_let_go(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", lambda *_: sys.stdout.write("usual\n"))
-    error = Refusal("two\nlines")
-    for told in (error, ValueError("built in")):
-        failure.print_in_one_line(told, 3)
-    gone = weakref.ref(error)
-    sys.excepthook(Refusal, error, None)
-    sys.excepthook(ValueError, ValueError("mine"), None)
-    assert capsys.readouterr() == ("usual\n", "[rank3] Refusal: two lines\n")
-    del error
-    del told
-    assert gone() is None
 
 
 def test_whoever_stops_waits_for_what_is_aborted(ranks: tuple[Watched, Watched]) -> None:

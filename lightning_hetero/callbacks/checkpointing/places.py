@@ -33,9 +33,9 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.places.claims import Lease
-from lightning_hetero.checkpoint.places.store import check_store, local_folder
-from lightning_hetero.checkpoint.places.tiers import checkpoints_in
+from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.store import check_store, local_folder
+from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import Progress, machine_namespace, write_whole
 
@@ -289,9 +289,7 @@ class Found:
     """All ranks."""
 
 
-def report_recovery(
-    trainer: pl.Trainer, found: Found, places: Places, began_s: float
-) -> float | None:
+def report_recovery(trainer: pl.Trainer, found: Found, places: Places, began_s: float) -> None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
     Args:
@@ -299,9 +297,6 @@ def report_recovery(
         found: The state.
         places: This node's.
         began_s: When this start began, in seconds since the epoch.
-
-    Returns:
-        The seconds since the last finished step; None if no rank knows of one.
     """
     recovered, seconds = found.recovered, {"start": time.time() - began_s}
     own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
@@ -335,4 +330,3 @@ def report_recovery(
         is_live=found.is_live,
         why_not_live=found.why_not_live,
     )
-    return None if finished is None else sum(seconds.values())

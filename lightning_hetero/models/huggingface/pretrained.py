@@ -25,7 +25,6 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     MergeModulelist,
-    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -41,7 +40,6 @@ from lightning_hetero.models.stored import (
     SafetensorsFile,
     StackedTensor,
     StoredTensor,
-    TransposedTensor,
     open_folder,
 )
 
@@ -187,7 +185,7 @@ def _map_tensors(
             found = conversions.setdefault(name, _Conversion(by_pattern[pattern]))
             found.sources.setdefault(pattern, []).append(stored[key])
     for name, conversion in conversions.items():
-        tensors |= _convert(name, conversion, tuple(state[name].shape))
+        tensors |= _convert(name, conversion)
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(state[name].shape):
             raise ModelError(
@@ -197,12 +195,12 @@ def _map_tensors(
     return tensors, unexpected
 
 
-def _convert(name: str, item: _Conversion, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+def _convert(name: str, item: _Conversion) -> dict[str, StoredTensor]:
     """Return a conversion's results by the model's names, of which `name` is the first."""
     values: dict[str, list[StoredTensor]] = item.sources
     targets = list(item.converter.target_patterns)
     for operation in item.converter.operations:
-        values = _apply(operation, values, item.converter, name, shape)
+        values = _apply(operation, values, item.converter, name)
     if len(values) > 1 and len(values) == len(targets):
         return {name.replace(targets[0], target): values[target][0] for target in targets}
     (tensors,) = values.values()
@@ -215,7 +213,6 @@ def _apply(
     values: dict[str, list[StoredTensor]],
     converter: WeightConverter,
     name: str,
-    shape: tuple[int, ...],
 ) -> dict[str, list[StoredTensor]]:
     targets = list(converter.target_patterns)
     if type(operation) is MergeModulelist:
@@ -230,10 +227,6 @@ def _apply(
     if len(values) == 1:
         (pattern,) = values
         whole = values[pattern][0]
-        if type(operation) is Transpose:
-            if operation.check_dims and tuple(whole.shape) == shape:
-                return values
-            return {pattern: [TransposedTensor(whole, (operation.dim0, operation.dim1))]}
         if type(operation) is Chunk and operation.num_shards_attribute is None:
             length = whole.shape[operation.dim]
             size = -(-length // len(targets))

@@ -10,14 +10,11 @@ frozen one.
 """
 
 import atexit
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from types import TracebackType
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.core.process import Deadline
@@ -30,7 +27,6 @@ __all__ = [
     "AgreedExit",
     "FailureDetector",
     "GenerationChange",
-    "print_in_one_line",
 ]
 
 LEAVE_EXIT_CODE = 14
@@ -52,9 +48,6 @@ _STORE_OF_OTHERS_IS_GONE = (
     "started there as rank 0, and at the system's (out of memory, preemption)."
 )
 
-_PRINTED_BY = "_printed_in_one_line_by"
-"""Attribute of an error that another rank prints in full; holds this rank."""
-
 
 class AgreedExit(SystemExit):
     """All ranks have agreed to end after the same step; none has failed or needs to be told."""
@@ -74,31 +67,6 @@ class GenerationChange(Exception):
     def __init__(self, reason: str, leaving: frozenset[int] = frozenset()) -> None:
         super().__init__(reason)
         self.leaving = leaving
-
-
-def print_in_one_line(error: BaseException, rank: int) -> None:
-    """If an error ends this process, print it without its traceback: another rank prints one.
-
-    Keeps no reference to the error: if it is caught, its traceback may keep a whole run alive.
-    """
-    error.__dict__[_PRINTED_BY] = rank
-    usual = sys.excepthook
-    if getattr(usual, "func", None) is not _print_shortly:
-        sys.excepthook = partial(_print_shortly, usual)
-
-
-def _print_shortly(
-    usual: Callable[..., None],
-    kind: type[BaseException],
-    raised: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    rank = getattr(raised, _PRINTED_BY, None)
-    if rank is None:
-        usual(kind, raised, trace)
-    else:
-        text = " ".join(str(raised).split())
-        print(f"[rank{rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
 
 
 class FailureDetector:
@@ -208,12 +176,6 @@ class FailureDetector:
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
             self._is_judged.wait(8 * self._interval_s)
             self._let_others_read()
-
-    @property
-    def failed_rank(self) -> int | None:
-        """The rank that failed first; None while there is no report."""
-        watch = self._watch
-        return None if watch is None or watch.failed_rank < 0 else watch.failed_rank
 
     def explain(self) -> str:
         """Wait until a failure is reported or a rank is silent; return why a connection broke."""

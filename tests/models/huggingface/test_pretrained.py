@@ -111,22 +111,18 @@ def converted(monkeypatch):
     )
 
 
-def test_fused_and_transposed_tensors_are_read_in_part(folder, converted):
+def test_fused_tensors_are_read_in_part(folder, converted):
     converted(
         loading.WeightConverter(
             ["self_attn.fused.weight"],
             ["self_attn.k_proj.weight", "self_attn.v_proj.weight"],
             [loading.Chunk(dim=0)],
         ),
-        loading.WeightConverter(
-            "mlp.turned", "mlp.up_proj.weight", [loading.Transpose(dim0=0, dim1=1)]
-        ),
     )
     save("llama", folder)
     model = load_pretrained(folder)
     stored = [key for file in model.weight_source.files for key in file.tensors]
     assert "model.layers.0.self_attn.fused.weight" in stored
-    assert "model.layers.0.mlp.turned" in stored
     assert_source_equals(model, transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 

@@ -22,14 +22,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.checkpoint.format.content import CheckpointContent
-from lightning_hetero.checkpoint.format.encoding import metadata_files
-from lightning_hetero.checkpoint.format.manifest import CheckpointId
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.saver.commit import Committer, SaveTask, WriterOptions
-from lightning_hetero.checkpoint.saver.snapshot import HostBuffer, Snapshot
+from lightning_hetero.checkpoint.commit import Committer, SaveTask, WriterOptions
+from lightning_hetero.checkpoint.content import CheckpointContent
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.encoding import metadata_files
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.snapshot import HostBuffer, Snapshot
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import Deadline
 

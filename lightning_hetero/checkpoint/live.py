@@ -16,23 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.checkpoint.format.content import (
+from lightning_hetero.checkpoint.content import (
     CheckpointContent,
     SliceNeed,
     num_rows,
     tensors_of,
 )
-from lightning_hetero.checkpoint.format.encoding import (
+from lightning_hetero.checkpoint.encoding import (
     FileBody,
     encode_part,
     make_manifest,
     metadata_files,
 )
-from lightning_hetero.checkpoint.format.manifest import PartManifest
-from lightning_hetero.checkpoint.peers.serving import PeerFiles, Readable
-from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.tiers import Location, TierKind
-from lightning_hetero.checkpoint.recovery.from_files import Parts, Recovered, take
+from lightning_hetero.checkpoint.from_files import Parts, Recovered, take
+from lightning_hetero.checkpoint.manifest import PartManifest
+from lightning_hetero.checkpoint.serving import PeerFiles, Readable
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.tiers import Location, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["LiveState", "NothingLive", "NothingYet", "recover_live"]

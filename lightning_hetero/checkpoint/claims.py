@@ -22,9 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.checkpoint.format.manifest import CheckpointId
-from lightning_hetero.checkpoint.places.store import Store
-from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import machine_id, machine_namespace, membership_name
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed, is_sound, num_rows
-from lightning_hetero.checkpoint.format.encoding import SAFETENSORS_DTYPES
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, is_sound, num_rows
+from lightning_hetero.checkpoint.encoding import SAFETENSORS_DTYPES
+from lightning_hetero.checkpoint.fetching import FileRange, whole_blocks
+from lightning_hetero.checkpoint.manifest import (
     SHARED_METADATA,
     WEIGHT,
     Buffer,
@@ -28,7 +29,6 @@ from lightning_hetero.checkpoint.format.manifest import (
     TensorEntry,
     rank_metadata_name,
 )
-from lightning_hetero.checkpoint.recovery.fetching import FileRange, whole_blocks
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Assembly", "Span", "Target", "find_targets"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.content import CheckpointContent, SliceContent
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent
+from lightning_hetero.checkpoint.manifest import (
     BLOCK_BYTES,
     SHARED_METADATA,
     WEIGHT,

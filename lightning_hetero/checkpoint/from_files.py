@@ -15,16 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_hetero.checkpoint.format.content import RestoredSlice, SliceNeed
-from lightning_hetero.checkpoint.format.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN
-from lightning_hetero.checkpoint.peers.serving import Address, PeerFiles, Readable
-from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.claims import mark_places, new_run
-from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind, own_stores
-from lightning_hetero.checkpoint.recovery.assembly import Assembly
-from lightning_hetero.checkpoint.recovery.fetching import Fetcher, Locations
-from lightning_hetero.checkpoint.recovery.inventory import (
+from lightning_hetero.checkpoint.assembly import Assembly
+from lightning_hetero.checkpoint.claims import mark_places, new_run
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
+from lightning_hetero.checkpoint.deadlines import MARGIN
+from lightning_hetero.checkpoint.fetching import Fetcher, Locations
+from lightning_hetero.checkpoint.inventory import (
     Choice,
     ChoiceError,
     Inventory,
@@ -33,6 +29,10 @@ from lightning_hetero.checkpoint.recovery.inventory import (
     locations_of_files,
     take_inventory,
 )
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.tiers import Location, Source, Tier, TierKind, own_stores
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress

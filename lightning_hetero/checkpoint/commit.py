@@ -11,13 +11,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from lightning_hetero.checkpoint.format.content import CheckpointContent
-from lightning_hetero.checkpoint.format.manifest import CheckpointId
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.peers.serving import PeerFiles
-from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.store import Store
-from lightning_hetero.checkpoint.places.tiers import (
+from lightning_hetero.checkpoint.content import CheckpointContent
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.serving import PeerFiles
+from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.storing import LastingCopies, OwnPart, Uploads, write_part
+from lightning_hetero.checkpoint.tiers import (
     Tier,
     TierKind,
     checkpoints_in,
@@ -26,8 +28,6 @@ from lightning_hetero.checkpoint.places.tiers import (
     pull_part,
     remove_checkpoints,
 )
-from lightning_hetero.checkpoint.saver.snapshot import Snapshot
-from lightning_hetero.checkpoint.saver.storing import LastingCopies, OwnPart, Uploads, write_part
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Committer", "SaveTask", "WriterOptions", "place_replicas"]

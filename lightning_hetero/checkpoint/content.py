@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.manifest import WEIGHT, CheckpointId, Scalar
+from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, Scalar
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 

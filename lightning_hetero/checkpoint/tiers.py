@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.deadlines import Followed
+from lightning_hetero.checkpoint.manifest import (
     BlockChecksums,
     Buffer,
     CheckpointId,
@@ -22,9 +23,8 @@ from lightning_hetero.checkpoint.format.manifest import (
     manifest_name,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Followed
-from lightning_hetero.checkpoint.peers.serving import Readable
-from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.serving import Readable
+from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process import Progress
 

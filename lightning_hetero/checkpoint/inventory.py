@@ -18,14 +18,14 @@ from functools import cache
 
 from pydantic import TypeAdapter
 
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.claims import RUN_FILE, read_run
+from lightning_hetero.checkpoint.deadlines import Operations, map_on_threads
+from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     PartManifest,
     parse_manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import Operations, map_on_threads
-from lightning_hetero.checkpoint.places.claims import RUN_FILE, read_run
-from lightning_hetero.checkpoint.places.tiers import (
+from lightning_hetero.checkpoint.tiers import (
     CONFIRMED,
     REJECTED,
     Location,

@@ -14,16 +14,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.manifest import (
     Buffer,
     PartManifest,
     align_to_blocks,
     fault_in,
     name_of_unit,
 )
-from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
-from lightning_hetero.checkpoint.peers.serving import Readable
-from lightning_hetero.checkpoint.places.tiers import Location, Source, source_of
+from lightning_hetero.checkpoint.serving import Readable
+from lightning_hetero.checkpoint.tiers import Location, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 

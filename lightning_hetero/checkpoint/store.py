@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lightning_hetero.checkpoint.format.manifest import Buffer
-from lightning_hetero.checkpoint.peers.deadlines import Followed, HangingError, Operations
+from lightning_hetero.checkpoint.deadlines import Followed, HangingError, Operations
+from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 

@@ -19,8 +19,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from lightning_hetero.checkpoint.peers.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.peers.serving import Address, FileServer, Probe, Readable
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.serving import Address, FileServer, Probe, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process import Deadline, Progress
 

@@ -19,17 +19,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.checkpoint.format.content import is_sound
-from lightning_hetero.checkpoint.format.encoding import FileBody, encode_part, make_manifest
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.content import is_sound
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed
+from lightning_hetero.checkpoint.encoding import FileBody, encode_part, make_manifest
+from lightning_hetero.checkpoint.manifest import (
     WEIGHT,
     CheckpointId,
     PartManifest,
     manifest_name,
 )
-from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread, Followed
-from lightning_hetero.checkpoint.places.store import Store
-from lightning_hetero.checkpoint.places.tiers import (
+from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.tiers import (
     Tier,
     TierKind,
     confirm,
@@ -37,7 +38,6 @@ from lightning_hetero.checkpoint.places.tiers import (
     remove_files,
     write_manifest,
 )
-from lightning_hetero.checkpoint.saver.snapshot import Snapshot
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_hetero.checkpoint.format.content import CheckpointContent, tensors_of
-from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.content import CheckpointContent, tensors_of
+from lightning_hetero.checkpoint.deadlines import BackgroundThread
 
 __all__ = ["HostBuffer", "Snapshot"]
 
