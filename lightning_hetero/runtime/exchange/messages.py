@@ -24,6 +24,7 @@ from lightning_hetero.runtime.clock import ComputeClock
 __all__ = [
     "ExchangeOptions",
     "SideStream",
+    "has_streams",
     "split_works",
     "sum_dtype",
     "wait_for_all",
