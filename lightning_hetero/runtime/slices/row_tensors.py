@@ -88,6 +88,8 @@ class Part:
     """The rows that this rank has of the parameter."""
     cut_dim: int
     """The dim along which the parameter is cut."""
+    is_uncut: bool
+    """Whether one rank has all of it."""
     num_whole: int
     """Elements of the whole."""
     dim: int | None
@@ -182,8 +184,8 @@ def _special(
     reduction = Reduction.of(name, args, kwargs)
     if reduction is not None:
         return _reduce(reduction, func, args, kwargs)
-    if name in ("getitem", "setitem") and _goes_by_number(args[1]):
-        _refuse(name, rows[0]._part)
+    if name in ("getitem", "setitem") and _is_elsewhere(name, *args[:2]):
+        return args[0] if name == "getitem" else None
     return _NOTHING
 
 
@@ -206,6 +208,20 @@ def _are_equal(first: Any, second: Any) -> bool:
         return False
     own = torch.tensor(int(torch.equal(first, second)))
     return bool(parts[0].ranks.add_up(own, "min"))
+
+
+def _is_elsewhere(name: str, rows: Any, index: Any) -> bool:
+    """Whether another rank has all of the rows that an index chooses.
+
+    Raises:
+        StepError: Several ranks may have them.
+    """
+    part: Part = rows._part
+    if part.is_uncut:
+        return not rows.numel()
+    if _picks(index, rows.ndim, part.dim):
+        _refuse(name, part)
+    return False
 
 
 def _access_gradient(func: Any, args: Sequence[Any]) -> Any:
@@ -306,15 +322,25 @@ def _whole_norm(rows: Any, order: float = 2.0, **_: Any) -> Tensor:
     return found
 
 
-def _goes_by_number(index: Any) -> bool:
-    """Whether an index chooses by numbers, which may be those of rows; masks and `:` don't."""
-    items = index if isinstance(index, tuple) else (index,)
-    return any(
-        item.dtype is not torch.bool
-        if isinstance(item, Tensor)
-        else item not in (None, Ellipsis, slice(None))
-        for item in items
-    )
+def _picks(index: Any, ndim: int, dim: int | None) -> bool:
+    """Whether an index chooses rows by their numbers, in the dim that is cut (None: in any)."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    num_taken = sum(_num_dims(item) for item in items)
+    first = 0
+    for item in items:
+        width = ndim - num_taken if item is Ellipsis else _num_dims(item)
+        is_meant = dim is None or first <= dim < first + width
+        if width and is_meant and item is not Ellipsis and item != slice(None):
+            return not (isinstance(item, Tensor) and item.dtype is torch.bool)
+        first += width
+    return False
+
+
+def _num_dims(item: Any) -> int:
+    """Return how many dims of a tensor an item of an index is for."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
 
 
 def _refuse_frozen(name: str, part: Part) -> NoReturn:

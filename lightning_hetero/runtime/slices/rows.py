@@ -186,6 +186,7 @@ def _part_of(store: SliceStore, name: str, ranks: Ranks) -> Part:
         ranks=ranks,
         kept=store.kept[name],
         cut_dim=spec.cut_dim,
+        is_uncut=len(store.slices[name]) == 1,
         num_whole=prod(spec.shape),
         dim=spec.cut_dim,
         copies=len(store.slices[name][0].keepers) if store.slices[name] else 1,
