@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero import ParallelPlan
-from lightning_hetero.runtime.stage.mailboxes import LENGTHS_BYTES
+from lightning_hetero.runtime.stage.messages import LENGTHS_BYTES
 from tests.processes import ProcessPool
 from tests.rendezvous.checker import RendezvousError, check_rendezvous
 from tests.rendezvous.operations import (

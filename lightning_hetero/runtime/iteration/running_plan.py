@@ -8,7 +8,7 @@ iterations.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
-from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
 from lightning_hetero.runtime.stage.split_linear import LinearSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
@@ -86,15 +85,9 @@ class RunningPlan:
         own = {p: name for name, p in self.weights.shards.items() if len(slots[name]) == 1}
         return LinearSplitter(own)
 
-    def start_pull(self, calls: ModuleCalls) -> None:
-        """Post the pull of all weights; wait for outer ones only when the module is first called.
-
-        Code that reads one earlier waits for it there. If tensor parallelism has cut weights, outer
-        ones are waited for at once: weights that are hidden from steps can't wait by themselves.
-        """
-        outer = -1, self.plan.num_layers
-        are_seen = calls.before_first(partial(self.pull.wait_units, outer))
-        self.pull.start(needed=() if are_seen and not self.weights.has_cut else outer)
+    def start_pull(self) -> None:
+        """Post the pull of all weights, and wait for outer ones."""
+        self.pull.start(needed=(-1, self.plan.num_layers))
 
     def finish_exchange(self, *, is_training: bool) -> Sums | None:
         """Wait for all of the iteration's messages; return the slices' summed gradients, if any."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.config import EngineConfig
@@ -22,7 +21,6 @@ from lightning_hetero.runtime.results.iteration_loss import (
     LossSums,
     NonfiniteGradients,
     answer_nonfinite,
-    describe_ranks,
     has_nonfinite,
     nonfinite_ranks,
 )
@@ -172,13 +170,12 @@ class StepGradients:
         self.unused, self._memory = unused, sums.memory
         self.by_name = {name: item for name, item in sums.by_name.items() if name not in unused}
 
-    def judge(self, totals: Tensor, losses: LossScale, plan: ParallelPlan, batch: str) -> Tensor:
+    def judge(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
         """Scale the gradients, see whether they are finite, and return the iteration's loss.
 
         Args:
             totals: The totals of all ranks; see `IterationLoss`.
             losses: How losses count.
-            plan: The plan that ran.
             batch: Names the batch in messages.
 
         Raises:
@@ -203,7 +200,7 @@ class StepGradients:
             broken = nonfinite_ranks(numbers)
             if broken:
                 self.by_name, self.are_finite = {}, False
-                found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
+                found = f"{batch} aren't finite; ranks {broken} made them."
                 if not self._config.scales_loss:
                     answer_nonfinite(found, self._config.nonfinite_gradients, is_late=is_late)
 

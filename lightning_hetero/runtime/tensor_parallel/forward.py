@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import ParameterSpec, piece_of
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
-from lightning_hetero.runtime.tensor_parallel.adapters import layer_of
 from lightning_hetero.runtime.tensor_parallel.collectives import (
     TOKENS,
     StageGroup,
@@ -36,7 +35,7 @@ from lightning_hetero.runtime.tensor_parallel.collectives import (
 from lightning_hetero.runtime.tensor_parallel.cuts import ShardedModule, is_transposed
 from lightning_hetero.runtime.tensor_parallel.heads import Heads
 from lightning_hetero.runtime.tensor_parallel.logits import ShardedLogits
-from lightning_hetero.runtime.tensor_parallel.styles import ROWS, TPStyle
+from lightning_hetero.runtime.tensor_parallel.styles import ROWS, TPStyle, layer_of
 
 __all__ = ["RegionForward", "ShardedForward", "SharedHeadsForward"]
 

@@ -1,20 +1,17 @@
-"""Place pipelines on the nodes of a cluster, before layers and micro-batches are chosen.
+"""Place pipelines on the nodes of a cluster.
 
 Devices of a node are interchangeable, so a stage is described by its node; ranks are assigned last.
 
-`map_groups` decides which node each stage of each group runs on (AutoHet §III-C, Algorithm 1 line
+`place` decides which node each stage of each group runs on (AutoHet §III-C, Algorithm 1 line
 10). Tensor parallelism stays inside a node. One order favours data parallelism: it places the same
 stage of all pipelines together (stage by stage), so gradients stay inside nodes and activations
 cross them. The other order (pipeline by pipeline) keeps activations inside and lets gradients
-cross. Slower devices take earlier stages: these hold more micro-batches at once, and slower devices
-have memory to spare. Both orders are starting points that the simulator judges.
+cross. Both orders are starting points that the simulator judges.
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from operator import itemgetter
 from typing import NamedTuple, Self
 
 from lightning_hetero.core.cluster import Cluster
@@ -26,10 +23,8 @@ __all__ = [
     "MappingOrder",
     "PipelineNodes",
     "classify_nodes",
-    "map_groups",
-    "num_units",
+    "place",
     "to_plan",
-    "used_counts",
     "used_nodes",
 ]
 
@@ -47,6 +42,11 @@ class PipelineNodes(NamedTuple):
         """(node, devices) of every stage."""
         return tuple(zip(self.nodes, self.tp_degrees, strict=True))
 
+    @property
+    def inside(self) -> tuple[bool, ...]:
+        """Whether each two neighbouring stages share a node."""
+        return tuple([one == other for one, other in itertools.pairwise(self.nodes)])
+
     @classmethod
     def of_stages(cls, stages: Sequence[tuple[int, int]]) -> Self:
         """Return the pipeline of (node, devices) of every stage."""
@@ -61,15 +61,6 @@ Arrangement = tuple[PipelineNodes, ...]
 def used_nodes(arrangement: Arrangement) -> list[int]:
     """Return the nodes that an arrangement has stages on, ascending."""
     return sorted({node for pipeline in arrangement for node in pipeline.nodes})
-
-
-def used_counts(arrangement: Arrangement, num_nodes: int) -> tuple[int, ...]:
-    """Return how many devices of each node an arrangement uses."""
-    counts = [0] * num_nodes
-    for pipeline in arrangement:
-        for node, tp_degree in pipeline.stages:
-            counts[node] += tp_degree
-    return tuple(counts)
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
@@ -143,106 +134,85 @@ class MappingOrder(StrEnum):
 
 
 class Group(NamedTuple):
-    """The devices of one pipeline, by type; their nodes are still open."""
+    """The stages of one pipeline, by class of nodes; their nodes are still open."""
 
     tp_degrees: tuple[int, ...]
     """Devices of every stage, first stage first."""
-    devices: tuple[str, ...]
-    """Device type of every stage."""
+    classes: tuple[int, ...]
+    """Class of nodes of every stage."""
 
 
-def num_units(cluster: Cluster, counts: Sequence[int], device: str, tp_degree: int) -> int:
-    """Return how many TP groups of a device type the nodes hold; none crosses nodes.
-
-    `counts` are the devices of each node that may be used.
-    """
-    nodes = zip(cluster.nodes, counts, strict=True)
-    return sum(count // tp_degree for node, count in nodes if node.device == device)
-
-
-def map_groups(
-    groups: Sequence[Group], cluster: Cluster, counts: Sequence[int], order: MappingOrder
+def place(
+    groups: Sequence[Group], classes: Sequence[int], counts: Sequence[int], order: MappingOrder
 ) -> Arrangement | None:
     """Return an arrangement of the groups, in their order, or None if the nodes can't hold them.
 
-    `counts` are the devices of each node that may be used.
+    The widest stages come first. For STAGES_TOGETHER a stage takes the first node with room. For
+    PIPELINES_TOGETHER it stays on the node of the stage before; else it takes the node that all the
+    stages of its class which follow fill best, or the one with the most room.
+
+    Args:
+        groups: The pipelines.
+        classes: Class of every node.
+        counts: Devices of every node.
+        order: What to keep together.
     """
-    nodes_of: dict[str, list[int]] = {}
-    for index, node in enumerate(cluster.nodes):
-        nodes_of.setdefault(node.device, []).append(index)
-    degrees = {degree for group in set(groups) for degree in group.tp_degrees}
-    if len(degrees) == 1:
-        placed = _fill_nodes(groups, nodes_of, [n // max(degrees) for n in counts], order)
-    else:
-        placed = _fill_widest_first(groups, nodes_of, list(counts), order)
-    if placed is None:
+    nodes_of: dict[int, list[int]] = {}
+    for node, kind in enumerate(classes):
+        nodes_of.setdefault(kind, []).append(node)
+    is_near = order is MappingOrder.PIPELINES_TOGETHER
+    found = (_pipelines_together if is_near else _stages_together)(groups, nodes_of, list(counts))
+    if found is None:
         return None
     return tuple(
         PipelineNodes(group.tp_degrees, tuple(nodes))
-        for group, nodes in zip(groups, placed, strict=True)
+        for group, nodes in zip(groups, found, strict=True)
     )
 
 
-def _fill_nodes(
-    groups: Sequence[Group],
-    nodes_of: Mapping[str, Sequence[int]],
-    units: Sequence[int],
-    order: MappingOrder,
-) -> Sequence[Sequence[int]] | None:
-    """Return [group][stage] nodes for stages of one degree, node by node; None if too few."""
-    # Consecutive equal groups are filled at once: columns[run][stage] has a node for each of them.
-    runs = [(group.devices, len(list(members))) for group, members in itertools.groupby(groups)]
-    free = {
-        device: itertools.chain.from_iterable([n] * units[n] for n in nodes_of.get(device, ()))
-        for device in {device for devices, _ in runs for device in devices}
-    }
-    columns: list[list[Sequence[int]]] = [[] for _ in runs]
-    if order is MappingOrder.STAGES_TOGETHER:
-        for stage in range(max(len(devices) for devices, _ in runs)):
-            for column, (devices, number) in zip(columns, runs, strict=True):
-                if stage < len(devices):
-                    column.append([*itertools.islice(free[devices[stage]], number)])
-    else:
-        for column, (devices, number) in zip(columns, runs, strict=True):
-            counts = Counter(devices)
-            taken = {d: [*itertools.islice(free[d], number * counts[d])] for d in counts}
-            seen: Counter[str] = Counter()
-            for device in devices:
-                column.append(taken[device][seen[device] :: counts[device]])
-                seen[device] += 1
-    for column, (_, number) in zip(columns, runs, strict=True):
-        if min(map(len, column)) < number:
-            return None
-    return [nodes for column in columns for nodes in zip(*column, strict=True)]
-
-
-def _fill_widest_first(
-    groups: Sequence[Group], nodes_of: Mapping[str, list[int]], free: list[int], order: MappingOrder
-) -> Sequence[Sequence[int]] | None:
-    """Return [group][stage] nodes for stages of any degrees, the widest first; None if too few.
-
-    A stage takes the first node with room, or for PIPELINES_TOGETHER that of the stage before.
-    """
-    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
-    is_near = order is MappingOrder.PIPELINES_TOGETHER
-    if not is_near:
-        slots.sort(key=itemgetter(1))
-    slots.sort(key=lambda slot: -groups[slot[0]].tp_degrees[slot[1]])
-    placed = [[-1] * len(group.devices) for group in groups]
+def _stages_together(
+    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+) -> list[list[int]] | None:
+    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.classes))]
+    slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[1]))
+    placed = [[-1] * len(group.classes) for group in groups]
     for g, s in slots:
-        tp_degree, device = groups[g].tp_degrees[s], groups[g].devices[s]
-        candidates = nodes_of.get(device, [])
-        before = placed[g][s - 1] if s else -1
+        tp_degree = groups[g].tp_degrees[s]
+        candidates = nodes_of.get(groups[g].classes[s], [])
         # Nodes are filled one after the other; a full one is dropped from the front for good.
         while candidates and free[candidates[0]] < 1:
             candidates.pop(0)
-        if is_near and before in candidates[:8]:
-            candidates = [before, *candidates]
-        for chosen in candidates:
-            if free[chosen] >= tp_degree:
-                break
-        else:
+        chosen = next((node for node in candidates if free[node] >= tp_degree), None)
+        if chosen is None:
             return None
         free[chosen] -= tp_degree
         placed[g][s] = chosen
+    return placed
+
+
+def _pipelines_together(
+    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+) -> list[list[int]] | None:
+    placed = [[-1] * len(group.classes) for group in groups]
+    wide_first = sorted(
+        range(len(groups)), key=lambda g: (-max(groups[g].tp_degrees), -sum(groups[g].tp_degrees))
+    )
+    for g in wide_first:
+        group, chosen = groups[g], -1
+        for s, (tp_degree, kind) in enumerate(zip(*group, strict=True)):
+            near = s and group.classes[s - 1] == kind and free[chosen] >= tp_degree
+            if not near:
+                rest = zip(group.tp_degrees[s:], group.classes[s:], strict=True)
+                needed = sum(degree for degree, of in rest if of == kind)
+                room = [node for node in nodes_of.get(kind, []) if free[node] >= tp_degree]
+                if not room:
+                    return None
+                holding = [node for node in room if free[node] >= needed]
+                chosen = (
+                    min(holding, key=free.__getitem__)
+                    if holding
+                    else max(room, key=free.__getitem__)
+                )
+            free[chosen] -= tp_degree
+            placed[g][s] = chosen
     return placed

@@ -1,7 +1,7 @@
 """Settle a plan's memory: the least recomputation that fits, and how much each rank owns.
 
 There are two ways. Either a layer's holders own it, and every stage takes the lowest level of
-recomputation that fits (`recompute_tables`). Or ownership follows memory: the room that weights,
+recomputation that fits (`stages`). Or ownership follows memory: the room that weights,
 gradients and activations leave on all stages must hold all owned states. As long as it doesn't, the
 stage whose load stays least goes one level higher. A rank then owns its part of what it holds as
 far as it has room, and the rest goes to the others in proportion to the room that they have left.
@@ -11,19 +11,57 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.planner.estimating.recompute_tables import at_level, room_to_own
-from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape
+from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape, StateLayout
 
-__all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory"]
+__all__ = [
+    "at_level",
+    "idle_capacity",
+    "own_microbatches",
+    "room_to_own",
+    "settle_memory",
+]
 
+_Number = TypeVar("_Number", float, FloatArray)
 
 _FEW_RANKS = 6
 """Up to this number of ranks, more than the least recomputation is tried, too."""
 _SHARE_DIGITS = 9
 _NEARLY = 1 - 1e-6
 """Share of a rank's room that it may own, because shares are rounded."""
+
+
+def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape:
+    """Return a stage at a level of recomputation; `is_selective` if the first n are selective."""
+    whole = max(0, level - shape.num_layers) if is_selective else level
+    selective = min(level, shape.num_layers) - whole if is_selective else 0
+    return shape._replace(recomputed_layers=whole, selective_layers=selective)
+
+
+def room_to_own(
+    layout: StateLayout, held: _Number, room: _Number, passing: _Number, num_pipelines: int
+) -> FloatArray:
+    """Return the parameters that a rank has room to own; below 0 where it has none.
+
+    Args:
+        layout: Bytes per parameter.
+        held: Parameters that it computes with.
+        room: Usable bytes of its device that weights and gradients leave.
+        passing: Bytes of micro-batches in flight.
+        num_pipelines: Pipelines of the plan, each of which pushes gradients to owners.
+    """
+    own, gradient = layout.kept_bytes, layout.pushed_bytes
+    # Buffers of a push are two linear pieces: up to the holder's own share, and beyond.
+    within = (room - held * gradient) / (own + (num_pipelines - 2) * gradient)
+    fixed = (1 - 2 / num_pipelines) * held * gradient
+    beyond = (room - fixed) / (own + num_pipelines * gradient)
+    beside_buffers = np.where(within > held / num_pipelines, beyond, within)
+    return np.minimum((room - passing) / own, beside_buffers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
