@@ -169,6 +169,8 @@ class FsspecStore:
         store = FsspecStore("s3://bucket/run", endpoint_url="http://minio:9000")
         store.write("a/b.bin", [b"some", b"bytes"])
         store.remove(["a/b.bin"])
+
+    `open_store` wraps it in a `RetryingStore`.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -190,10 +192,9 @@ class FsspecStore:
             for chunk in chunks:
                 file.write(chunk)
         except BaseException:
-            # close() would complete the upload of a torn file.
             with contextlib.suppress(Exception):
                 file.discard()
-            file.closed = True
+            file.closed = True  # Else it would complete the upload of a torn file.
             raise
         file.close()
 
@@ -259,7 +260,7 @@ class FsspecStore:
         try:
             self._fs.rm(paths)
         except FileNotFoundError:
-            # Some filesystems stop at the first missing file.
+            # As some filesystems do at the first missing file.
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
@@ -311,7 +312,6 @@ class RetryingStore:
                 return self._operations.run(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
-                # Some of them without a number.
                 is_known = isinstance(error, HangingError | FileNotFoundError | PermissionError)
                 if is_known or getattr(error, "errno", None) in _HOPELESS:
                     raise
@@ -376,7 +376,6 @@ def check_store(url: str, *, writes: bool, **options: Any) -> None:
     try:
         Operations(_PROBE_S).run(ask)
     except Exception as error:
-        # Stores raise their client library's own types.
         raise CheckpointError(
             f"Can't {'write to' if writes else 'read'} {url}: {error!r}. Check the bucket's name, "
             "the credentials and their rights, the endpoint, and this machine's network."
