@@ -143,7 +143,7 @@ PRIVATE_NAMES = tuple(
         (
             "sums and copies of many small tensors",
             "torch",
-            "_foreach_copy_ _foreach_add _foreach_add_",
+            "_foreach_copy_",
         ),
         ("as above", "torch", "_foreach_mul_"),
         ("as above", "torch._utils", "_flatten_dense_tensors _unflatten_dense_tensors"),

@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 _TEMPORARY = ".tmp-"
 _SYNC_BYTES = 256 << 20
 _MULTIPART_BYTES = 16 << 20
-_HOPELESS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EROFS, errno.EDQUOT}
+_HOPELESS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 _PROBE_S = 10.0
 
 
@@ -47,10 +47,7 @@ class Store(Protocol):
     """Named files. Names use "/" whatever the platform is."""
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Create or replace a file with all bytes or, on an error, not at all.
-
-        `chunks` is iterated once for each attempt and must start anew each time.
-        """
+        """Create or replace a file with all bytes, or none on an error; may iterate again."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes [start, stop) of a file, fewer if it ends before; OSError if missing."""
@@ -73,13 +70,11 @@ class LocalStore:
 
     Args:
         root: The folder; a relative path is resolved now, against the working directory.
-        private: Whether only this user may read what is written.
         stall_s: Seconds without progress after which an operation is given up.
     """
 
-    def __init__(self, root: str | Path, *, private: bool = False, stall_s: float = 300.0) -> None:
+    def __init__(self, root: str | Path, *, stall_s: float = 300.0) -> None:
         self._root = Path(root).absolute()
-        self._folder_mode, self._file_mode = (0o700, 0o600) if private else (0o777, 0o666)
         self._operations = Operations(stall_s)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
@@ -90,18 +85,20 @@ class LocalStore:
 
     def _write(self, name: str, chunks: Iterable[Buffer], progress: Progress) -> None:
         path = self._root / name
-        path.parent.mkdir(self._folder_mode, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with open(temporary, "xb", buffering=0, opener=self._open) as file:
+            with temporary.open("xb") as file:
                 unsynced = 0
                 for chunk in chunks:
-                    _write_all(file.fileno(), chunk)
+                    file.write(chunk)
                     unsynced += len(chunk)
                     if unsynced >= _SYNC_BYTES:
                         # Else a slow disk would do all its work in the last call, without progress.
+                        file.flush()
                         os.fdatasync(file.fileno())
                         unsynced = 0
+                file.flush()
                 os.fsync(file.fileno())
             progress.refuse_if_late()
             temporary.replace(path)
@@ -113,24 +110,13 @@ class LocalStore:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes [start, stop) of a file."""
-        return self._operations.run(lambda progress: self._read(name, start, stop, progress))
 
-    def _read(self, name: str, start: int, stop: int | None, progress: Progress) -> bytes:
-        with (self._root / name).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            end = size if stop is None else min(stop, size)
-            data = bytearray(max(0, end - start))
-            view, done = memoryview(data), 0
-            while done < len(data):
-                count = os.preadv(file.fileno(), [view[done:]], start + done)
-                if count == 0:
-                    break
-                done += count
-                progress.tick()
-            return bytes(view[:done])
+        def take(_: Progress) -> bytes:
+            with (self._root / name).open("rb") as file:
+                file.seek(start)
+                return file.read(-1 if stop is None else max(0, stop - start))
 
-    def _open(self, path: str, flags: int) -> int:
-        return os.open(path, flags, self._file_mode)
+        return self._operations.run(take)
 
     def list(self) -> dict[str, int]:
         """Return all files and their sizes; temporary ones are left out, links are followed.
@@ -197,22 +183,18 @@ class FsspecStore:
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Upload in parts of 16 MiB, the memory it needs; abort on an error."""
         path = f"{self._path}/{name}"
-        if isinstance(self._fs, AsyncFileSystem):
-            self._upload(path, chunks)
-        else:
+        if not isinstance(self._fs, AsyncFileSystem):
             self._write_and_move(path, chunks)
-
-    def _upload(self, path: str, chunks: Iterable[Buffer]) -> None:
-        """Write to an object store, where a file exists once it is closed."""
+            return
+        # On an object store a file exists once it is closed.
         file = self._fs.open(path, "wb", block_size=_MULTIPART_BYTES)
         try:
             for chunk in chunks:
                 file.write(chunk)
         except BaseException:
-            # close() would complete the upload of a torn file.
             with contextlib.suppress(Exception):
                 file.discard()
-            file.closed = True
+            file.closed = True  # Else it would complete the upload of a torn file.
             raise
         file.close()
 
@@ -278,7 +260,7 @@ class FsspecStore:
         try:
             self._fs.rm(paths)
         except FileNotFoundError:
-            # Some filesystems stop at the first missing file.
+            # As some filesystems do at the first missing file.
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
@@ -292,10 +274,6 @@ class RetryingStore:
 
     What is missing, forbidden or full isn't tried again. If several operations hang, no more begin
     until one of them returns.
-
-        store = RetryingStore(FsspecStore("s3://bucket/run"))
-        store.write("a/b.bin", [b"some", b"bytes"])
-        store.list()  # {"a/b.bin": 9}
 
     Args:
         store: The store.
@@ -334,9 +312,8 @@ class RetryingStore:
                 return self._operations.run(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
-                if isinstance(error, HangingError) or getattr(error, "errno", None) in _HOPELESS:
-                    raise
-                if isinstance(error, FileNotFoundError | PermissionError):  # Without a number.
+                is_known = isinstance(error, HangingError | FileNotFoundError | PermissionError)
+                if is_known or getattr(error, "errno", None) in _HOPELESS:
                     raise
                 if failures == self._attempts:
                     raise CheckpointError(
@@ -399,7 +376,6 @@ def check_store(url: str, *, writes: bool, **options: Any) -> None:
     try:
         Operations(_PROBE_S).run(ask)
     except Exception as error:
-        # Stores raise their client library's own types.
         raise CheckpointError(
             f"Can't {'write to' if writes else 'read'} {url}: {error!r}. Check the bucket's name, "
             "the credentials and their rights, the endpoint, and this machine's network."
@@ -414,12 +390,6 @@ def _size_of(path: Path) -> int | None:
         if error.errno in (errno.ENOENT, errno.ESTALE, errno.ELOOP):
             return None
         raise
-
-
-def _write_all(descriptor: int, chunk: Buffer) -> None:
-    view = memoryview(chunk).cast("B")
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _sync_folder(folder: Path) -> None:

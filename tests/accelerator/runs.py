@@ -136,7 +136,7 @@ def without_waits() -> Iterator[None]:
         # that wait.
         for work in unit._sends:
             work._work.wait()
-        unit._sends, unit._kept, unit._parts = [], [], {}
+        unit._sends, unit._kept, unit._parts = [], [], None
 
     with (
         mock.patch.object(SideStream, "after_compute", beside_compute),

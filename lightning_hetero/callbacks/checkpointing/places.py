@@ -124,7 +124,7 @@ class Places:
         if memory is not None:
             _make_own_folder()
             memory.mkdir(mode=0o700, exist_ok=True)
-            store = LocalStore(memory, private=True, stall_s=self.stall_s)
+            store = LocalStore(memory, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
         if self.local_dir is not None:
             disk = LocalStore(self.local_dir, stall_s=self.stall_s)

@@ -29,7 +29,6 @@ from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -109,7 +108,6 @@ class Engine:
             clock=clock,
             dtype=config.compute_dtype,
             exchange=config.exchange,
-            node_of_rank=config.node_of_rank,
             num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )
@@ -304,7 +302,7 @@ class Engine:
         return self.place is None or self.place.tp_rank == 0
 
     def _keep_gradients(
-        self, sums: Sums, agreed: Agreed, scale: LossScale, key: IterationKey
+        self, sums: dict[str, Tensor], agreed: Agreed, scale: LossScale, key: IterationKey
     ) -> Tensor:
         """Keep the summed gradients for the optimizer; return the iteration's loss."""
         self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))

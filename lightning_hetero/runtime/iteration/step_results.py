@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.models.batches import epoch_weight
-from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.counts import Counting, LossRule, as_weight
 from lightning_hetero.runtime.results.iteration_loss import (
@@ -163,12 +162,11 @@ class StepGradients:
         self._store = store
         self._config = config
         self._late = LateNumbers(device)
-        self._memory: list[Tensor] = []
 
-    def take(self, sums: Sums, unused: set[str]) -> None:
+    def take(self, sums: Mapping[str, Tensor], unused: set[str]) -> None:
         """Take the summed gradients of an iteration; `unused` parameters have none."""
-        self.unused, self._memory = unused, sums.memory
-        self.by_name = {name: item for name, item in sums.by_name.items() if name not in unused}
+        self.unused = unused
+        self.by_name = {name: item for name, item in sums.items() if name not in unused}
 
     def judge(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
         """Scale the gradients, see whether they are finite, and return the iteration's loss.
@@ -184,10 +182,9 @@ class StepGradients:
         loss = IterationLoss.of(totals, is_sum=losses.is_sum, unit=losses.unit)
         owned = self._store.owned_device
         scale, is_broken = (n.to(owned) for n in (loss.scale, loss.has_nonfinite))
-        if self._memory:
-            torch._foreach_mul_(self._memory, scale / self.loss_scale)
+        if self.by_name:
+            torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
-        self._memory = []
         # To skip a step, the host must know before it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
