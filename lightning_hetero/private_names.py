@@ -143,7 +143,7 @@ PRIVATE_NAMES = tuple(
         (
             "sums and copies of many small tensors",
             "torch",
-            "_foreach_copy_ _foreach_add _foreach_add_",
+            "_foreach_copy_",
         ),
         ("as above", "torch", "_foreach_mul_"),
         ("as above", "torch._utils", "_flatten_dense_tensors _unflatten_dense_tensors"),
@@ -176,7 +176,6 @@ PRIVATE_NAMES = tuple(
         (_STACKS, "torch._C._autograd", "_profiler_enabled _top_saved_tensors_default_hooks"),
         (_STACKS, _MODES, "_disable_current_modes _get_current_dispatch_mode"),
         (_STACKS, _MODES, "_pop_mode_temporarily"),
-        (_STACKS, "torch", "_ops"),
         (_STACKS, "torch.utils", "_device _python_dispatch"),
         ("as above", "torch", "_utils"),
         # -- transformers -------------------------------------------------------------------------

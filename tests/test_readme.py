@@ -87,7 +87,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "layers that change the hidden state's shape": (
         "runtime/test_handover.py::test_layers_may_change_shape_and_dtype_of_the_hidden_state",
-        "runtime/test_handover.py::test_losses_that_layers_leave_or_return_train_in_stages",
+        "runtime/test_handover.py::test_losses_that_layers_return_train_in_stages",
         "runtime/test_handover.py::test_routers_logits_of_all_layers_reach_the_loss",
         "runtime/test_right_or_refused.py::test_what_stages_can_know_trains_as_on_one_device",
         "runtime/test_right_or_refused.py::test_what_a_stage_can_not_know_is_refused_by_name",

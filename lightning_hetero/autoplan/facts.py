@@ -35,7 +35,7 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
+from lightning_hetero.runtime.setup.profile_cache import CorrectionFile
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.simulator import Simulation, StateLayout
 

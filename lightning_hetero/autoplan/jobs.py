@@ -125,12 +125,10 @@ class Job:
         return needed.total <= cost.usable_bytes(name)
 
     def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
-        """Return one search for each size of micro-batches that divides the iteration."""
-        return tuple(
-            self.task(options, profile, size)
-            for size in self.microbatch_sizes
-            if self.batch_size * self.num_batches % size == 0
-        )
+        """Return the search over sizes of micro-batches that divide the iteration, if any do."""
+        batch = self.batch_size * self.num_batches
+        sizes = tuple(sorted(size for size in self.microbatch_sizes if batch % size == 0))
+        return (replace(self.task(options, profile, sizes[0]), sizes=sizes),) if sizes else ()
 
     def task(
         self, options: AutoPlan, profile: Profile | None, microbatch_size: int

@@ -2,7 +2,7 @@
 
 The error stays torch's own, with a note that the other ranks' errors contain, too: the stage, and
 the predicted and actual bytes, term by term. A correction for later plans is written into the
-folder of the measured profiles (`runtime.setup.memory_corrections`).
+folder of the measured profiles (`runtime.setup.profile_cache`).
 """
 
 import math

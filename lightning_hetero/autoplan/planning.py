@@ -8,7 +8,7 @@
    from loader, data module or options.
 3. Equal devices that each hold the whole model: one pipeline per rank, without a search.
 4. Else costs come from the roofline if all devices are known, from a measured (or cached) profile
-   if not. Rank 0 plans for several sizes of micro-batches, and sends the fastest plan to all ranks.
+   if not. Rank 0 plans, with several sizes of micro-batches, and sends the plan to all ranks.
 
 If a data module assigns samples of different lengths to plans, several plans are proposed from its
 lengths (Hydraulis §7), the best static one first.
@@ -35,7 +35,7 @@ from lightning_hetero.core.process import membership_name
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidateOptions, PlanningResult
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, ProposalTask
-from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
+from lightning_hetero.planner.search import sizes_of
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
@@ -320,30 +320,19 @@ def _profile_of(
 def _search(
     job: Job, options: AutoPlan, contingencies: Contingencies, profile: Profile | None
 ) -> AutoPlanned:
-    tasks = job.tasks(options, profile)
-    answers = [contingencies.solve(task) for task in tasks]
-    results = [
-        (answer, task.basis)
-        for answer, task in zip(answers, tasks, strict=True)
-        if isinstance(answer, PlanningResult)
-    ]
-    failure = next((item for item in reversed(answers) if isinstance(item, PlanningError)), None)
-    if not results:
+    found: PlanningResult | PlanningError = PlanningError("No micro-batch size divides the batch.")
+    for task in job.tasks(options, profile):
+        found, basis = contingencies.solve(task), task.basis
+    if isinstance(found, PlanningError):
         raise PlanningError(
-            f"{failure or 'No micro-batch size divides the batch.'} To run it all the same, give "
-            "a plan: HeteroStrategy(plan=...)."
+            f"{found} To run it all the same, give a plan: HeteroStrategy(plan=...)."
         )
-    uniform, basis = min(results, key=lambda pair: pair[0].best.simulation.iteration_time_s)
-    bound_s = min(result.lower_bound_s for result, _ in results)
-    best = with_unequal_sizes(
-        replace(uniform, lower_bound_s=bound_s), basis.cost(), tasks[0].options
-    )
     return AutoPlanned(
-        plan=best.best.plan,
-        basis=basis,
-        summary=_summary(job, best, basis),
-        simulation=best.best.simulation,
-        lower_bound_s=best.lower_bound_s,
+        plan=found.best.plan,
+        basis=replace(basis, workload=found.workload),
+        summary=_summary(job, found, basis),
+        simulation=found.best.simulation,
+        lower_bound_s=found.lower_bound_s,
     )
 
 

@@ -48,8 +48,8 @@ from lightning_hetero.checkpoint import (
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.places.store import local_folder
-from lightning_hetero.checkpoint.recovery.live import NothingLive
+from lightning_hetero.checkpoint.live import NothingLive
+from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LayerwiseCheckpoint"]

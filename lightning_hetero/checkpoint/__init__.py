@@ -1,19 +1,28 @@
 """Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV).
 
-In the order of a checkpoint's journey: `format` (the files of a part), `places` (stores, tiers,
-leases), `peers` (what ranks tell and send each other, and waits that end), `saver` (from a rank's
-state into all tiers), `recovery` (onto any set of ranks: from files, or from what ranks still hold
-in memory), `inspection` (outside of training), `notices` (a machine is about to go).
+In the order of a checkpoint's journey: `content`, `encoding`, `manifest` (the files of a part);
+`store`, `tiers`, `claims` (where they are kept, and who may write there); `serving`, `statuses`,
+`deadlines` (what ranks send and tell each other, and waits that end); `writer`, `snapshot`,
+`commit`, `storing` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto
+any set of ranks: `from_files`, or `live` from what ranks still hold in memory); `inspection`
+(outside of training); `notices` (a machine is about to go).
 """
 
-from lightning_hetero.checkpoint.format.content import (
+from lightning_hetero.checkpoint.commit import WriterOptions
+from lightning_hetero.checkpoint.content import (
     CheckpointContent,
     RestoredSlice,
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.format.manifest import CheckpointId
+from lightning_hetero.checkpoint.from_files import (
+    Recovered,
+    RecoveryReport,
+    begin_run,
+    recover,
+)
 from lightning_hetero.checkpoint.inspection import export_checkpoint
+from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.notices import (
     AwsSpotNotice,
     AzureScheduledEvents,
@@ -23,23 +32,16 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
-from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.store import (
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.store import (
     FsspecStore,
     LocalStore,
     RetryingStore,
     Store,
     open_store,
 )
-from lightning_hetero.checkpoint.places.tiers import Location, Source, Tier, TierKind
-from lightning_hetero.checkpoint.recovery.from_files import (
-    Recovered,
-    RecoveryReport,
-    begin_run,
-    recover,
-)
-from lightning_hetero.checkpoint.saver.commit import WriterOptions
-from lightning_hetero.checkpoint.saver.writer import CheckpointWriter, SavedCheckpoint
+from lightning_hetero.checkpoint.tiers import Location, Source, Tier, TierKind
+from lightning_hetero.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 
 __all__ = [
     "AwsSpotNotice",

@@ -14,33 +14,33 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.format.content import (
+from lightning_hetero.checkpoint.content import (
     RestoredSlice,
     SliceNeed,
     num_rows,
     optimizer_state_dict,
 )
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.from_files import Recovered, recover
+from lightning_hetero.checkpoint.inventory import (
+    Inventory,
+    Manifests,
+    choose_run,
+    complete_checkpoints,
+    take_inventory,
+)
+from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     FileEntry,
     PartManifest,
     fault_in,
     name_of_unit,
 )
-from lightning_hetero.checkpoint.places.store import Store
-from lightning_hetero.checkpoint.places.tiers import (
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.tiers import (
     REJECTED,
     Location,
     Tier,
     checkpoints_in,
-)
-from lightning_hetero.checkpoint.recovery.from_files import Recovered, recover
-from lightning_hetero.checkpoint.recovery.inventory import (
-    Inventory,
-    Manifests,
-    choose_run,
-    complete_checkpoints,
-    take_inventory,
 )
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.texts import format_table

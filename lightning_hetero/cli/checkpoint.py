@@ -14,8 +14,8 @@ from lightning_hetero.checkpoint.inspection import (
     reject,
     verify,
 )
-from lightning_hetero.checkpoint.places.store import check_store, local_folder, open_store
-from lightning_hetero.checkpoint.places.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.store import check_store, local_folder, open_store
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["add_arguments", "run_checkpoint"]

@@ -37,10 +37,10 @@ from lightning_hetero.planner import (
     plan,
     plan_best_size,
 )
-from lightning_hetero.planner.estimating.memory_fit import own_microbatches
+from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
 from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
-from lightning_hetero.planner.unequal_sizes import sizes_of
+from lightning_hetero.planner.search import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (

@@ -74,18 +74,17 @@ def render(story: Story) -> str:
 
 def _numbers(story: Story) -> list[tuple[str, str]]:
     """Return the few numbers at the top of the page."""
-    found = []
-    if story.times_s:
-        median_s = statistics.median(story.times_s.values())
-        found.append(("last step", f"{max(story.times_s):,}"))
-        found.append(("median iteration", f"{median_s:.3g} s"))
-    if story.predicted_s:
-        predicted_s = statistics.median(story.predicted_s.values())
-        found.append(("median predicted", f"{predicted_s:.3g} s"))
     per_second = story.scalars.get("run/tokens_per_s")
-    if per_second:
-        found.append(("tokens per second", f"{per_second[max(per_second)]:,.0f}"))
-    if story.nodes:
-        found.append(("ranks", str(len(story.nodes))))
-        found.append(("nodes", ", ".join(sorted(set(story.nodes)))))
-    return found
+    found = {
+        "last step": f"{max(story.times_s):,}" if story.times_s else "",
+        "median iteration": _median(story.times_s),
+        "median predicted": _median(story.predicted_s),
+        "tokens per second": f"{per_second[max(per_second)]:,.0f}" if per_second else "",
+        "ranks": str(len(story.nodes) or ""),
+        "nodes": ", ".join(sorted(set(story.nodes))),
+    }
+    return [(name, text) for name, text in found.items() if text]
+
+
+def _median(times_s: dict[int, float]) -> str:
+    return f"{statistics.median(times_s.values()):.3g} s" if times_s else ""

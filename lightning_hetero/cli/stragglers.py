@@ -14,10 +14,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.texts import format_table
+from lightning_hetero.core.texts import format_table, load_file, parse_yaml
 from lightning_hetero.straggler import (
     Event,
     Finding,
@@ -27,7 +25,7 @@ from lightning_hetero.straggler import (
     read_times,
 )
 from lightning_hetero.straggler.any_job import is_event_log
-from lightning_hetero.straggler.traces import Layout, OperationTrace, read_operations
+from lightning_hetero.straggler.traces import Layout, read_operations
 from lightning_hetero.straggler.what_if import answer, explain
 
 __all__ = ["add_arguments", "run_stragglers", "summarise"]
@@ -103,7 +101,9 @@ def _explain(path: Path, layout_path: Path | None, json_path: Path | None) -> in
     trace = read_operations(path)
     if layout_path is None and (path / "layout.yaml").is_file():
         layout_path = path / "layout.yaml"
-    layout = _read_layout(layout_path, trace) if layout_path is not None else None
+    layout = Layout()
+    if layout_path is not None:
+        layout = load_file(layout_path, "layout", ConfigurationError, _parse_layout)
     found = explain(trace)
     print(answer(found, layout))
     rows = [
@@ -124,9 +124,5 @@ def _explain(path: Path, layout_path: Path | None, json_path: Path | None) -> in
     return 0
 
 
-def _read_layout(path: Path, trace: OperationTrace) -> Layout:
-    try:
-        entry = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"Can't read the layout {path}: {error}") from error
-    return Layout.from_dict(entry, trace)
+def _parse_layout(text: str) -> Layout:
+    return Layout.from_dict(parse_yaml(text, "layout", ConfigurationError))

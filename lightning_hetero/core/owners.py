@@ -29,7 +29,6 @@ from lightning_hetero.core.slices import (
 __all__ = [
     "ServedRows",
     "assign_owners",
-    "cut_among_holders",
     "find_standbys",
     "list_owners",
     "serve_without",
@@ -95,11 +94,6 @@ def assign_owners(
             known[key] = tuple(_cut(spec.cut_length, _chained(claims, standbys)))
         slices[spec.name] = known[key]
     return _stood_by(slices, standbys)
-
-
-def cut_among_holders(holders: Holders, length: int) -> tuple[Slice, ...]:
-    """Return the slices of a parameter that its holders own, all pipelines alike."""
-    return tuple(_cut(length, _claims_of(holders.holdings, None)))
 
 
 def _claims_of(

@@ -11,9 +11,9 @@ owner and standby of each slice; in a pull either serves a holder, so that few r
 
 Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and all
 arithmetic is done once per kind: 80 layers on 1,024 equal pipelines are one. If owners aren't the
-holders (`Ownership.EVEN`), there are no circles, but many holders use `core.proxies`. If TP degrees
-differ, blocks are sharded one by one, or owners have whole parameters, a rank exchanges rows with
-every rank that keeps or holds any of them, and the table grows with their number.
+holders (`Ownership.EVEN`), TP degrees differ, blocks are sharded one by one, or owners have whole
+parameters, there are no circles: a rank exchanges rows with every rank that keeps or holds any of
+them, and the table grows with their number.
 """
 
 from collections import Counter, defaultdict
@@ -39,9 +39,7 @@ __all__ = [
     "MOST_PADDING",
     "Circle",
     "ExchangeKind",
-    "Message",
     "Move",
-    "Piece",
     "TransferTable",
     "Unit",
     "UnitKind",
@@ -59,9 +57,6 @@ class ExchangeKind(Choice):
     """One message for each unit and peer."""
     COLLECTIVES = "collectives"
     """One collective for each unit, and gradients summed by their owner in pipeline order."""
-    BY_NODE = "by-node"
-    """COLLECTIVES, but gradients are summed on each node before they leave it, if several of its
-    ranks hold a unit."""
     REDUCE_SCATTER = "reduce-scatter"
     """COLLECTIVES, but the backend sums gradients, in the compute dtype and in its own order, if
     all ranks of a unit hold it whole."""
@@ -94,27 +89,11 @@ def unit_of(spec: ParameterSpec, num_layers: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows [start, stop) of a parameter's cut dim."""
-
-    parameter: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """All pieces of a unit that go from one rank to another; in a local copy both are the same."""
-
-    unit: int
-    source: int
-    destination: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
-    """A message of any unit of a kind: like `Message`, but parameters are named by index."""
+    """All pieces of a unit that go from one rank to another; in a local copy both are the same.
+
+    The same for any unit of a kind, so parameters are named by index.
+    """
 
     source: int
     destination: int
@@ -243,22 +222,6 @@ class Unit:
         """The first of `indices`, by which the unit is named."""
         return self.indices[0]
 
-    def messages(self, global_rank: int, *, push: bool) -> list[Message]:
-        """Return the messages that a rank sends, receives or copies, by (owner, holder)."""
-        return self._named(self.kind.moves(global_rank, push=push))
-
-    def _named(self, moves: Sequence[Move]) -> list[Message]:
-        names = [spec.name for spec in self.specs]
-        return [
-            Message(
-                self.index,
-                move.source,
-                move.destination,
-                tuple(Piece(names[index], start, stop) for index, start, stop in move.pieces),
-            )
-            for move in moves
-        ]
-
 
 class _Bundle(NamedTuple):
     """The parameters of a unit to which neighbours may still be added."""
@@ -281,11 +244,11 @@ class _Bundle(NamedTuple):
 
 
 class TransferTable:
-    """The messages of one plan, seen from any rank; computed once per plan.
+    """The units of one plan, and who holds what; computed once per plan.
 
-    Messages are listed in the one global order that all ranks follow: units ascending for pull
-    (order of need), descending for push (order in which backward ends), and inside a unit by
-    (owner, holder), so that no rank waits for one that waits for it.
+    All ranks follow one global order: units ascending for pull (order of need), descending for push
+    (order in which backward ends), and inside a unit by (owner, holder), so that no rank waits for
+    one that waits for it.
 
     Args:
         specs: The parameters; names are unique.
@@ -360,23 +323,6 @@ class TransferTable:
     def holding(self, parameter: str, global_rank: int) -> Holding | None:
         """Return a rank's holding of a parameter; None if it holds nothing."""
         return self._holders[parameter].by_rank.get(global_rank)
-
-    def pull(self, global_rank: int, *, trainable_only: bool = False) -> list[Message]:
-        """Return the weight messages that a rank sends, receives or copies, in global order."""
-        units = self.trainable_units if trainable_only else self.units
-        return [item for unit in units for item in unit.messages(global_rank, push=False)]
-
-    def push(self, global_rank: int) -> list[Message]:
-        """Return the gradient messages that a rank sends, receives or copies, in global order."""
-        units = reversed(self.trainable_units)
-        return [item for unit in units for item in unit.messages(global_rank, push=True)]
-
-    def numel(self, message: Message) -> int:
-        """Return the number of elements of a message."""
-        return sum(
-            (piece.stop - piece.start) * self._specs[piece.parameter].row_numel
-            for piece in message.pieces
-        )
 
     def traffic(self, global_rank: int, *, push: bool) -> Counter[tuple[int, int]]:
         """Return the trainable elements that a rank sends and receives, by (source, destination).

@@ -1,196 +1,264 @@
-"""Compute a lower bound on the iteration time T of every plan.
+"""Bound the iteration time T of every plan from below, by linear programmes priced to optimality.
 
 Stage i of a pipeline, which takes t_i for a micro-batch, waits while the first one passes the
 stages before it and while the last one's gradient passes back through them, so with K micro-batches
-K·t_i + t_1 + ... + t_{i-1} ≤ T. If stage i finishes at most s_i layers a second, its n_i layers
-take t_i ≥ n_i/s_i, and all L layers are placed only if
+K·t_i + t_1 + ... + t_{i-1} ≤ T. If stage i finishes at most s_i layers a second, all L layers are
+placed only if
 
-    K·L ≤ T·Σ_i s_i·(1 - 1/K)^(i-1),    s_1 ≥ s_2 ≥ ...
+    L ≤ Σ_i s_i·(T/K)·(1 - 1/K)^(i-1),    s_1 ≥ s_2 ≥ ...
 
-Feasible t_i stay feasible when sorted, so the fastest stage may be given the most. Whole layers and
-memory limit the bottleneck, which gives K ≤ T/bottleneck. Stages may differ in TP degree, so a
-composition counts a pipeline's units of each device type and degree. It finishes at most K(T)
-micro-batches by T. The bound is the least T by which a fractional mix of compositions within the
-cluster finishes them all. Exchange, links and optimizer are left out, which only lowers it.
+(feasible t_i stay feasible when sorted, so the fastest stage may be given the most). Stage i also
+holds no more whole layers than fit into its memory and into T/K. Each of the two says what units a
+pipeline that finishes K needs. With prices π of devices, a dynamic programme over units finds the
+cheapest pipeline for every K; if K ≤ θ·(its price) for all, no mix of pipelines finishes more than
+θ·π·devices. T is a bound if that is less than M. Exchange, links and the optimizer are left out,
+which only lowers it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.estimating.estimator import Estimator
-from lightning_hetero.planner.estimating.recompute_tables import MemoryUse
-from lightning_hetero.planner.solvers.rates import best_mix, bottleneck_times_s
+from lightning_hetero.planner.linear_program import LinearProgram
+from lightning_hetero.planner.stages import Option, Ownership, Stages
 
-__all__ = [
-    "UnitKind",
-    "UnitSpeeds",
-    "bound_iteration_price",
-    "bound_iteration_time_s",
-    "bound_work_s",
-    "finished_microbatches",
-    "measure_speeds",
-]
+__all__ = ["bound_price", "bound_time_s"]
 
+_PER_LAYER = 4
+"""Steps of a layer in which partly placed layers are counted, rounded up."""
+_GROWTH = 1.03
+"""Numbers of micro-batches from 50 on grow by this factor: a bound loses up to half of it."""
+_CLOSE = 2e-3
+"""Share of T up to which the bound is looked for."""
+_STEPS, _GUESSES, _CUTS = 16, 2, 8
+"""Times T that are tried at most, how many of them are guessed before the rest is halved, and
+rounds of pricing for each."""
 
-class UnitKind(NamedTuple):
-    """A kind of tensor-parallel group; groups of one kind are equally fast."""
-
-    node: int
-    """A node of their device type."""
-    device_type: int
-    """Index of that type."""
-    tp_degree: int
-    """Devices of each group."""
+_Taking = tuple[float, FloatArray]
+"""What a pipeline finishes, and the devices of each class that it takes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitSpeeds:
-    """The best speeds of units over all numbers of layers."""
-
-    layers_per_s: FloatArray
-    """Layers that a unit of each kind finishes a second, forward and backward."""
-    extra_layers: float
-    """Work of embedding and head, counted in layers, on the kind where it is least."""
-
-
-def measure_speeds(estimator: Estimator, kinds: Sequence[UnitKind]) -> UnitSpeeds:
-    """Return the best speeds of units of each kind."""
-    speeds, extras = [], []
-    sizes = np.arange(1, estimator.num_layers + 1)
-    for node, _, tp_degree in kinds:
-        middle, with_ends = (
-            np.sum(estimator.stage_times_s(node, tp_degree, first=ends, last=ends), axis=0)[1:]
-            for ends in (False, True)
-        )
-        speeds.append(float((sizes / middle).max()))
-        if np.isfinite(middle).all():
-            extras.append(max(0.0, float((with_ends - middle).min())) * speeds[-1])
-    return UnitSpeeds(layers_per_s=np.array(speeds), extra_layers=min(extras, default=0.0))
-
-
-def finished_microbatches(
-    compositions: IntArray, speeds: UnitSpeeds, num_layers: int, time_s: float, most: int
-) -> FloatArray:
-    """Return an upper bound on the micro-batches that each composition finishes by a time.
-
-    `most` is the most that a pipeline can be given. Iterates K ← T·Σ s_i·(1-1/K)^(i-1)/L from
-    above, so that every iterate is a bound.
-    """
-    order = np.argsort(-speeds.layers_per_s, kind="stable")
-    work = num_layers + speeds.extra_layers
-    finished: FloatArray = time_s * (compositions @ speeds.layers_per_s) / work
-    for _ in range(4):
-        ratio = 1.0 - 1.0 / np.clip(finished, 1.0 + 1e-9, most + 1e-9)
-        start, total = np.ones(len(compositions)), np.zeros(len(compositions))
-        for kind in order:
-            end = start * ratio ** compositions[:, kind]
-            total += speeds.layers_per_s[kind] * (start - end) / (1.0 - ratio)
-            start = end
-        finished = np.minimum(finished, time_s * total / work)
-    return np.minimum(finished, most)
-
-
-def bound_iteration_time_s(
-    estimator: Estimator,
-    kinds: Sequence[UnitKind],
-    totals: IntArray,
-    compositions: IntArray,
-    upper_s: float,
-) -> float:
-    """Return a lower bound in seconds on the iteration of every plan; 0 if nothing fits.
+def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
+    """Return seconds that every plan's iteration takes at least.
 
     Args:
-        estimator: Costs, workload and cluster.
-        kinds: The kinds of units that a stage may be.
-        totals: Devices of each type.
-        compositions: [compositions, kinds] units of a pipeline. Must be complete: the bound
-            doesn't hold for plans with other pipelines.
-        upper_s: Iteration time of a known plan.
+        every: Times and memory of all stages, for each size of micro-batches that is allowed.
+        upper_s: Seconds of a plan that exists.
     """
-    total = estimator.workload.num_microbatches
-    sizes: IntArray = np.zeros((len(kinds), len(totals)), dtype=np.int64)
-    for row, kind in zip(sizes, kinds, strict=True):
-        row[kind.device_type] = kind.tp_degree
-    rows = compositions[(compositions @ sizes <= totals).all(axis=1)]
-    bottleneck_s = _bottlenecks_s(estimator, kinds, rows)
-    fits = np.isfinite(bottleneck_s)
-    if not fits.any():
-        return 0.0
-    rows, bottleneck_s, devices = rows[fits], bottleneck_s[fits], rows[fits] @ sizes
-    speeds = measure_speeds(estimator, kinds)
-
-    def finishes_all(time_s: float) -> bool:
-        work = finished_microbatches(rows, speeds, estimator.num_layers, time_s, total)
-        return best_mix(devices, np.minimum(work, time_s / bottleneck_s), totals) >= total
-
-    low = bound_work_s(estimator, kinds, totals)
-    high = max(low, upper_s)
-    while high - low > 2e-3 * upper_s:
-        middle = (low + high) / 2
-        if finishes_all(middle):
-            high = middle
-        else:
-            low = middle
-    return low
+    bound = _Mixed([_Bound(stages) for stages in every])
+    low_s = min(bound.work_s, upper_s)
+    for whole in (False, True):
+        known: list[_Taking] = []
+        time_s = high_s = upper_s
+        for step in range(_STEPS):
+            most = bound.most_finished(time_s, known, whole=whole)
+            if most < bound.total * (1 - 1e-9):
+                low_s = max(low_s, time_s)
+            else:
+                high_s = time_s
+            if high_s < low_s * (1 + _CLOSE):
+                break
+            # In a time shorter by some factor, about so many fewer samples are finished.
+            next_s = time_s * bound.total / most * (1 - _CLOSE / 4) if most else 0.0
+            if step >= _GUESSES or not low_s * (1 + _CLOSE / 4) < next_s < high_s:
+                next_s = (low_s + high_s) / 2
+            known = [(count * next_s / time_s, takes) for count, takes in known]
+            time_s = next_s
+    return low_s
 
 
-def bound_work_s(estimator: Estimator, kinds: Sequence[UnitKind], totals: IntArray) -> float:
-    """Return the seconds of all layers on all devices at their best degree, without bubbles.
-
-    Args:
-        estimator: Costs, workload and cluster.
-        kinds: The kinds of units that a stage may be.
-        totals: Devices of each type.
-    """
-    per_device = np.zeros(len(totals))
-    speeds = measure_speeds(estimator, kinds).layers_per_s
-    for kind, speed in zip(kinds, speeds.tolist(), strict=True):
-        best = per_device[kind.device_type], speed / kind.tp_degree
-        per_device[kind.device_type] = max(best)
-    return float(estimator.workload.num_microbatches * estimator.num_layers / (totals @ per_device))
-
-
-def _bottlenecks_s(estimator: Estimator, kinds: Sequence[UnitKind], rows: IntArray) -> FloatArray:
-    """Return each composition's least bottleneck; infinite where the model doesn't fit."""
-    total = estimator.workload.num_microbatches
-    pairs = [estimator.stage_times_s(k.node, k.tp_degree, first=False, last=False) for k in kinds]
-    # Least times of n or more layers: a profile's noise must not raise the bound.
-    times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
-    # For a bound, stages may recompute everything at no cost. They own nothing, or are a single
-    # pipeline's, which needs no buffers for pushes.
-    uses = (
-        MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0),
-        MemoryUse(num_pipelines=1, num_in_flight=1),
-    )
-    most = [
-        max(
-            int(estimator.most_layers(kind.node, kind.tp_degree, [use], recompute=True)[0])
-            for use in uses
-        )
-        for kind in kinds
-    ]
-    return bottleneck_times_s(rows, times, np.array(most))
-
-
-def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:
+def bound_price(stages: Stages) -> float | None:
     """Return a lower bound on the price of an iteration, or None if a node has no price.
 
     A device is paid for at least as long as it works, so no layer and no head costs less than on
     the device and at the TP degree where it is cheapest.
     """
     layer, ends = np.inf, np.inf
-    for node, entry in enumerate(estimator.cost.cluster.nodes):
+    for node, entry in enumerate(stages.cost.cluster.nodes):
         if entry.price_per_hour is None:
             return None
-        for tp_degree in tp_degrees:
-            if tp_degree <= entry.count:
-                speeds = measure_speeds(estimator, [UnitKind(node, 0, tp_degree)])
-                price_per_s = entry.price_per_hour / 3600 / entry.count * tp_degree
-                price = price_per_s / float(speeds.layers_per_s[0])
-                layer, ends = min(layer, price), min(ends, price * speeds.extra_layers)
-    work = estimator.num_layers * layer + ends
-    return float(estimator.workload.num_microbatches * work)
+        for option in stages.options:
+            if option.node_class == stages.class_of_node[node] and option.tp_degree <= entry.count:
+                price_per_s = entry.price_per_hour / 3600 / entry.count * option.tp_degree
+                speed, extra = _speed(stages, option)
+                layer = min(layer, price_per_s / speed)
+                ends = min(ends, price_per_s * extra / speed)
+    work = stages.num_layers * layer + ends
+    return float(stages.workload.num_microbatches * work)
+
+
+def _speed(stages: Stages, option: Option) -> tuple[float, float]:
+    """Return the most layers a second of a stage, and the work of both ends in layers."""
+    sizes = np.arange(1, stages.num_layers + 1)
+    middle_s, whole_s = (
+        stages.times_s(option, ends, ends).sum(axis=0)[1:] for ends in (False, True)
+    )
+    speed = float((sizes / middle_s).max())
+    return speed, max(0.0, float((whole_s - middle_s).min())) * speed
+
+
+class _Bound:
+    def __init__(self, stages: Stages) -> None:
+        self.stages, self.total = stages, stages.workload.num_microbatches
+        speeds, extras = zip(*(_speed(stages, option) for option in stages.options), strict=True)
+        self.speeds, self.extra = np.array(speeds), min(extras)
+        self.kinds = list(stages.devices)
+        self.devices = np.array([stages.devices[kind] for kind in self.kinds], dtype=float)
+        # [options, classes] devices.
+        self.takes = np.array(
+            [[o.tp_degree * (o.node_class == kind) for kind in self.kinds] for o in stages.options],
+            dtype=float,
+        )
+        power = max(1e-300, float(self.devices @ self.per_device()))
+        self.work_s = self.total * stages.num_layers / power
+        self.most_layers = np.array([self._most_layers(option) for option in stages.options])
+        times_s = [stages.times_s(o, False, False).sum(axis=0) for o in stages.options]
+        # Least times of n or more layers: a profile's noise must not raise the bound.
+        self.times_s = [np.minimum.accumulate(row[::-1])[::-1] for row in times_s]
+        small = np.arange(1, min(50, self.total) + 1)
+        steps = int(np.log(max(1.0, self.total / 50)) / np.log(_GROWTH)) + 2
+        large = np.ceil(50 * _GROWTH ** np.arange(steps)).astype(np.int64)
+        tops = np.unique(np.minimum(np.concatenate([small, large]), self.total))
+        self.tops: IntArray = tops
+        """The most micro-batches of each interval of numbers."""
+        self.least: IntArray = np.append(1, tops[:-1] + 1)
+        """The fewest of each."""
+
+    def per_device(self) -> FloatArray:
+        best = np.zeros(len(self.kinds))
+        for row, speed in zip(self.takes, self.speeds, strict=True):
+            best = np.maximum(best, np.where(row > 0, speed / np.maximum(row, 1), 0.0))
+        return best
+
+    def _most_layers(self, option: Option) -> int:
+        """Return the layers that fit into a stage that owns nothing, or is a lone pipeline's."""
+        most = 0
+        for ownership in (Ownership(max(2, self.total), True), Ownership(1)):
+            table = self.stages.table(option, ownership, False, False)
+            fits = np.isfinite(table.total_s[:, 0]).any(axis=0)
+            most = max(most, int(np.flatnonzero(fits).max(initial=0)))
+        return most
+
+    def cheapest(
+        self, time_s: float, prices: FloatArray, *, whole: bool
+    ) -> tuple[float, list[tuple[float, FloatArray]]]:
+        """Return the most micro-batches for a price of 1, and the best pipelines as columns."""
+        # Whole layers are counted in whole steps.
+        extra, steps_of_layer = (0.0, 1) if whole else (self.extra, _PER_LAYER)
+        layers = (self.stages.num_layers + extra) * steps_of_layer
+        size = int(np.floor(layers + 1e-9)) + 1
+        count = len(self.tops)
+        cost = np.full((count, size), np.inf)
+        cost[:, 0] = 0.0
+        price = self.takes @ prices
+        steps, history = [], []
+        best = np.full(count, np.inf)
+        at = np.zeros(count, dtype=np.int64)
+        rows, places = np.arange(count)[:, None], np.arange(size)[None]
+        for position in range(self.stages.max_stages):
+            placed = self._placed(time_s, position, whole=whole)
+            better = np.full((count, size), np.inf)
+            choice = np.zeros((count, size), dtype=np.int64)
+            for option in range(len(price)):
+                # A stage that places more than is left places the rest.
+                before = np.maximum(places - placed[option][:, None], 0)
+                reached = np.where(placed[option][:, None] > 0, cost[rows, before], np.inf)
+                reached = reached + price[option]
+                is_less = reached < better
+                better = np.where(is_less, reached, better)
+                choice[is_less] = option
+            better[:, 0] = 0.0
+            steps.append(placed)
+            history.append(choice)
+            gained = better[:, -1] < best * (1 - 1e-12)
+            at[gained] = position
+            best = np.minimum(best, better[:, -1])
+            cost = better
+            if not gained.any() and position > 0 and not np.isinf(best).all():
+                break
+        worth = self.tops / best
+        order = np.argsort(-worth, kind="stable")[:4]
+        found = [
+            (float(self.tops[i]), self._takes(i, int(at[i]), size - 1, steps, history))
+            for i in order.tolist()
+            if np.isfinite(best[i])
+        ]
+        return float(worth.max(initial=0.0)), found
+
+    def _placed(self, time_s: float, position: int, *, whole: bool) -> IntArray:
+        """Return [options, numbers] steps of layers that a stage places at most."""
+        if whole:
+            each_s = time_s / self.least
+            rows = [
+                np.minimum(np.searchsorted(row[1:], each_s * (1 + 1e-9), side="right"), most)
+                for row, most in zip(self.times_s, self.most_layers, strict=True)
+            ]
+            return np.array(rows)
+        left = (1 - 1 / self.tops) ** position if position else np.ones(len(self.tops))
+        placed = self.speeds[:, None] * (time_s / self.least * left)[None] * _PER_LAYER
+        found: IntArray = np.ceil(placed - 1e-9).astype(np.int64)
+        return found
+
+    def _takes(
+        self,
+        index: int,
+        position: int,
+        left: int,
+        steps: list[IntArray],
+        history: list[IntArray],
+    ) -> FloatArray:
+        found = np.zeros(len(self.kinds))
+        for place in range(position, -1, -1):
+            if left <= 0:
+                break
+            option = int(history[place][index, left])
+            found += self.takes[option]
+            left = max(0, left - int(steps[place][option, index]))
+        return found
+
+
+class _Mixed:
+    """Pipelines of any size of micro-batches: what is finished is counted in samples."""
+
+    def __init__(self, bounds: Sequence[_Bound]) -> None:
+        self.bounds, self.devices = bounds, bounds[0].devices
+        self.total = bounds[0].stages.workload.global_batch_size
+        self.work_s = min(bound.work_s for bound in bounds)
+
+    def most_finished(self, time_s: float, known: list[_Taking], *, whole: bool) -> float:
+        """Return samples that no mix of pipelines exceeds by a time.
+
+        Any prices give such a number, those of the least one are looked for.
+
+        Args:
+            time_s: Seconds of an iteration.
+            known: Pipelines, to which new ones are added.
+            whole: Whether stages hold whole layers, or any part of them.
+        """
+        most = np.inf
+        prices = self._prices(known)[1] if known else self.bounds[0].per_device()
+        for _ in range(_CUTS):
+            worth = 0.0
+            for bound in self.bounds:
+                size = bound.stages.workload.sequences_per_microbatch
+                own, found = bound.cheapest(time_s, prices, whole=whole)
+                worth = max(worth, own * size)
+                known += [(count * size, takes) for count, takes in found]
+            most = min(most, worth * float(prices @ self.devices))
+            if not known or most < self.total * (1 - _CLOSE):
+                break
+            value, prices = self._prices(known)
+            if value > min(self.total, most * (1 - _CLOSE / 4)):
+                break
+        return most
+
+    def _prices(self, known: Sequence[_Taking]) -> tuple[float, FloatArray]:
+        """Return what mixes of some pipelines finish, and prices at which none of them pays."""
+        program = LinearProgram()
+        value = np.array([count for count, _ in known])
+        x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
+        for column, limit in zip(np.array([t for _, t in known]).T, self.devices, strict=True):
+            program.add_row(x, column, upper=limit)
+        solution = program.minimize()
+        return -solution.objective, np.maximum(-solution.row_duals, 1e-12)

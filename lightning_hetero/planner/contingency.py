@@ -20,7 +20,7 @@ from lightning_hetero.planner.proposing.candidate_plans import (
     propose_plans,
 )
 from lightning_hetero.planner.result import PlanningResult
-from lightning_hetero.planner.search import plan
+from lightning_hetero.planner.search import plan, plan_best_size
 from lightning_hetero.planner.workload import PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, StateLayout, choose_cost
 
@@ -59,11 +59,15 @@ class PlanningTask:
 
     basis: PlanBasis
     options: PlanningOptions
+    sizes: tuple[int, ...] = ()
+    """Sizes of micro-batches to choose from; none for the workload's own."""
 
     def solve(self) -> PlanningResult | PlanningError:
         """Return the best plans, or the error if there are none."""
         basis, cost = self.basis, self.basis.cost()
         try:
+            if self.sizes:
+                return plan_best_size(cost, basis.workload, self.options, sizes=self.sizes)
             return plan(basis.cluster, basis.model, basis.workload, self.options, cost=cost)
         except PlanningError as error:
             return error

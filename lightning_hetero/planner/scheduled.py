@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_hetero.core.actions import Action
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.estimating.memory_fit import own_microbatches
+from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlanningResult
 from lightning_hetero.schedules import (
     Edge,

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
@@ -324,15 +323,15 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # Beside what was sent, room for its gradients; and gradients sent to the stage before that
-        # it may not have received.
-        num_sent = MAX_KEPT_SENDS * (not shape.has_embedding)
+        # Beside what was sent, room for its gradients. The stage before holds one micro-batch more:
+        # so many gradients sent to it are kept. Of activations only headers are expected ahead.
+        before = 0 if shape.has_embedding else self._hidden_bytes(held_tokens + longest)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),
             activations=factor * self.activation_bytes(shape, held_tokens) - saved * held_tokens,
             recomputed=again * longest,
             head=factor * self.transient_bytes(shape, longest),
-            messages=factor * (2 * sent + num_sent * self._hidden_bytes(longest)),
+            messages=factor * (2 * sent + before),
         )
 
     def update_s(self, shape: StageShape, owned_params: float) -> float:

@@ -113,8 +113,7 @@ def push_buffer_bytes(
 ) -> _Number:
     """Return the bytes of a push's buffers on a rank, kept until its last gradient has arrived.
 
-    They hold what it sends to owners, and what other holders of its own slices send. By proxies
-    (`core.proxies`) a device needs less: buffers are freed unit by unit.
+    They hold what it sends to owners, and what other holders of its own slices send.
 
     Args:
         held: Parameters that it holds.

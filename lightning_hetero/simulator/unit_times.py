@@ -14,11 +14,7 @@ those of the same part form a circle (`core.transfers.Circle`):
 - A pull is an all-gather around the circle's ring, and one of norms in each stage, if holders own
   about equal parts, use a collective (`are_collective`: AUTO on NCCL, or for many holders) and may
   gather into their weights (`StateLayout.pulls_into_views`).
-- A push of equal parts is summed on each node first (BY_NODE), or is a ring's reduce-scatter
-  (REDUCE_SCATTER).
-- By proxies (`core.proxies`) a unit takes as long as one of equal parts, and then as long as a
-  proxy needs to send S / D of sums to owners, or an owner to receive its f_q once. Both leave out
-  what stays on a rank, as if each proxy had rows of every owner.
+- A push of equal parts may be a ring's reduce-scatter (REDUCE_SCATTER).
 
 All else is pairwise: messages, or an all-to-all, which NCCL makes of messages. Pieces are taken to
 be equal, where the runtime pads rows or, if that added more than an eighth, uses an all-to-all.
@@ -32,18 +28,14 @@ from typing import Self
 
 import numpy as np
 
-from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
+from lightning_hetero.core.arrays import BoolArray, FloatArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.proxies import are_by_proxies
 from lightning_hetero.core.transfers import MOST_PADDING, ExchangeKind, are_collective
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.links import Peers, push_by_node_s, rings_inside_s, rings_s
+from lightning_hetero.simulator.links import Peers, rings_inside_s, rings_s
 
 __all__ = ["Holders", "OwnedTimes", "Segment", "UnitTimes", "cut_segments"]
-
-_SUM_BYTES = 4
-"""Bytes of a gradient's value in a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +167,6 @@ class UnitTimes:
         if layout.exchange is ExchangeKind.REDUCE_SCATTER:
             rings = rings_s(cost, nodes, layout.pushed_bytes * shards[0])
             push = np.where(self.are_circles, rings, push)
-        if layout.exchange is ExchangeKind.BY_NODE:
-            for index in np.flatnonzero(self.are_circles):
-                ranks = [cost.first_rank_of_node[node] for node in nodes[:, index]]
-                held = layout.pushed_bytes * float(shards[0, index])
-                width = _SUM_BYTES / layout.gradient_bytes
-                push[:, index] = push_by_node_s(cost, ranks, held, width=width)
         return pull, push
 
     def _stage_gathers_s(self) -> FloatArray:
@@ -237,27 +223,19 @@ class OwnedTimes:
             ]
         )
         """[G] whether a unit's holders own it, in parts that are about equal."""
-        self._proxied = equal.are_circles & ~self._are_alike & [*map(self._is_spread, owned)]
-        """[G] whether a unit, whose holders are a circle but own unequal parts, goes by proxies."""
 
     def pull_and_push_s(self) -> tuple[FloatArray, FloatArray]:
         """Return [pipeline, G] seconds of a pull and of a push."""
-        pull, push = self._equal.pull_and_push_s()
-        widths = np.full(len(self._owned), self._cost.layout.weight_bytes), self._pushed_bytes
-        owned_pull, owned_push = (
-            between + np.where(self._proxied, before, 0.0)
-            for before, between in zip((pull, push), map(self._between_s, widths), strict=True)
-        )
-        return np.where(self._are_alike & self._equal.are_gathered, pull, owned_pull), owned_push
+        layout, (pull, _) = self._cost.layout, self._equal.pull_and_push_s()
+        owned_pull, push = map(self._between_s, (layout.weight_bytes, layout.pushed_bytes))
+        return np.where(self._are_alike & self._equal.are_gathered, pull, owned_pull), push
 
     def foreign_s(self) -> tuple[list[list[float]], float]:
         """Return seconds in which stages, and idle ranks, receive what they own but don't hold."""
         found = [[0.0] * pipeline.num_stages for pipeline in self._plan.pipelines]
         seconds: dict[int, float] = {}
         num_units = [segment.num_units for segment in self._equal.segments]
-        # Proxies send every row once, as a sum, instead of once for each pipeline.
-        once = np.where(self._proxied, 1 / self._plan.num_pipelines, 1.0)
-        num_bytes = self._equal.params * num_units * self._pushed_bytes * once
+        num_bytes = self._equal.params * num_units * self._cost.layout.pushed_bytes
         for index, (shares, held) in enumerate(zip(self._owned, self._held, strict=True)):
             ranks = [rank for rank in shares if rank not in held]
             nodes = np.array([[self._cost.node_of_rank[rank]] for rank in ranks], np.int64)
@@ -277,47 +255,19 @@ class OwnedTimes:
                 row[place.stage_index] = max(row[place.stage_index], value)
         return found, idle
 
-    @property
-    def _pushed_bytes(self) -> IntArray:
-        """[G] bytes of a value that goes to its owner."""
-        layout = self._cost.layout
-        found: IntArray = np.where(
-            self._proxied, _SUM_BYTES * layout.num_keepers, layout.pushed_bytes
-        )
-        return found
-
-    def _is_spread(self, owned: Mapping[int, float]) -> bool:
-        """Whether units with these owners go by proxies: no owner meets most of the proxies.
-
-        An owner of a share f meets those of f·D pieces and one more.
-        """
-        kind, num_pipelines = self._cost.layout.exchange, self._plan.num_pipelines
-        return (
-            2 * (max(owned.values()) * num_pipelines + 1) <= num_pipelines
-            and are_by_proxies(kind, num_pipelines)
-            and are_collective(kind, self._cost.cluster.backend, num_pipelines)
-        )
-
-    def _between_s(self, width: IntArray) -> FloatArray:
-        """Return [D, G] seconds between a stage's ranks, or proxies, and owners.
-
-        Args:
-            width: [G] bytes of a value.
-        """
-        cost, nodes, proxied = self._cost, self._equal.nodes, self._proxied
-        own, first = self._own.copy(), self._own[..., 0]
-        own[:, proxied, 1:] = 0.0  # A proxy is a single rank.
+    def _between_s(self, width: float) -> FloatArray:
+        """Return [D, G] seconds between a stage's ranks and owners, with values of some bytes."""
+        cost, nodes, own = self._cost, self._equal.nodes, self._own
         sends = Peers(cost, nodes, self._shares, own, self._own_nodes)
         owners = Peers(cost, nodes, self._owners, (own > 0).astype(float), self._own_nodes)
         holders = Peers.of_holders(cost, nodes)
-        scale = width * np.where(proxied, 1 / self._plan.num_pipelines, 1.0) * self._equal.params
+        scale, first = width * self._equal.params, own[..., 0]
         busy_s = np.maximum(
             sends.carry_s(scale / self._equal.degrees),
             holders.carry_s(scale * first),
         )
-        is_sending, is_receiving = owners.near + owners.far > 0, (first > 0) | proxied
         late_s: FloatArray = np.maximum(
-            np.where(is_sending, owners.latency_s, 0.0),
-            np.where(is_receiving, holders.latency_s, 0.0),
+            np.where(owners.near + owners.far > 0, owners.latency_s, 0.0),
+            np.where(first > 0, holders.latency_s, 0.0),
         )
         return late_s + busy_s

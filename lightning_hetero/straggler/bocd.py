@@ -22,9 +22,9 @@ absolute deviation of the values before, ρ is their lag-1 correlation. From few
 be estimated well, as in Student's t: hence the last factor. It is left out for changes by half or
 more: noise that looks like one is rarer than such a fault.
 
-A run is a burst and no level if it has almost as many values on the old side as on the new one. A
-change that isn't accepted is tried again with each further value while its run is short. Thresholds
-that are called tuned were tuned on other seeds than figures are reported on.
+A run is a burst and no level if it has almost as many values on the old side as on the new one, or
+if its first values differ. A change that isn't accepted is tried again with each further value
+while its run is short. Thresholds called tuned were tuned on other seeds than figures are from.
 """
 
 import math
@@ -59,6 +59,8 @@ _LEAST_SIGNIFICANCE = 6.5
 """Tuned: at 6 noise is reported, at 7 faults are missed."""
 _RECENT = 50
 """Small steps and drift add up over 200 values, hardly over 50."""
+_AGREEING = 8.0
+"""Standard deviations within which the first values of a level agree."""
 _DEFAULT_SCALE, _LEAST_SCALE = 0.03, 0.002
 """Noise where too few values tell it (0.5 % to 5 % are usual), and that of an even stream."""
 _SCALE_EVERY = 32
@@ -130,8 +132,10 @@ class BocdDetector:
         self._steps: list[int] = []
         self._num_values = 0
         self._num_in_regime = 0
+        self._old_logs: list[float] = []
         self._noise: list[float] = []
         self._healthy_log: float | None = None
+        self._healthy_logs: list[float] = []
         self._scale = _DEFAULT_SCALE
         self._in_first_regime = True
         self._last_rose = False
@@ -185,7 +189,9 @@ class BocdDetector:
         num_before = self._num_in_regime - run
         if run < _MIN_RUN or num_before < 1:
             return None
-        before, after = list(self._level_logs(num_newer=run)), self._logs[-run:]
+        recent, after = self._level_logs(num_newer=run), self._logs[-run:]
+        # A level that has returned after a fault is compared with its older values, too.
+        before = [*self._old_logs, *recent][-_HISTORY:]
         if not self._differs(before, after):
             return None
         shift = median(after) - median(before)
@@ -227,10 +233,15 @@ class BocdDetector:
     def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
         """Tell whether a run may be just outliers and the values between them.
 
-        Each value on the old side cancels one on the new side.
+        Each value on the old side cancels one on the new side, and while a run is short, enough of
+        its values must agree: spikes differ in height, and so does a level that still rises.
         """
         num_beyond = sum((value > middle) == rises for value in after)
-        return 2 * num_beyond - len(after) < _MIN_RUN
+        if 2 * num_beyond - len(after) < _MIN_RUN:
+            return True
+        center, reach = median(after), _AGREEING * self._scale
+        num_agreeing = sum(abs(value - center) <= reach for value in after)
+        return len(after) < 2 * _MIN_RUN and num_agreeing < _MIN_RUN
 
     def _report(self, run: int, step: int, before: list[float]) -> ChangePoint:
         before_log, after_log = median(before), median(self._logs[-run:])
@@ -238,7 +249,11 @@ class BocdDetector:
         healthy = before_log if self._healthy_log is None else self._healthy_log
         rises = after_log > before_log
         kind = ChangeKind.RECOVERY if was_slow else ChangeKind.IMPROVEMENT
-        kind = ChangeKind.SLOWDOWN if rises else kind
+        if rises:
+            kind = ChangeKind.SLOWDOWN
+            self._healthy_logs = self._healthy_logs if was_slow else before
+        is_back = was_slow and not rises and abs(after_log - healthy) < _LEAST_SHIFT
+        self._old_logs = self._healthy_logs if is_back else []
         self._noise = [value - before_log for value in before]
         self._healthy_log = healthy if after_log >= healthy + 0.5 * _LEAST_SHIFT else None
         self._num_in_regime = run

@@ -16,7 +16,7 @@ from itertools import pairwise
 from lightning_hetero.core.neighbours import deal_pieces
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.transfers import TransferTable
-from lightning_hetero.planner.solvers.microbatch_shares import share_microbatches
+from lightning_hetero.planner.dealing import Pace, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
 
@@ -215,17 +215,16 @@ class RunPrediction:
         if self.run.is_assigned or any(item.microbatch_size for item in plan.pipelines):
             return plan
         # A pipeline takes `fill + slope·K`: both follow from two simulations.
-        total, slopes_s, fills_s = sum(self.run.counts), [], []
+        total, paces = sum(self.run.counts), []
         usual = max(1, total // plan.num_pipelines)
         for index in range(plan.num_pipelines):
             one, two = (self._end_s(plan, index, n, self._cost) for n in (usual, 2 * usual))
-            slopes_s.append((two - one) / usual)
-            fills_s.append(max(0.0, 2 * one - two))
-        shares = share_microbatches(fills_s, slopes_s, [1] * len(slopes_s), total)
+            paces.append(Pace((two - one) / usual, max(0.0, 2 * one - two)))
+        shares = deal(paces, [1] * len(paces), total)
         assert shares is not None, "every pipeline had a micro-batch"
         pipelines = tuple(
             p if old == new else replace(p, num_microbatches=new)
-            for p, old, (new,) in zip(plan.pipelines, self.counts(plan), shares, strict=True)
+            for p, old, new in zip(plan.pipelines, self.counts(plan), shares, strict=True)
         )
         return replace(plan, pipelines=pipelines)
 

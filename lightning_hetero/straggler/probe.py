@@ -34,13 +34,8 @@ def probe_device(
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
-    out = torch.empty_like(left)
-
-    def multiply() -> None:
-        with within or nullcontext():
-            torch.mm(left, left, out=out)
-
-    return statistics.median(_repeat_s(multiply, device=device, repeats=5))
+    multiply = partial(torch.mm, left, left, out=torch.empty_like(left))
+    return statistics.median(_repeat_s(multiply, device=device, repeats=5, within=within))
 
 
 def probe_memory(
@@ -51,13 +46,8 @@ def probe_memory(
 ) -> float:
     """Return the median seconds of a copy inside a device's memory; doesn't communicate."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        with within or nullcontext():
-            target.copy_(source)
-
-    return statistics.median(_repeat_s(copy, device=device, repeats=5))
+    copy = partial(torch.empty_like(source).copy_, source)
+    return statistics.median(_repeat_s(copy, device=device, repeats=5, within=within))
 
 
 def probe_links(
@@ -114,13 +104,20 @@ def probe_links(
     return {pair: seconds for part in everyone for pair, seconds in part.items()}
 
 
-def _repeat_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> list[float]:
+def _repeat_s(
+    action: Callable[[], object],
+    *,
+    device: torch.device,
+    repeats: int,
+    within: AbstractContextManager[Any] | None = None,
+) -> list[float]:
     """Return the seconds of each repeat, after one to warm up."""
     times_s = []
     for repeat in range(repeats + 1):
         _synchronize(device)
         start_s = time.perf_counter()
-        action()
+        with within or nullcontext():
+            action()
         _synchronize(device)
         if repeat:
             times_s.append(time.perf_counter() - start_s)

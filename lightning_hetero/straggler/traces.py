@@ -107,20 +107,14 @@ class Layout:
     """The node of each rank."""
 
     @classmethod
-    def from_dict(cls, entry: object, trace: OperationTrace) -> "Layout":
-        """Read `tp_size`, `layers` and `nodes`, and compare `dp_size` and `pp_size` with a trace.
+    def from_dict(cls, entry: object) -> "Layout":
+        """Read `tp_size`, `layers` and `nodes`, of which each may be missing.
 
         Raises:
-            ConfigurationError: It isn't a layout, or is that of another job.
+            ConfigurationError: It isn't a layout.
         """
         if not isinstance(entry, Mapping):
-            raise ConfigurationError("A layout is a mapping such as {dp_size: 4, pp_size: 4}.")
-        for name, found in (("dp_size", trace.pipeline), ("pp_size", trace.stage)):
-            if entry.get(name, int(found.max()) + 1) != int(found.max()) + 1:
-                raise ConfigurationError(
-                    f"The layout says {name} {entry[name]}, but the trace has "
-                    f"{int(found.max()) + 1}. Give the layout of the same job."
-                )
+            raise ConfigurationError("A layout is a mapping such as {tp_size: 4, layers: [8, 8]}.")
         try:
             return cls(
                 tp_size=int(entry.get("tp_size", 1)),

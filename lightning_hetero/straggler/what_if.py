@@ -332,20 +332,23 @@ def _typical_s(replay: Replay, ops: IntArray) -> FloatArray:
     return typical[kind_of[place]]
 
 
-def answer(explanation: Explanation, layout: Layout | None = None) -> str:
+_UNKNOWN = Layout()
+
+
+def answer(explanation: Explanation, layout: Layout = _UNKNOWN) -> str:
     """Return the slowdown, its main cause and what to do, in one sentence."""
     took = f"{explanation.actual_s:.4g} s a step where {explanation.ideal_s:.4g} s are possible"
     if explanation.slowdown < _WORTH_SAYING or not explanation.causes:
         return f"Not slow: {took}."
     first, *rest = explanation.causes
-    said = _say(first, layout or Layout())
+    said = _say(first, layout)
     text = (
         f"{explanation.slowdown:.2f} × slower than possible ({took}); {first.share:.2f} of the "
         f"excess is {said}"
     )
     second = next((cause for cause in rest if cause.share >= _SECOND_SHARE), None)
     if second is not None:
-        text += f"; another {second.share:.2f} is {_say(second, layout or Layout())}"
+        text += f"; another {second.share:.2f} is {_say(second, layout)}"
     return f"{text}."
 
 

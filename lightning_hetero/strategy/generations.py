@@ -4,7 +4,7 @@ With `ElasticRestart(in_place=True)` a worker's fit that ends because a rank is 
 leaves is followed by another one:
 
 1. the old generation's detector is paused, its groups are closed, and this rank's part of the last
-   step is kept (`checkpoint.recovery.live`),
+   step is kept (`checkpoint.live`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
 3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
    waiting joiners (`runtime.generation.joiners`); where ranks have stopped between two steps

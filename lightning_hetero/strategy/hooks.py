@@ -188,7 +188,7 @@ class HookedStrategy(ConnectedStrategy):
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
         watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
-        return explained(watching, self.memory, explain_dtypes, self.engine.rows, trains=trains)
+        return explained(watching, self.memory, explain_dtypes, trains=trains)
 
     def deposit_gradients(self) -> None:
         """Move the iteration's gradients into the slices; see `precision.Gradients`."""

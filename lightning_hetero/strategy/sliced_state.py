@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.slices.digests import StandbyCheck
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
 from lightning_hetero.runtime.slices.rows import HookedSlices
-from lightning_hetero.runtime.slices.standby_check import StandbyCheck
 from lightning_hetero.runtime.slices.state import (
     agree_on_groups,
     cut_copy,

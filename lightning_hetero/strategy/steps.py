@@ -21,8 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealer import Dealer
-from lightning_hetero.models.batches import AssignedBatch, fingerprint_of, tensors_of
-from lightning_hetero.runtime.embedding_rows import EmbeddingRows
+from lightning_hetero.models.batches import AssignedBatch, fingerprint_of
 from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.outputs import Records, extend_lists, join_outputs
@@ -79,7 +78,6 @@ class Steps:
             return move(part, device, dataloader_idx)
 
         moved = [move_part(part) for part in parts]
-        self._engine.rows.note_batch(tensors_of(parts), tensors_of(moved))
         if isinstance(batch, AssignedBatch):
             return replace(batch, microbatches=tuple(moved))
         return moved[0]
@@ -151,12 +149,18 @@ class Steps:
         return IterationKey(phase=_PHASES[stage], epoch=trainer.current_epoch, batch_idx=batch_idx)
 
 
+_INDEX = (
+    "As a rule a token id that an embedding has no row for, or a label that the logits have no "
+    "class for: compare the tokenizer's vocabulary with the model's. On CUDA, a step with "
+    "CUDA_LAUNCH_BLOCKING=1 shows where."
+)
+
+
 @contextmanager
 def explained(
     watching: Callable[[], AbstractContextManager[None]],
     memory: MemoryWatch,
     explain_dtypes: Callable[[], AbstractContextManager[None]],
-    rows: EmbeddingRows,
     *,
     trains: bool,
 ) -> Iterator[None]:
@@ -166,15 +170,16 @@ def explained(
         watching: See `Processes`.
         memory: Explains out-of-memory errors.
         explain_dtypes: See `HeteroPrecision`.
-        rows: Name the embedding that was asked for a row that it doesn't have.
         trains: Whether the iteration is one of training.
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
+        if "index out of range" in str(error) or "device-side assert" in str(error):
+            error.add_note(_INDEX)
         # Entered after an error only: each of them would cost every iteration some microseconds.
         explaining = memory.explaining(trains=trains)
-        with watching(), explaining, explain_dtypes(), rows.explaining():
+        with watching(), explaining, explain_dtypes():
             raise
 
 

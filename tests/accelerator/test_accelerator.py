@@ -56,14 +56,6 @@ def test_a_value_that_a_step_reads_is_found_as_a_wait(processes):
         )
 
 
-def test_ids_that_an_embedding_lacks_are_named_before_a_kernel_is_asked(processes):
-    job = Job(plans=(STAGES,), has_unknown_ids=True)
-    for item in processes.run(train, 2, job):
-        assert "The embedding 'model.wte' has 23 rows" in item.told
-        assert "Cause: None" in item.told
-        assert len(item.losses) == 5
-
-
 @pytest.mark.slow
 def test_plans_change_and_a_run_resumes_on_a_device(processes, tmp_path: Path):
     check(processes, Job(plans=(EQUAL, STAGES)))

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.proposing.work_bound import SequenceRuns
-from lightning_hetero.planner.solvers.linear_program import LinearProgram
 
 __all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
 

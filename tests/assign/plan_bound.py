@@ -29,13 +29,13 @@ from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.proposing.proposal import Scheme
 from lightning_hetero.planner.proposing.work_bound import (
     SequenceRuns,
     longest_alone_s,
     possible_schemes,
 )
-from lightning_hetero.planner.solvers.linear_program import LinearProgram
 from tests.assign.covering import ROUNDING, StageSeconds, add_cover, least_possible_s
 
 __all__ = ["plan_lower_bound_s"]

@@ -16,7 +16,7 @@ from lightning_hetero.autoplan.out_of_memory import (
 )
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.core.slices import ParameterSpec
-from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
+from lightning_hetero.runtime.setup.profile_cache import CorrectionFile
 from lightning_hetero.simulator import MemoryCorrection
 from tests.autoplan import restarted
 from tests.autoplan.autoplan_runs import fail_in, train_capped

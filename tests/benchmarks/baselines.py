@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.planner.solvers.balancing import balance_layers
+from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.simulator import CostModel, StageShape, simulate
 
 MicroBatch = tuple[int, ...]

@@ -31,10 +31,10 @@ from lightning_hetero.checkpoint import (
     Store,
     Tier,
     TierKind,
+    encoding,
+    fetching,
     recover,
 )
-from lightning_hetero.checkpoint.format import encoding
-from lightning_hetero.checkpoint.recovery import fetching
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
 from tests.benchmarks.harness import Row, median_times_s

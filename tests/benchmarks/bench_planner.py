@@ -24,8 +24,8 @@ from lightning_hetero.planner import (
     PlanningOptions,
     Workload,
     plan,
+    plan_best_size,
 )
-from lightning_hetero.planner.microbatch_size import plan_best_size
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.harness import Row, median_times_s
 from tests.planner.grouping import effective_power, group_devices

@@ -7,8 +7,7 @@ through them gives those at 1,024 ranks. Rank 0 has two more for each rank, whos
 Not among them is the exchange of a run on CPUs, for which a rank needs one to each rank that holds
 its layers, too; on GPUs that is NCCL's. Rank 0 watches for stragglers by made-up times.
 
-Where a unit has neither circles nor proxies a rank's table grows with the ranks; it is computed
-here by itself, also of ranks that own alike, as if they had no proxies.
+Where a unit has no circles a rank's table grows with the ranks; it is computed here by itself.
 
 `--only "TP 8"` takes the plans whose name holds that, `--only control` what has no plan, `--only
 tables` those tables, `--only fits` what a whole `Trainer.fit` adds to the engine (`lone_fit`).

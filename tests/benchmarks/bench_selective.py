@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.runtime.setup.products import KeptProducts
+from lightning_hetero.runtime.setup.profiling import ModelShard
 from tests.benchmarks.harness import Row
 from tests.capped_memory import MemoryCounter
 

@@ -11,28 +11,28 @@ simulated are those whose estimates are so near the best that they could be bett
 """
 
 import argparse
+import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner import PlanningOptions, Workload
-from lightning_hetero.planner.arrangement import (
-    Arrangement,
-    Group,
-    MappingOrder,
-    map_groups,
-    num_units,
-)
-from lightning_hetero.planner.enumeration import PipelineUnits, every_grouping
-from lightning_hetero.planner.estimating.arrangement_estimator import Estimate
-from lightning_hetero.planner.estimating.estimator import Estimator
-from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.columns import Column
+from lightning_hetero.planner.judge import Candidate, Judge, deal
+from lightning_hetero.planner.placement import Group, MappingOrder, place
+from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.planner.workload import valid_tp_degrees
 from tests.benchmarks.search_laws import Task
+from tests.planner.patterns import enumerate_compositions
 
 __all__ = ["Comparison", "compare", "every_layout", "small_tasks"]
 
+PipelineUnits = tuple[int, tuple[int, ...]]
+"""TP degree of a pipeline, and its number of tensor-parallel groups of each class of nodes."""
 DEVICES = ("A100-80GB", "H800-80GB", "V100-32GB", "RTX-4090", "T4", "A10-24GB")
 _SLACK = 0.97
 """The least time of a layout, and its estimate, are taken to be so much less, in case they aren't
@@ -66,23 +66,24 @@ class Comparison:
 def compare(task: Task, most: int) -> Comparison | None:
     """Compare the search with every layout; None if there are more than `most`, or none fits."""
     cost = task.cost()
-    estimator = Estimator(cost, task.workload, equal_microbatches=False)
     degrees = valid_tp_degrees(cost, task.workload, PlanningOptions(tp_degrees=task.tp_degrees))
-    groupings = _groupings(estimator, degrees, most)
+    size = task.workload.sequences_per_microbatch
+    stages = Stages(cost, task.workload, degrees)
+    groupings = _groupings(stages, degrees, most)
     if groupings is None or task.best_s == float("inf"):
         return None
-    num_layouts, near = 0, []
-    for layout in every_layout(estimator, degrees, groupings):
+    judge, num_layouts, near = Judge({size: stages}), 0, []
+    for groups in every_layout(stages, groupings):
         num_layouts += 1
         if num_layouts > most:
             return None
-        if _work_s(estimator, layout) * _SLACK <= task.best_s:
-            near.append(layout)
-    judge = Judge(estimator, lambda seconds, _arrangement: seconds)
+        estimate = _estimate(judge, groups)
+        if estimate is not None and estimate[0] * _SLACK <= task.best_s:
+            near.append(estimate)
     return Comparison(
         num_layouts=num_layouts,
         found_s=task.best_s,
-        best_s=_best_s(judge, _near_the_best(estimator, near, task.best_s), task.best_s),
+        best_s=_best_s(judge, sorted(near, key=lambda item: item[0]), task.best_s),
         num_simulated=judge.num_simulated,
     )
 
@@ -113,84 +114,137 @@ def small_tasks() -> Iterator[Task]:
 
 
 def _groupings(
-    estimator: Estimator, tp_degrees: Sequence[int], most: int
+    stages: Stages, tp_degrees: Sequence[int], most: int
 ) -> list[tuple[PipelineUnits, ...]] | None:
-    """Return all groupings of the cluster's devices by type, or None if there are over `most`."""
-    cluster, names = estimator.cost.cluster, sorted(estimator.num_devices)
-    counts = [node.count for node in cluster.nodes]
+    """Return all groupings of the cluster's devices by class, or None if there are over `most`."""
+    rows = stages.counts_of_class.values()
     return every_grouping(
-        [estimator.num_devices[name] for name in names],
-        {tp: [num_units(cluster, counts, name, tp) for name in names] for tp in tp_degrees},
-        most_stages=estimator.num_layers,
-        most_pipelines=estimator.workload.num_microbatches,
+        [sum(counts) for counts in rows],
+        {tp: [sum(count // tp for count in counts) for counts in rows] for tp in tp_degrees},
+        most_stages=stages.num_layers,
+        most_pipelines=stages.workload.num_microbatches,
         most=most,
     )
 
 
+def every_grouping(
+    totals: Sequence[int],
+    units: Mapping[int, Sequence[int]],
+    *,
+    most_stages: int,
+    most_pipelines: int,
+    most: int,
+) -> list[tuple[PipelineUnits, ...]] | None:
+    """Return every grouping of some or all devices; None if there are more than `most`.
+
+    Args:
+        totals: Devices of each type.
+        units: For every TP degree of a pipeline, the groups of each type that nodes hold.
+        most_stages: Most groups of a pipeline.
+        most_pipelines: Most pipelines.
+        most: Most groupings.
+    """
+    kinds: list[PipelineUnits] = []
+    times = np.zeros(0, dtype=np.int64)
+    for tp_degree, of_types in units.items():
+        rows = enumerate_compositions(of_types, min(most_stages, sum(of_types)))
+        kinds += [(tp_degree, tuple(row)) for row in rows.tolist()]
+        fits = np.where(rows, np.array(totals) // np.maximum(rows * tp_degree, 1), most_pipelines)
+        times = np.append(times, fits.min(axis=1))
+        if _are_more(times, min(most_pipelines, max(totals)), most):
+            return None
+    found: list[tuple[PipelineUnits, ...]] = []
+    stack: list[tuple[tuple[PipelineUnits, ...], int, tuple[int, ...]]] = [((), 0, tuple(totals))]
+    while stack:
+        chosen, start, left = stack.pop()
+        if chosen:
+            found.append(chosen)
+        if len(found) + len(stack) > most:
+            return None
+        if len(chosen) == most_pipelines:
+            continue
+        for index in range(start, len(kinds)):
+            tp_degree, row = kinds[index]
+            rest = tuple([have - tp_degree * need for have, need in zip(left, row, strict=True)])
+            if min(rest) >= 0:
+                stack.append(((*chosen, kinds[index]), index, rest))
+    return found
+
+
+def _are_more(times: IntArray, most_pipelines: int, most: int) -> bool:
+    """Return whether groupings are surely more than `most`.
+
+    `times` says how many pipelines of each kind the devices suffice for. Any n pipelines of kinds
+    that fit n times are a grouping.
+    """
+    for number in range(1, most_pipelines + 1):
+        num_kinds = int(np.count_nonzero(times >= number))
+        if not num_kinds:
+            return False
+        if math.comb(num_kinds + number - 1, number) > most:
+            return True
+    return False
+
+
 def every_layout(
-    estimator: Estimator,
-    tp_degrees: Sequence[int],
-    groupings: Iterable[tuple[PipelineUnits, ...]],
-) -> Iterator[Arrangement]:
-    """Yield all layouts of groupings, none twice."""
-    cluster = estimator.cost.cluster
-    counts = [node.count for node in cluster.nodes]
-    names = sorted(estimator.num_devices)
-    nodes = [next(i for i, n in enumerate(cluster.nodes) if n.device == name) for name in names]
-    slowness = [estimator.seconds_per_device(node, tp_degrees) for node in nodes]
-    order = sorted(range(len(names)), key=lambda kind: -slowness[kind])
+    stages: Stages, groupings: Sequence[tuple[PipelineUnits, ...]]
+) -> Iterator[list[Group]]:
+    """Yield all layouts of groupings: classes slowest first in all pipelines, or fastest first."""
+    kinds = list(stages.counts_of_class)
+    slowness = [stages.times_s(Option(kind, 1), False, False)[:, 1].sum() for kind in kinds]
+    order = sorted(range(len(kinds)), key=lambda index: -slowness[index])
     for chosen in groupings:
-        layouts: dict[Arrangement, None] = {}
+        found: dict[tuple[Group, ...], None] = {}
         for direction in (order, order[::-1]):
-            groups = [
+            groups = (
                 Group(
                     (tp,) * sum(row),
-                    tuple(names[kind] for kind in direction for _ in range(row[kind])),
+                    tuple(kinds[index] for index in direction for _ in range(row[index])),
                 )
                 for tp, row in chosen
-            ]
-            for mapping in MappingOrder:
-                arrangement = map_groups(groups, cluster, counts, mapping)
-                if arrangement is not None:
-                    layouts[arrangement] = None
-        yield from layouts
+            )
+            found[tuple(groups)] = None
+        yield from map(list, found)
 
 
-def _work_s(estimator: Estimator, layout: Arrangement) -> float:
-    """Return the seconds of all work on a layout's devices, without bubbles."""
-    keys = map(estimator.key, layout)
-    return estimator.workload.num_microbatches / sum(
-        1 / estimator.pipeline_work_s(key)[1] for key in keys
-    )
+def _estimate(judge: Judge, groups: Sequence[Group]) -> tuple[float, list[Candidate]] | None:
+    """Return the seconds of a layout, and it with layers, micro-batches and nodes; None if not."""
+    size, stages = judge.workload.sequences_per_microbatch, judge.any_stages
+    found: tuple[float, list[Candidate]] | None = None
+    for by_room in (False, True):
+        ownership = Ownership(len(groups), by_room)
+        times = judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)
+        options = [tuple(map(Option, group.classes, group.tp_degrees)) for group in groups]
+        layers = [times.balance(row) for row in options]
+        if None in layers:
+            continue
+        columns = [Column(*pair, size) for pair in zip(options, layers, strict=True)]
+        rates = [times.rate(column) for column in columns]
+        sizes = (size,) * len(groups)
+        counts = deal(rates, sizes, judge.workload.global_batch_size)
+        if counts is None:
+            continue
+        placed = (place(groups, stages.class_of_node, stages.counts, o) for o in MappingOrder)
+        candidates = [
+            Candidate(arrangement=item, layers=tuple(layers), sizes=sizes, counts=tuple(counts))
+            for item in placed
+            if item is not None
+        ]
+        seconds = max(r.fill_s + r.slope_s * k for r, k in zip(rates, counts, strict=True))
+        if candidates and (found is None or seconds < found[0]):
+            found = seconds, candidates
+    return found
 
 
-def _near_the_best(
-    estimator: Estimator, layouts: Sequence[Arrangement], found_s: float
-) -> list[Estimate]:
-    """Return the estimates near the best and near what was found, the best first."""
-    least_s = [estimator.least_s(layout) for layout in layouts]
-    best_s, found = found_s, []
-    for index in sorted(range(len(layouts)), key=least_s.__getitem__):
-        if least_s[index] * _SLACK > best_s:
-            break
-        estimate = estimator.estimate(layouts[index])
-        if estimate is not None and estimate.time_s * _SLACK <= best_s:
-            found.append(estimate)
-            best_s = min(best_s, estimate.time_s)
-    return sorted(found, key=lambda estimate: estimate.time_s)
-
-
-def _best_s(judge: Judge, estimates: Sequence[Estimate], found_s: float) -> float:
+def _best_s(
+    judge: Judge, estimates: Sequence[tuple[float, list[Candidate]]], found_s: float
+) -> float:
     """Return the least simulated seconds, or what was found if none are less."""
-    best_s, seen = found_s, set()
-    for estimate in estimates:
-        if estimate.time_s * _SLACK > best_s:
+    best_s = found_s
+    for estimate_s, candidates in estimates:
+        if estimate_s * _SLACK > best_s:
             break
-        # What differs in nodes alone, and takes as long, is simulated once.
-        kind = (estimate.time_s, *sorted(judge.estimator.keys(estimate.arrangement)))
-        if kind not in seen:
-            seen.add(kind)
-            best_s = min(best_s, judge.score(Candidate.of(estimate), below=best_s))
+        best_s = min([best_s, *map(judge.seconds, candidates)])
     return best_s
 
 

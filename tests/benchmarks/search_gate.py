@@ -9,9 +9,8 @@
 Cases are the planner's benchmarks and 200 random clusters of 2 to 128 devices of 1 to 3 types,
 links of 1 to 400 Gbit/s, all known models; each follows from its number. `--record` writes
 `gate_record.jsonl`, a line a case: the seconds of the best plan's iteration, infinite if nothing
-fits, and the search's processor time. Record with the search that is to be replaced, under the cost
-model that judges its successor: it takes about seven seconds a case. The record beside this file
-holds the first 100 cases, by the search in `lightning_hetero/planner/`; the others are skipped.
+fits, and the search's processor time. The record beside this file is of the search that came before
+pipelines were columns, with other processes beside it, so its processor times are rough.
 """
 
 import argparse

@@ -24,8 +24,7 @@ from itertools import count, islice
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner import PlanningOptions, Workload, plan
-from lightning_hetero.planner.microbatch_size import plan_best_size
+from lightning_hetero.planner import PlanningOptions, Workload, plan, plan_best_size
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import CostModel, RooflineCost, StateLayout
 from tests.simulator.sailor import ROOT, SailorCost, cluster_of, load_profile

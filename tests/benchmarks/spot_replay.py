@@ -25,14 +25,14 @@ from typing import Any
 
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.checkpoint import Location, Source, TierKind
-from lightning_hetero.checkpoint.format.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovery.fetching import (
+from lightning_hetero.checkpoint.commit import place_replicas
+from lightning_hetero.checkpoint.fetching import (
     Fetcher,
     FileRange,
     Locations,
     cut_into_chunks,
 )
-from lightning_hetero.checkpoint.saver.commit import place_replicas
+from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
 from tests.benchmarks.harness import Row
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.checkpoint import CheckpointId, LocalStore
-from lightning_hetero.checkpoint.format.manifest import parse_manifest_name
-from lightning_hetero.checkpoint.peers.serving import FileServer
-from lightning_hetero.checkpoint.recovery.fetching import Fetcher
-from lightning_hetero.checkpoint.saver import snapshot
+from lightning_hetero.checkpoint import CheckpointId, LocalStore, snapshot
+from lightning_hetero.checkpoint.fetching import Fetcher
+from lightning_hetero.checkpoint.manifest import parse_manifest_name
+from lightning_hetero.checkpoint.serving import FileServer
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.strategy.hetero import HeteroStrategy

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
-from lightning_hetero.checkpoint.saver.storing import Uploads
+from lightning_hetero.checkpoint.storing import Uploads
 from lightning_hetero.runtime.ranks.failure import AgreedExit
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet

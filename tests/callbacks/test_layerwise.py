@@ -16,9 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.checkpoint import FsspecStore, LocalStore
-from lightning_hetero.checkpoint.places import claims
-from lightning_hetero.checkpoint.places.claims import OWNER_FILE, _process
+from lightning_hetero.checkpoint import FsspecStore, LocalStore, claims
+from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import Leg, export, fit, train
 from tests.processes import ProcessPool

@@ -18,7 +18,7 @@ from lightning_hetero.callbacks import ElasticRestart, elastic
 from lightning_hetero.callbacks.checkpointing import live, places
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.recovery.live import LiveState, NothingYet
+from lightning_hetero.checkpoint.live import LiveState, NothingYet
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.strategy.generations import Generations

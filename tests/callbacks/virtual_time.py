@@ -25,7 +25,7 @@ from lightning_hetero.core.profile import BlockTimes
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.runtime import clock
 from lightning_hetero.runtime.setup import profiling
-from lightning_hetero.runtime.setup.model_shard import ModelShard
+from lightning_hetero.runtime.setup.profiling import ModelShard
 from lightning_hetero.straggler import probe
 
 _CPU_S = 1e-3

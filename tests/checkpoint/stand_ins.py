@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_hetero.checkpoint.format.manifest import Buffer
-from lightning_hetero.checkpoint.peers.statuses import Peers
-from lightning_hetero.checkpoint.places.store import Store
+from lightning_hetero.checkpoint.manifest import Buffer
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.store import Store
 
 __all__ = ["FaultyStore", "MemoryStore", "Throttle", "ThrottledStore", "peers_in_threads"]
 

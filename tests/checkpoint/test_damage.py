@@ -16,11 +16,11 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     manifest_name,
 )
-from lightning_hetero.checkpoint.places.tiers import checkpoints_in, pull_part
+from lightning_hetero.checkpoint.tiers import checkpoints_in, pull_part
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress

@@ -13,7 +13,7 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
 )
-from lightning_hetero.checkpoint.recovery.inventory import (
+from lightning_hetero.checkpoint.inventory import (
     Inventory,
     complete_checkpoints,
     take_inventory,

@@ -22,8 +22,8 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
-from lightning_hetero.checkpoint.format.encoding import DTYPE_NAMES, encode_metadata
-from lightning_hetero.checkpoint.format.manifest import (
+from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
+from lightning_hetero.checkpoint.manifest import (
     BlockChecksums,
     CheckpointId,
     PartManifest,

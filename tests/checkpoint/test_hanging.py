@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.peers.deadlines import HangingError, Operations
+from lightning_hetero.checkpoint.deadlines import HangingError, Operations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress

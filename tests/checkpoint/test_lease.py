@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.checkpoint.places.claims import OWNER_FILE, Lease, OccupiedError
+from lightning_hetero.checkpoint.claims import OWNER_FILE, Lease, OccupiedError
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import machine_namespace
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore

@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.checkpoint import Peers, Recovered, Source
-from lightning_hetero.checkpoint.format.content import CheckpointContent, SliceContent, SliceNeed
-from lightning_hetero.checkpoint.format.manifest import CheckpointId
-from lightning_hetero.checkpoint.recovery import assembly, fetching, live
-from lightning_hetero.checkpoint.recovery.live import (
+from lightning_hetero.checkpoint import Peers, Recovered, Source, assembly, fetching, live
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent, SliceNeed
+from lightning_hetero.checkpoint.live import (
     LiveState,
     NothingLive,
     NothingYet,
     recover_live,
 )
+from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.plan import ParallelPlan

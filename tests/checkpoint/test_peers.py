@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_hetero.checkpoint import Peers
-from lightning_hetero.checkpoint.peers.serving import FileServer, PeerFiles, Probe, own_host
+from lightning_hetero.checkpoint.serving import FileServer, PeerFiles, Probe, own_host
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore

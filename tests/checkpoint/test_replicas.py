@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.checkpoint.saver.commit import place_replicas
+from lightning_hetero.checkpoint.commit import place_replicas
 from lightning_hetero.core.errors import ConfigurationError
 
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import Location, Source, TierKind
-from lightning_hetero.checkpoint.format.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.places.tiers import source_of
-from lightning_hetero.checkpoint.recovery.fetching import (
+from lightning_hetero.checkpoint.fetching import (
     Fetcher,
     FileRange,
     cut_into_chunks,
     whole_blocks,
 )
+from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.tiers import source_of
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 

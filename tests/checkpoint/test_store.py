@@ -22,7 +22,7 @@ from lightning_hetero.checkpoint import (
     open_store,
     recover,
 )
-from lightning_hetero.checkpoint.places import store as local
+from lightning_hetero.checkpoint import store as local
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.servers import S3Server
 from tests.checkpoint.stand_ins import MemoryStore

@@ -6,8 +6,8 @@ from collections.abc import Collection
 import pytest
 
 from lightning_hetero.checkpoint import CheckpointWriter, Peers, Tier, TierKind
-from lightning_hetero.checkpoint.format.manifest import CheckpointId, parse_manifest_name
-from lightning_hetero.checkpoint.places.tiers import confirm
+from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
+from lightning_hetero.checkpoint.tiers import confirm
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import MemoryStore
 from tests.checkpoint.states import contents, run_ranks

@@ -18,8 +18,8 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.saver import snapshot as snapshots
-from lightning_hetero.checkpoint.saver.snapshot import HostBuffer
+from lightning_hetero.checkpoint import snapshot as snapshots
+from lightning_hetero.checkpoint.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore

@@ -19,7 +19,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.format.manifest import Buffer
+from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore

@@ -216,9 +216,7 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
     assert "COMMAND" in capsys.readouterr().err
 
 
-_CHECKPOINT = [
-    f"checkpoint {action}" for action in ("list", "inspect", "verify", "export", "prune")
-]
+_CHECKPOINT = [f"checkpoint {action}" for action in ("list", "verify", "export", "reject")]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from lightning_hetero.core.owners import assign_owners, find_standbys, serve_wit
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec, holdings_of, kept_rows
 from lightning_hetero.core.transfers import TransferTable
+from tests.core.message_lists import pulls_of, pushes_of
 from tests.core.sample_plans import random_plan, small_model
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER, Ownership.MEMORY])
@@ -106,8 +107,12 @@ def test_two_ranks_that_stand_by_for_each_other_keep_one_interval():
 def test_a_push_brings_each_gradient_to_both_and_a_pull_takes_own_rows_first(rng, rule, tied):
     plan, specs, slices, _, world_size = redundant(rng, rule, tied=tied)
     table = TransferTable(specs, slices, plan)
-    pushed = Counter(row for rank in range(world_size) for row in arriving(table.push(rank), rank))
-    pulled = Counter(row for rank in range(world_size) for row in arriving(table.pull(rank), rank))
+    pushed = Counter(
+        row for rank in range(world_size) for row in arriving(pushes_of(table, rank), rank)
+    )
+    pulled = Counter(
+        row for rank in range(world_size) for row in arriving(pulls_of(table, rank), rank)
+    )
     wanted_pulls, wanted_pushes = Counter(), Counter()
     for spec in specs:
         for item, holding in product(slices[spec.name], holdings_of(spec, plan)):
@@ -165,7 +170,7 @@ def test_among_equal_pipelines_a_push_doubles_and_a_pull_leaves_out_one_owner(nu
     share = (num_ranks - 2) / (num_ranks - 1)
     assert sent[True, False] == share * sent[False, False]
     for rank in range(num_ranks):
-        messages = [m for m in table.pull(rank) if m.unit == 0 and m.source != m.destination]
+        messages = [m for m in pulls_of(table, rank) if m.unit == 0 and m.source != m.destination]
         # One of each pair serves this rank, with all that both keep, and this one as many.
         assert Counter(m.destination == rank for m in messages) == Counter(
             {came: num_ranks // 2 - 1 for came in (True, False) if num_ranks > 2}

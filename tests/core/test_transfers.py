@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, holdings_of
-from lightning_hetero.core.transfers import Message, TransferTable, unit_of
-from tests.core.message_lists import list_messages
+from lightning_hetero.core.transfers import TransferTable, unit_of
+from tests.core.message_lists import (
+    Message,
+    list_messages,
+    messages_of,
+    pulls_of,
+    pushes_of,
+)
 from tests.core.sample_plans import random_plan, small_model
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER, Ownership.MEMORY])
@@ -41,7 +47,7 @@ def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, tra
     }
     for rank in range(world_size):
         arrived: Counter[tuple[str, int]] = Counter()
-        for message in table.pull(rank, trainable_only=trainable_only):
+        for message in pulls_of(table, rank, trainable_only=trainable_only):
             rows = rows_of(message)
             assert {owner[row] for row in rows} == {message.source}
             if message.destination == rank:
@@ -64,7 +70,7 @@ def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, ru
     }
     for rank in range(world_size):
         arrived: Counter[tuple[str, int, int, int]] = Counter()
-        for message in table.push(rank):
+        for message in pushes_of(table, rank):
             if message.destination == rank:
                 place = plan.place(message.source)
                 assert place is not None
@@ -87,7 +93,7 @@ def test_all_ranks_agree_on_messages_and_their_order(rng, tied, rule, push):
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     # Every rank computes the table by itself.
     seen = [
-        (table.push if push else table.pull)(rank)
+        (pushes_of if push else pulls_of)(table, rank)
         for rank in range(world_size)
         for table in [TransferTable(specs, slices, plan)]
     ]
@@ -114,7 +120,7 @@ def test_the_table_tells_holders_and_sizes():
     holding = table.holding("1.qkv", 1)
     assert holding is not None
     assert holding.intervals == ((0, 24),)
-    received = sum(table.numel(m) for m in table.pull(1) if m.destination == 1)
+    received = sum(m.numel for m in pulls_of(table, 1) if m.destination == 1)
     held = [spec for spec in specs if table.holding(spec.name, 1)]
     assert received == sum(spec.numel for spec in held)
     assert [unit_of(spec, 2) for spec in specs] == [-1, *[0] * 5, *[1] * 5, 2]
@@ -133,15 +139,15 @@ def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
     for rank in range(world_size):
         walked = list_messages(specs, slices, plan, rank, push=push, trainable_only=push or some)
         for each in (table, apart):
-            found = each.push(rank) if push else each.pull(rank, trainable_only=some)
+            found = pushes_of(each, rank) if push else pulls_of(each, rank, trainable_only=some)
             assert found == walked
         if push or some:
             numels: Counter[tuple[int, int]] = Counter()
             for message in walked:
-                numels[message.source, message.destination] += table.numel(message)
+                numels[message.source, message.destination] += message.numel
             assert table.traffic(rank, push=push) == numels
         if push:
-            assert table.largest_push(rank) == max(map(table.numel, walked), default=0)
+            assert table.largest_push(rank) == max((m.numel for m in walked), default=0)
 
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
@@ -151,7 +157,7 @@ def test_members_of_a_unit_are_who_takes_part_and_circles_share_what_they_own(rn
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     for unit in TransferTable(specs, slices, plan).units:
         kind, members = unit.kind, unit.kind.members
-        assert list(members) == [r for r in range(world_size) if unit.messages(r, push=False)]
+        assert list(members) == [r for r in range(world_size) if messages_of(unit, r, push=False)]
         circles = kind.circles(push=True)
         if circles is None:
             continue
@@ -224,13 +230,13 @@ def test_small_neighbours_travel_as_one_unit_where_the_same_ranks_take_part():
         pieces, merged = (
             Counter(
                 (message.source, message.destination, piece)
-                for message in each.push(rank)
+                for message in pushes_of(each, rank)
                 for piece in message.pieces
             )
             for each in (apart, table)
         )
         assert pieces == merged
-        assert len(table.push(rank)) < len(apart.push(rank))
+        assert len(pushes_of(table, rank)) < len(pushes_of(apart, rank))
 
 
 def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: int) -> ParallelPlan:
@@ -275,12 +281,12 @@ def test_messages_and_bytes_equal_the_formula(num_pipelines, num_stages, num_lay
         units = len(plan.pipelines[place.pipeline_index].stages[place.stage_index].layers)
         units += (place.stage_index == 0) + (place.stage_index == num_stages - 1)
         stage_numel = 6 * num_pipelines * units
-        for messages in (table.pull(rank), table.push(rank)):
+        for messages in (pulls_of(table, rank), pushes_of(table, rank)):
             sent = [m for m in messages if m.source == rank != m.destination]
             received = [m for m in messages if m.destination == rank != m.source]
             for side in (sent, received):
                 assert len(side) == units * num_peers
-                numel = sum(table.numel(message) for message in side)
+                numel = sum(message.numel for message in side)
                 assert numel * num_pipelines == stage_numel * num_peers
 
 
@@ -292,8 +298,8 @@ def test_the_formula_holds_for_1024_replicas(rank):
     ]
     slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
     table = TransferTable(specs, slices, plan)
-    for messages in (table.pull(rank), table.push(rank)):
+    for messages in (pulls_of(table, rank), pushes_of(table, rank)):
         sent = [m for m in messages if m.source == rank != m.destination]
         received = [m for m in messages if m.destination == rank != m.source]
         assert len(sent) == len(received) == 4 * 1023
-        assert {table.numel(message) for message in sent + received} == {2 * 5}
+        assert {message.numel for message in sent + received} == {2 * 5}

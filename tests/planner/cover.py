@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.solvers.linear_program import LinearProgram
+from lightning_hetero.planner.linear_program import LinearProgram
 
 # Price of a unit that the relaxation leaves out. Any value gives a valid bound; a group holds at
 # most a few hundred units, so this one makes leaving units out unattractive.

@@ -27,8 +27,8 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.solvers.patterns import deal_evenly, enumerate_compositions
 from tests.planner.cover import CoverBound, OutOfProgramsError, cover_bound, solve_cover
+from tests.planner.patterns import deal_evenly, enumerate_compositions
 
 _COVER_PROGRAMS = 50
 """Linear programmes that a covering programme counts as."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.planner.solvers.balancing import balance_layers
+from lightning_hetero.planner.balancing import balance_layers
 
 
 @st.composite

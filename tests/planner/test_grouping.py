@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_hetero import assign, planner, simulator
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.solvers.patterns import enumerate_compositions
 from tests.planner.cover import cover_bound, solve_cover
 from tests.planner.grouping import effective_power, group_devices
+from tests.planner.patterns import enumerate_compositions
 
 GIB = 2**30
 

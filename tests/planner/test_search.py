@@ -12,11 +12,6 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
-from lightning_hetero.planner.arrangement import used_counts
-from lightning_hetero.planner.improving.local_search import improve_best
-from lightning_hetero.planner.parts import LikelyParts
-from lightning_hetero.planner.search import PlanSearch
-from lightning_hetero.planner.starts import Starts
 from lightning_hetero.simulator import ProfileCost, RooflineCost, StateLayout
 from tests.planner.every_plan import best_time, every_plan, time_of, tiny_cluster, tiny_model
 
@@ -167,75 +162,6 @@ def test_unequal_micro_batches_are_faster_than_equal_ones_on_unequal_devices(mix
     assert free.simulation.iteration_time_s < 0.98 * equal.simulation.iteration_time_s
 
 
-def test_plans_that_recompute_are_improved_as_if_none_could_as_well(monkeypatch):
-    # Where little memory is left, moves that may recompute end in a plan a percent slower.
-    counts = {"T4": [1], "V100-16GB": [1, 1], "A100-80GB": [4], "V100-32GB": [8]}
-    cluster = Cluster(
-        nodes=tuple(Node(device=name, count=n) for name, row in counts.items() for n in row),
-        inter_node_bytes_per_s=12.5e9,
-    )
-    cost = RooflineCost(cluster, ModelSpec.load("llama-7b"), layout=FP16)
-    workload = Workload(sequence_length=2048, global_batch_size=512)
-    scores = []
-
-    def improve(candidates, judge, estimators, **options):
-        improved = improve_best(candidates, judge, estimators, **options)
-        scores.append(judge.score(improved[0]))
-        return improved
-
-    monkeypatch.setattr("lightning_hetero.planner.improving.improver.improve_best", improve)
-    options = PlanningOptions(thorough=False)
-    best = plan(cluster, cost.model, workload, options, cost=cost).best
-    assert best.simulation.iteration_time_s == pytest.approx(min(scores), rel=1e-9)
-    assert min(scores) < scores[0] * 0.995  # The first are of moves that may recompute.
-
-
-def test_devices_that_the_best_plan_uses_are_searched_alone(monkeypatch):
-    cluster = Cluster(nodes=(Node(device="RTX-4090", count=1),) * 12, inter_node_bytes_per_s=1.25e8)
-    cost = RooflineCost(cluster, ModelSpec.load("bert-large"))
-    work = Workload(sequence_length=512, global_batch_size=64)
-    search = PlanSearch(cost, work, PlanningOptions(thorough=False))
-    searched = []
-    find = search.starts._find_in
-
-    def note(counts, *arguments, **options):
-        searched.append(tuple(counts))
-        return find(counts, *arguments, **options)
-
-    monkeypatch.setattr(search.starts, "_find_in", note)
-    # Nothing else suggests a part.
-    monkeypatch.setattr(LikelyParts, "far_ahead", lambda self, below: None)
-    monkeypatch.setattr(LikelyParts, "likeliest", lambda self, best: [])
-    best = search.starts.find(float("inf"))[0]
-    used = used_counts(best.arrangement, 12)
-    assert sum(used) < 12
-    assert searched[0] == (1,) * 12
-    assert len(searched) == 2
-    assert sum(searched[1]) < 12
-
-
-def test_a_small_search_far_from_the_bound_is_repeated_with_fewer_degrees(monkeypatch):
-    # Of 20 devices, the best plan with TP 1 alone was 1.9 % faster than what began with TP 1 and 2.
-    cluster = Cluster(nodes=(Node(device="T4", count=8),), inter_node_bytes_per_s=12.5e9)
-    cost = RooflineCost(cluster, ModelSpec.load("bert-large"), layout=FP16)
-    work = Workload(sequence_length=512, global_batch_size=8)
-    searched = []
-    find = Starts.find
-
-    def note(starts, below):
-        searched.append(starts._degrees)
-        return find(starts, below)
-
-    monkeypatch.setattr(Starts, "find", note)
-    result = PlanSearch(cost, work, PlanningOptions()).run()
-    degrees = [
-        {len(stage.ranks) for pipeline in candidate.plan.pipelines for stage in pipeline.stages}
-        for candidate in result.candidates
-    ]
-    assert degrees[0] == {2}
-    assert searched == [(1, 2, 4, 8), (1, 4, 8), (1, 2), (1, 2, 4)]
-
-
 def test_a_plan_for_cost_is_cheaper_and_no_faster(mixed):
     fast = mixed[0].best
     cheap = plan(MIXED, LLAMA, WORK, PlanningOptions(objective=Objective.COST, thorough=False)).best
@@ -262,7 +188,7 @@ def test_progress_rises_to_one(mixed):
     _, shares = mixed
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert len(set(shares)) >= 6
+    assert len(set(shares)) >= 4
 
 
 @pytest.mark.parametrize(
@@ -383,3 +309,14 @@ def test_stages_have_a_degree_each_where_that_is_faster_than_one_for_all():
     assert every.lower_bound_s <= found_s
     for one in alone:
         assert found_s < 0.95 * one.best.simulation.iteration_time_s
+
+
+def test_no_plan_is_worse_than_the_one_that_runs(mixed):
+    cost = RooflineCost(MIXED, LLAMA)
+    running = ParallelPlan.even(world_size=8, num_layers=LLAMA.num_layers, num_stages=4)
+    running = replace(
+        running, pipelines=tuple(replace(p, num_microbatches=8) for p in running.pipelines)
+    )
+    for start in (running, mixed[0].best.plan):
+        found = plan(MIXED, LLAMA, WORK, cost=cost, start=start).best.simulation
+        assert found.iteration_time_s <= time_of(start, cost, WORK.microbatch)

@@ -23,7 +23,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import TransferTable, Unit
-from lightning_hetero.runtime.stage.mailboxes import HEADER_BYTES
+from lightning_hetero.runtime.stage.messages import HEADER_BYTES
 from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions
 from lightning_hetero.schedules.problem import Dispatch, Rule
 

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from lightning_hetero.runtime import clock
 from lightning_hetero.runtime.iteration.split_run import SplitRun
 from lightning_hetero.runtime.stage.activations import ActivationLink
-from lightning_hetero.runtime.stage.mailboxes import Inbox
+from lightning_hetero.runtime.stage.messages import Inbox
 from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
 _MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")

@@ -12,6 +12,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.core.transfers import TransferTable
+from tests.core.message_lists import pulls_of, pushes_of
 from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.operations import (
     CONTROL,
@@ -106,9 +107,13 @@ def test_traffic_is_the_tables_messages_and_one_activation_for_each_border(rng, 
     for rank, items in operations.items():
         headed = [item for item in items if not item.communicator.startswith(HEADERS)]
         transfers = [transfer for item in headed for transfer in item.transfers]
-        messages = [m for m in [*table.pull(rank), *table.push(rank)] if m.source != m.destination]
-        sent = [table.numel(m) * 2 for m in messages if m.source == rank]
-        received = [table.numel(m) * 2 for m in messages if m.destination == rank]
+        messages = [
+            m
+            for m in [*pulls_of(table, rank), *pushes_of(table, rank)]
+            if m.source != m.destination
+        ]
+        sent = [m.numel * 2 for m in messages if m.source == rank]
+        received = [m.numel * 2 for m in messages if m.destination == rank]
         if place := plan.place(rank):
             degrees = plan.pipelines[place.pipeline_index].tp_degrees
             own, stage = degrees[place.stage_index], place.stage_index

@@ -1,4 +1,4 @@
-"""Modules whose layers change the hidden state's shape or leave losses of their own."""
+"""Modules whose layers change the hidden state's shape or return losses of their own."""
 
 from typing import Any
 
@@ -26,7 +26,6 @@ class Layer(nn.Module):
         widths = [WIDTH, 12, 4, WIDTH] if kind == "width" else [WIDTH] * 4
         self.linear = nn.Linear(widths[index], widths[index + 1])
         self.kind, self.index = kind, index
-        self.found: dict[str, list[Tensor]] = {}
 
     def forward(self, x: Tensor, scale: Tensor, rest: Any = None) -> Any:
         y = torch.tanh(self.linear(x)) * scale
@@ -44,11 +43,6 @@ class Layer(nn.Module):
             return y[:, : 2 + int((x.detach().sum(-1) > 0).sum()) % 4]
         if self.kind == "dtype":
             return y.bfloat16() if self.index == 0 else y
-        if self.kind == "attribute":
-            self.aux = y.square().mean()
-        if self.kind == "list":
-            self.found["losses"].append(y.abs().mean() + self.linear.weight.square().sum())
-            self.seen = {"mean": y.detach().mean(), "index": self.index}
         return y
 
 
@@ -60,8 +54,6 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         self.kind = kind
         self.found: dict[str, list[Tensor]] = {}
-        for layer in self.layers:
-            layer.found = self.found
 
     def forward(self, x: Tensor) -> Tensor:
         self.found["losses"] = []
@@ -78,13 +70,7 @@ class Net(nn.Module):
         return self.head(x.float()).mean(1)
 
     def auxiliary(self) -> Any:
-        """Return the sum of what the layers left."""
-        if self.kind == "attribute":
-            return sum(layer.aux for layer in self.layers)
-        if self.kind == "list":
-            assert [layer.seen["index"] for layer in self.layers] == [0, 1, 2]
-            scale = sum(layer.seen["mean"] for layer in self.layers)
-            return sum(self.found["losses"]) * (2 + scale)
+        """Return the sum of what the layers returned."""
         return sum(self.found["losses"]) if self.kind == "returned" else 0.0
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from tests.core.message_lists import pulls_of, pushes_of
 from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule, auto_class
 from tests.toy import quiet
 
@@ -231,8 +232,8 @@ class Count(L.Callback):
         table, rank = engine.plans.running.table, trainer.global_rank
         self.moved = Moved(
             owned=sum(item.numel() for item in engine.store.masters.values()),
-            pulled=sum(table.numel(item) for item in table.pull(rank)),
-            pushed=sum(table.numel(item) for item in table.push(rank)),
+            pulled=sum(item.numel for item in pulls_of(table, rank)),
+            pushed=sum(item.numel for item in pushes_of(table, rank)),
             adapters=sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
         )
 

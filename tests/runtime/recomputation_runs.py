@@ -13,9 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
-from lightning_hetero.runtime.stage.layer_calls import LayerCall
-from lightning_hetero.runtime.stage.recomputation import Recomputation
+from lightning_hetero.runtime.setup.products import SavedBytes
+from lightning_hetero.runtime.stage.recomputation import LayerCall, Recomputation
 from lightning_hetero.runtime.tensor_parallel import collectives
 from tests.runtime.runs import SEED, Case, Outcome, PackedModule, fit
 from tests.without_check import WITHOUT_CHECK

@@ -16,7 +16,6 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.autoplan.facts import Emulation
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.exchange import even
-from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.exchange.push import Push
 from tests.runtime.runs import MODULES, SEED, Case, RowsModule
 from tests.toy import quiet
@@ -118,7 +117,7 @@ def times_of_a_slow_push(
     pushed, stepped = list[float](), list[float]()
     finish, deposit = Push.finish, HeteroStrategy.deposit_gradients
 
-    def finish_late(push: Push) -> Sums:
+    def finish_late(push: Push) -> dict[str, Tensor]:
         sums = finish(push)
         if rank == 1:
             time.sleep(0.3)

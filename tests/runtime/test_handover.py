@@ -1,4 +1,4 @@
-"""What stages hand on: hidden states of any shape and dtype, and losses that layers add."""
+"""What stages hand on: hidden states of any shape and dtype, and losses that layers return."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def test_layers_may_change_shape_and_dtype_of_the_hidden_state(pool: ProcessPool
     check(pool, ["pool", "width", "dtype", "ragged"], (TWO, 2), (THREE, 3))
 
 
-def test_losses_that_layers_leave_or_return_train_in_stages(pool: ProcessPool) -> None:
-    check(pool, ["attribute", "list", "returned", "handed on"], (TWO, 2), (THREE, 3))
+def test_losses_that_layers_return_train_in_stages(pool: ProcessPool) -> None:
+    check(pool, ["returned", "handed on"], (TWO, 2), (THREE, 3))
 
 
 def test_routers_logits_of_all_layers_reach_the_loss(pool: ProcessPool) -> None:

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.dist
         {"outer": "later loss"},
         {"outer": "embedding added behind", "arguments": "table, hidden"},
         {"outer": "embedding in layers", "frozen": "embedding"},
-        {"collected": "gates on layers", "plan": "three stages"},
     ],
     ids=str,
 )
@@ -43,11 +42,13 @@ ELSEWHERE = "needs what layer 0 computes"
         ({"between": "scaled"}, "something between layer 0 and layer 1"),
         ({"collected": "sum of hidden states"}, "returns needs the output of layer 0"),
         ({"collected": "first hidden state"}, "returns needs the output of layer 0"),
+        ({"collected": "loss on layers"}, "layer 0 keeps in 'extra_loss'"),
+        ({"collected": "gates on layers", "plan": "three stages"}, "layer 0 keeps in 'gates'"),
         ({"collected": "hook"}, f"What the step returns {ELSEWHERE}"),
         ({"collected": "logged hook"}, f"What is logged as 'hooked' {ELSEWHERE}"),
         (
             {"outer": "embedding added behind", "inside": "changed in place"},
-            "first layer changes its input in place, and the model uses that input again",
+            "aren't finite",
         ),
         (
             {"outer": "embedding in layers", "plan": "three stages"},

@@ -11,9 +11,7 @@ from lightning_hetero.core import transfers
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.owners import assign_owners
-from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.proxies import ProxyTable
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import (
@@ -162,29 +160,6 @@ def test_equal_owner_shares_change_no_pull():
     assert min(map(min, other.pull_s)) < 3 * latency < min(map(min, even.pull_s))
 
 
-def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_degree():
-    stages = [
-        [((0,), range(2)), ((2, 3), range(2, 6))],
-        [((1,), range(2)), ((4, 5), range(2, 4)), ((6,), range(4, 6))],
-    ]
-    plan = ParallelPlan(
-        pipelines=tuple(
-            PipelinePlan(stages=tuple(StagePlan(ranks=r, layers=layers) for r, layers in row))
-            for row in stages
-        )
-    )
-    cost = RooflineCost(Cluster(nodes=(Node(device="A100-40GB", count=4),) * 2), MODEL)
-    by_node, straight = (
-        exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
-    )
-    # Layers 4 and 5 and the head have stages of two ranks and of one.
-    assert are_circles(plan, cost) == [False, False, True, True, True]
-    assert by_node.push_s[:2] == straight.push_s[:2]
-    # Nobody shares a node, or all do, so nothing is summed on it first.
-    for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
-        assert one == pytest.approx(other)
-
-
 @pytest.mark.parametrize("kind", [ExchangeKind.MESSAGES, ExchangeKind.REDUCE_SCATTER])
 def test_the_simulated_seconds_are_those_of_the_bytes_that_the_runtimes_table_counts(kind):
     num_ranks, rows = 8, 1024
@@ -203,49 +178,3 @@ def test_the_simulated_seconds_are_those_of_the_bytes_that_the_runtimes_table_co
     num_bytes = sent / specs[0].numel * per_layer * 2
     index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
     assert table.push_s[index][3] == pytest.approx(num_bytes / 1e9)
-
-
-def test_by_proxies_the_seconds_are_those_of_both_legs_of_the_runtimes_tables():
-    num_ranks, rows, rate = 16, 4096, 1e9
-    shares = (1.0, 3.0) * (num_ranks // 2)
-    plan = replace(
-        ParallelPlan.even(world_size=num_ranks, num_layers=MODEL.num_layers), owner_shares=shares
-    )
-    cluster = Cluster(
-        nodes=(Node(device="A100-40GB", count=1),) * num_ranks,
-        inter_node_bytes_per_s=rate,
-        inter_node_latency_s=0.0,
-    )
-    cost = RooflineCost(cluster, MODEL)
-    table = exchange_table_of(plan, [[i] for i in range(num_ranks)], cost)
-    (per_layer,) = {s.params_per_unit for s in table.segments if s.is_layers}
-    index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
-    spec = ParameterSpec(name="layer", shape=(rows, 4), layer=0)
-    # Who has room owns what others have none for, which isn't as much of each unit.
-    units = [
-        OwnedUnit(
-            size=s.num_units * s.params_per_unit, holders=tuple((r,) for r in range(num_ranks))
-        )
-        for s in table.segments
-    ]
-    owned = spread_ownership(units, shares)[index]
-    own = [owned[rank] for rank in range(num_ranks)]
-    slices = assign_owners(
-        [spec], plan, world_size=num_ranks, ownership=Ownership.MEMORY, weights=own
-    )
-    (run,) = ProxyTable().runs(TransferTable([spec], slices, plan).units, lambda _: True)
-    assert run.rows is not None
-    for rank in (0, 1):
-        share = per_layer / spec.numel / rate
-        among = sum(
-            run.units[0].kind.numel(move)
-            for move in run.units[0].kind.moves(rank, push=True)
-            if move.source == rank != move.destination
-        )
-        moves = run.rows.kind.moves(rank, push=True)
-        sent = sum(run.rows.kind.numel(move) for move in moves if move.source == rank)
-        received = sum(run.rows.kind.numel(move) for move in moves if move.destination == rank)
-        # Some stays here: on average, as much as if each proxy had some rows of every owner.
-        most = max(sent * (1 - own[rank]), received * (1 - 1 / num_ranks))
-        assert table.push_s[index][rank] == pytest.approx(share * (among * 2 + most * 4), rel=2e-3)
-        assert table.pull_s[index][rank] == pytest.approx(share * (among * 2 + most * 2), rel=2e-3)

@@ -273,7 +273,7 @@ def test_memory_holds_at_most_num_stages_minus_stage_microbatches(p, lengths):
         shape = cost.shape_of(plan_of([1] * p).pipelines[0].stages[s])
         tokens = in_flight_tokens(batches, min(p - s, len(batches)))
         messages = model.hidden_bytes((s + 1 < p) * 2 * tokens)
-        messages += 2 * model.hidden_bytes((s > 0) * max(lengths))
+        messages += model.hidden_bytes((s > 0) * (tokens + max(lengths)))
         states = cost.stage_memory(shape, 1, [], 1).states
         assert used == pytest.approx(states + 1000 * tokens + messages)
         assert tokens <= sum(sorted(lengths)[-(p - s) :])

@@ -164,12 +164,6 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, text, reason):
         read_operations(path)
 
 
-def test_the_layout_of_another_job_is_refused():
-    trace = OperationTrace.from_columns(Planted(num_steps=1).columns())
-    with pytest.raises(ConfigurationError, match="pp_size 8, but the trace has 4"):
-        Layout.from_dict({"pp_size": 8}, trace)
-
-
 def test_100_000_operations_are_replayed_within_two_seconds():
     columns = Planted(num_pipelines=8, num_microbatches=32, num_steps=16).columns()
     repeats = -(-100_000 // len(columns["step"]))

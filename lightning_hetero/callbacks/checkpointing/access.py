@@ -22,8 +22,8 @@ from lightning_hetero.checkpoint import (
     begin_run,
     recover,
 )
-from lightning_hetero.checkpoint.peers.deadlines import BackgroundThread
-from lightning_hetero.checkpoint.peers.serving import own_host
+from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.serving import own_host
 
 __all__ = ["Access", "peers_of"]
 

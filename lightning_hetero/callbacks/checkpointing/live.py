@@ -38,7 +38,7 @@ from lightning_hetero.checkpoint import (
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.recovery.live import (
+from lightning_hetero.checkpoint.live import (
     LiveState,
     NothingLive,
     NothingYet,

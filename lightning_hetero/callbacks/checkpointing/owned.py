@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
-from lightning_hetero.checkpoint.format.content import OF_CALLBACKS, optimizer_state_dict
+from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec, kept_rows
 from lightning_hetero.core.transfers import unit_of

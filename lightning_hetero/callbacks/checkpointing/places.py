@@ -33,9 +33,9 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.places.claims import Lease
-from lightning_hetero.checkpoint.places.store import check_store, local_folder
-from lightning_hetero.checkpoint.places.tiers import checkpoints_in
+from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.store import check_store, local_folder
+from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import Progress, machine_namespace, write_whole
 
@@ -124,7 +124,7 @@ class Places:
         if memory is not None:
             _make_own_folder()
             memory.mkdir(mode=0o700, exist_ok=True)
-            store = LocalStore(memory, private=True, stall_s=self.stall_s)
+            store = LocalStore(memory, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
         if self.local_dir is not None:
             disk = LocalStore(self.local_dir, stall_s=self.stall_s)

@@ -28,27 +28,23 @@ def charts(story: Story) -> list[Figure]:
         if story.times_s.get(step) and story.predicted_s.get(step)
     }
     iteration = scalars.get("run/iteration_s", {})
-    shares: dict[str, dict[int, float]] = {"not computing": scalars.get("run/bubble_share", {})}
-    for name, label in (
-        ("exchange_wait_s", "waiting for weights and gradients"),
-        ("planning_stall_s", "waiting for an assignment"),
-    ):
-        shares[label] = {
-            step: value / iteration[step]
-            for step, value in scalars.get(f"run/{name}", {}).items()
-            if iteration.get(step)
-        }
-    wanted: list[tuple[str, dict[str, Mapping[int, float]]]] = [
+
+    def share(name: str) -> dict[int, float]:
+        values = scalars.get(f"run/{name}", {}).items()
+        return {step: value / iteration[step] for step, value in values if iteration.get(step)}
+
+    causes = {
+        "not computing": scalars.get("run/bubble_share", {}),
+        "waiting for weights and gradients": share("exchange_wait_s"),
+        "waiting for an assignment": share("planning_stall_s"),
+    }
+    wanted = (
         ("Seconds of an iteration", {"measured": story.times_s, "predicted": story.predicted_s}),
         ("Tokens per second", {"measured": per_second, "as predicted": ideal}),
-        ("Share of an iteration, by cause", {**shares}),
-    ]
-    found = []
-    for title, series in wanted:
-        present = {name: values for name, values in series.items() if values}
-        if present:
-            found.append(_chart(title, present, story.happenings))
-    return found
+        ("Share of an iteration, by cause", causes),
+    )
+    known = [(title, {n: v for n, v in series.items() if v}) for title, series in wanted]
+    return [_chart(title, series, story.happenings) for title, series in known if series]
 
 
 def _chart(

@@ -37,11 +37,8 @@ class Story:
     """All that is known of a run."""
 
     folder: str
-    times_s: dict[int, float] = field(default_factory=dict)
-    """Seconds of each iteration, by step."""
-    predicted_s: dict[int, float] = field(default_factory=dict)
     scalars: dict[str, dict[int, float]] = field(default_factory=dict)
-    """What `RunMetrics` logged, by name and step."""
+    """What `RunMetrics` logged, and the numbers of iterations, by name and step."""
     happenings: list[Happening] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Each plan with the first step that ran under it."""
@@ -61,28 +58,27 @@ class Story:
         if at_s is not None:
             self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
             self.last_s = at_s if self.last_s is None else max(self.last_s, at_s)
-        if event == "iteration":
-            self._add_iteration(step, entry)
-        elif event == "metrics":
-            self._add_scalars(step, entry)
-        else:
-            if event in ("started", "plan"):
-                self._add_plans(event, step, entry)
-            self.happenings.append(Happening(event, step, at_s, _text(entry)))
-            self.state = event if event in ("failed", "ended") else "running"
+        if event in ("iteration", "metrics"):
+            values = entry if event == "iteration" else entry.get("scalars")
+            for name, value in values.items() if isinstance(values, dict) else ():
+                number = _number(value)
+                if number is not None:
+                    self.scalars.setdefault(str(name), {})[step] = number
+            return
+        if event in ("started", "plan"):
+            self._add_plans(event, step, entry)
+        self.happenings.append(Happening(event, step, at_s, _text(entry)))
+        self.state = event if event in ("failed", "ended") else "running"
 
-    def _add_iteration(self, step: int, entry: dict[str, Any]) -> None:
-        for name, values in (("iteration_s", self.times_s), ("predicted_s", self.predicted_s)):
-            seconds = _number(entry.get(name))
-            if seconds is not None:
-                values[step] = seconds
+    @property
+    def times_s(self) -> dict[int, float]:
+        """Seconds of each iteration, by step."""
+        return self.scalars.get("iteration_s") or self.scalars.get("run/iteration_s", {})
 
-    def _add_scalars(self, step: int, entry: dict[str, Any]) -> None:
-        scalars = entry.get("scalars")
-        for name, value in scalars.items() if isinstance(scalars, dict) else ():
-            number = _number(value)
-            if number is not None:
-                self.scalars.setdefault(str(name), {})[step] = number
+    @property
+    def predicted_s(self) -> dict[int, float]:
+        """Predicted seconds of each iteration, by step."""
+        return self.scalars.get("predicted_s", {})
 
     def _add_plans(self, event: str, step: int, entry: dict[str, Any]) -> None:
         if event == "started":
@@ -125,12 +121,8 @@ def read_story(folder: Path) -> Story:
             f"{folder} holds no event log, recording or operation trace. RunLog(), "
             f"StragglerMonitor() and lightning_hetero.straggler.record() write .jsonl files."
         )
-    if story.state == "running" and time.time() - (story.last_s or 0.0) > _SILENT_S:
-        story.state = "silent"
-    elif story.state == "recorded" and story.last_s is not None:
+    if story.state in ("running", "recorded") and story.last_s is not None:
         story.state = "running" if time.time() - story.last_s <= _SILENT_S else "silent"
-    if not story.times_s:
-        story.times_s = dict(story.scalars.get("run/iteration_s", {}))
     return story
 
 

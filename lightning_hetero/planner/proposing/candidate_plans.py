@@ -1,14 +1,15 @@
 """Propose candidate plans for data of varying lengths (Hydraulis §7 on AutoHet's clusters).
 
-1. A scheme is one way to run a pipeline: a TP degree and the device type of every stage, of one
-   type or of two (the slower first), layers balanced by Eq. 4.
+1. A scheme is one way to run a pipeline: the columns that the planner's masters use for samples of
+   a typical length, and pipelines of one TP degree on one or two types of devices. Their layers
+   are balanced by Eq. 4.
 2. `propose` says how many pipelines of each scheme the candidates have.
 3. Each candidate is mapped to nodes and ranks, and its pipelines' costs are those of the mapped
    plan.
 4. Candidates, and any given plans, are tried on iterations drawn from the data. The plan that is
    best for all iterations comes first; then those that shorten the mean most.
 
-If no plan holds the longest sample together with states, hosts keep these (`planner.host_owners`).
+If no plan holds the longest sample together with states, hosts keep these (`planner.hosts`).
 """
 
 import itertools
@@ -24,9 +25,10 @@ from lightning_hetero.assign.pipeline_cost import PipelineCost, as_lengths, typi
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups, num_units, to_plan
-from lightning_hetero.planner.estimating.estimator import Estimator
-from lightning_hetero.planner.host_owners import check_hosts, cost_on_hosts
+from lightning_hetero.planner.columns import ColumnTimes
+from lightning_hetero.planner.hosts import check_hosts, cost_on_hosts
+from lightning_hetero.planner.master import Master
+from lightning_hetero.planner.placement import Group, MappingOrder, place, to_plan
 from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
 from lightning_hetero.planner.proposing.proposal import (
     Proposal,
@@ -38,6 +40,7 @@ from lightning_hetero.planner.proposing.proposal import (
 )
 from lightning_hetero.planner.proposing.sequence_room import SequenceRoom, with_budgets
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, devices_line, host_bytes
 
@@ -156,8 +159,18 @@ class _CandidateSearch:
 
     def _balance_for(self, length: int) -> None:
         """Balance layers for micro-batches of one sample of `length` tokens."""
-        work = Workload(sequence_length=length, global_batch_size=_MAX_STAGES)
-        self.estimator = Estimator(self.cost, work, equal_microbatches=False)
+        batch = max(_MAX_STAGES, self.tokens // length)
+        work = Workload(sequence_length=length, global_batch_size=batch)
+        self.stages = Stages(self.cost, work, self.options.tp_degrees)
+        self._times: dict[int, ColumnTimes] = {}
+
+    def _times_of(self, num_pipelines: int) -> ColumnTimes:
+        if num_pipelines not in self._times:
+            ownership = Ownership(num_pipelines)
+            self._times[num_pipelines] = ColumnTimes(
+                self.stages, ownership, MappingOrder.STAGES_TOGETHER
+            )
+        return self._times[num_pipelines]
 
     def run(self, given: Sequence[ParallelPlan]) -> CandidatePlans:
         found = {plan: costs for plan in given if (costs := self._costs(plan)) is not None}
@@ -206,16 +219,30 @@ class _CandidateSearch:
     # -- schemes and plans ----------------------------------------------------------------------
 
     def _groups(self) -> Iterator[Group]:
-        """Yield the groups that the cluster has devices for."""
+        """Yield the groups that the cluster has devices for, none twice."""
+        yield from dict.fromkeys([*self._enumerated(), *self._priced()])
+
+    def _priced(self) -> Iterator[Group]:
+        """Yield the columns that masters use, for one, two, four, ... pipelines."""
+        if not self.stages.options:
+            return
+        most = sum(self.stages.devices.values())
+        for number in (1 << i for i in range(most.bit_length())):
+            master = Master([self._times_of(number)])
+            master.solve()
+            yield from (column.group for column, _ in master.best_columns())
+
+    def _enumerated(self) -> Iterator[Group]:
         most = min(self.cost.model.num_layers, _MAX_STAGES)
         for degree in self.options.tp_degrees:
-            units = {name: self._num_units(name, degree) for name in self.num_devices}
-            for name, count in units.items():
+            units = {kind: self._num_units(kind, degree) for kind in self.stages.devices}
+            for kind, count in units.items():
                 for num_stages in range(1, min(most, count) + 1):
                     # All small depths; of the deep ones only those that use every device.
                     if num_stages <= 4 or count % num_stages == 0:
-                        yield Group((degree,) * num_stages, (name,) * num_stages)
-            by_speed = sorted(self.num_devices, key=lambda name: self._layer_s(name, degree))
+                        yield Group((degree,) * num_stages, (kind,) * num_stages)
+            usable = [kind for kind, count in units.items() if count]
+            by_speed = sorted(usable, key=lambda kind: self._layer_s(kind, degree))
             for fast, slow in itertools.combinations(by_speed, 2):
                 for first, second in itertools.product(_MIXED_COUNTS, repeat=2):
                     fits = first <= units[slow] and second <= units[fast]
@@ -223,40 +250,44 @@ class _CandidateSearch:
                         degrees = (degree,) * (first + second)
                         yield Group(degrees, (slow,) * first + (fast,) * second)
 
-    def _num_units(self, device: str, tp_degree: int) -> int:
-        counts = [node.count for node in self.cost.cluster.nodes]
-        return num_units(self.cost.cluster, counts, device, tp_degree)
+    def _num_units(self, kind: int, tp_degree: int) -> int:
+        return sum(count // tp_degree for count in self.stages.counts_of_class[kind])
 
-    def _layer_s(self, device: str, tp_degree: int) -> float:
-        node = [node.device for node in self.cost.cluster.nodes].index(device)
-        forward, backward = self.estimator.stage_times_s(node, tp_degree, first=False, last=False)
-        return float(forward[1] + backward[1])
+    def _layer_s(self, kind: int, degree: int) -> float:
+        return float(self.stages.times_s(Option(kind, degree), False, False)[:, 1].sum())
 
     def _scheme(self, group: Group) -> Scheme | None:
         """Return a group's scheme, costed in a plan of as many such pipelines as fit; else None."""
-        needed = Counter(zip(group.devices, group.tp_degrees, strict=True))
-        copies = min(self._num_units(d, tp_degree) // n for (d, tp_degree), n in needed.items())
-        plan = self._plan([group] * copies)
+        needed = Counter(zip(group.classes, group.tp_degrees, strict=True))
+        copies = min(self._num_units(kind, degree) // n for (kind, degree), n in needed.items())
+        plan = self._plan([group] * copies) if copies else None
         costs = None if plan is None else self._costs(plan)
         if costs is None:
             return None
-        devices = tuple((device, n * tp_degree) for (device, tp_degree), n in needed.items())
-        return Scheme(cost=costs[0], devices=devices)
+        taken: Counter[str] = Counter()
+        for (kind, degree), number in needed.items():
+            node = self.stages.node_of_class[kind]
+            taken[self.cost.cluster.nodes[node].device] += number * degree
+        return Scheme(cost=costs[0], devices=tuple(taken.items()))
 
     def _plan(self, groups: Sequence[Group]) -> ParallelPlan | None:
         """Return the plan of groups on ranks; None if layers or nodes don't fit.
 
         Stages recompute if their pipeline couldn't hold the longest sample otherwise.
         """
-        cluster = self.cost.cluster
-        counts = [node.count for node in cluster.nodes]
-        pipelines = map_groups(groups, cluster, counts, MappingOrder.STAGES_TOGETHER)
+        stages = self.stages
+        pipelines = place(groups, stages.class_of_node, stages.counts, MappingOrder.STAGES_TOGETHER)
         if pipelines is None:
             return None
-        layers = [self.estimator.balance(item, len(groups)) for item in pipelines]
-        if None in layers:
-            return None
-        plan = to_plan(pipelines, [row for row in layers if row], [None] * len(groups), cluster)
+        times = self._times_of(len(groups))
+        rows = []
+        for group in groups:
+            options = tuple(map(Option, group.classes, group.tp_degrees))
+            layers = times.balance(options)
+            if layers is None:
+                return None
+            rows.append(layers)
+        plan = to_plan(pipelines, rows, [None] * len(groups), self.cost.cluster)
         return with_budgets(plan, self.cost, self.longest)
 
     def _costs(self, plan: ParallelPlan) -> tuple[PipelineCost, ...] | None:

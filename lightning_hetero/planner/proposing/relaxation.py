@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
-from lightning_hetero.planner.solvers.linear_program import LinearProgram
+from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = ["AverageWork", "FractionalPlan", "fractional_plan"]
 

@@ -13,7 +13,7 @@ rank exchanges with 127 and 7 others, not with 1,023.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -22,19 +22,18 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, Unit
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, Sums, wait_for_all
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, sum_dtype, wait_for_all
 from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit", "added_in_turn", "added_up"]
+__all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
 
 _MOST_TIMED = 16
 """Most ranks of a circle for which waits are recorded by peer: a search for a slow link probes no
 more at once."""
 _ADDED_IN_TURN = 64
-"""Most pipelines, or nodes, that are summed one after another, as messages are. More are summed by
-one operation, whose order depends only on their number."""
+"""Most pipelines that are summed one after another, as messages are; more are summed by pairs."""
 
 
 @dataclass(frozen=True)
@@ -257,10 +256,6 @@ class GatheredUnit(_EvenUnit):
         given = self.way.pieces.pack_own(self._views[0], self.options.dtype)
         if given.device != self.store.device:
             given = end_to_end([given], given.dtype, self.store.device)
-        self._gather(given)
-
-    def _gather(self, given: Tensor) -> None:
-        """Post the all-gather of every member's row of the rectangle."""
         self._given = given
         received = self._received = self._empty(len(self.way.pieces.members) * given.numel())
         self._work = all_gather_single(received, given, self.group, async_op=True)
@@ -298,11 +293,6 @@ class ScatteredUnit(_EvenUnit):
         """The parameters whose gradients leave this rank."""
         return {spec.name for spec in self.unit.specs}
 
-    def gradients(self) -> list[Tensor]:
-        """Return this rank's own gradients of the unit."""
-        shards = (self.weights.shards[spec.name] for spec in self.unit.specs)
-        return [shard.grad for shard in shards if shard.grad is not None]
-
     def _gradients(self) -> list[Tensor]:
         specs = self.unit.specs
         return self.way.narrow([self.weights.gradient(spec.name) for spec in specs], specs)
@@ -321,43 +311,32 @@ class ScatteredUnit(_EvenUnit):
         """Wait for the other holders' gradients."""
         self._wait_for_others()
 
-    def sum(self) -> Sums:
+    def sum(self) -> dict[str, Tensor]:
         """Return the gradients of what this rank owns, summed in order of pipeline, then rank."""
-        names = [spec.name for spec in self.unit.specs]
-        masters = [self.store.masters[name] for name in names]
-        items = zip(names, self.way.pieces.unpack_own(self._sum_up()), masters, strict=True)
-        owned = {name: i.reshape(master.shape) for name, i, master in items if master.numel()}
-        return Sums.of(owned)
+        masters = {spec.name: self.store.masters[spec.name] for spec in self.unit.specs}
+        row = self._sum_up(sum_dtype(masters.values()))
+        pairs = zip(masters.items(), self.way.pieces.unpack_own(row), strict=True)
+        return {name: own.reshape(item.shape) for (name, item), own in pairs if item.numel()}
 
-    def _sum_up(self) -> Tensor:
+    def _sum_up(self, dtype: torch.dtype) -> Tensor:
         """Return the sum of this rank's row of the rectangle."""
-        assert self._received is not None
-        dtype = self._sum_dtype
-        if self.options.kind is ExchangeKind.REDUCE_SCATTER:  # It was summed on its way.
-            return self._received.to(dtype)
-        return self._sum_in_order(dtype)
-
-    def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
         received, own_index = self._received, self.way.pieces.own_index
         assert received is not None
-        is_kept_twice = self.unit.kind.has_standbys
-        if is_kept_twice and len(received) > _ADDED_IN_TURN:
-            return _sum_by_pairs(received[self._order].to(dtype))
+        if self.options.kind is ExchangeKind.REDUCE_SCATTER:  # It was summed on its way.
+            return received.to(dtype)
         own = received[own_index]  # Rounded like the rest, as the other keeper gets it.
-        if not is_kept_twice:
+        if not self.unit.kind.has_standbys:
             rows = self.way.pieces.own_rows_of(self._gradients(), self.unit.specs)
             own = self.way.pieces.pack_own(rows, dtype)  # Not rounded: it doesn't travel.
         if len(received) > _ADDED_IN_TURN:
-            received[own_index] = 0
-            return torch.sum(received, 0, dtype=dtype) + own
-        rows = [own if index == own_index else received[index] for index in self._order]
-        return added_in_turn(rows, dtype)
-
-    @cached_property
-    def _sum_dtype(self) -> torch.dtype:
-        """The dtype of sums: at least fp32, and the masters' if that is wider."""
-        masters = (self.store.masters[spec.name].dtype for spec in self.unit.specs)
-        return reduce(torch.promote_types, masters, torch.float32)
+            rectangle = received.to(dtype)
+            rectangle[own_index] = own
+            return _sum_by_pairs(rectangle[self._order])
+        first, *others = (own if index == own_index else received[index] for index in self._order)
+        total = first.to(dtype, copy=True)
+        for item in others:
+            total.add_(item)
+        return total
 
     @cached_property
     def _order(self) -> list[int]:
@@ -366,24 +345,6 @@ class ScatteredUnit(_EvenUnit):
         positions = {rank: index for index, rank in enumerate(self.way.pieces.members)}
         order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
         return [positions[i.global_rank] for i in order if i.global_rank in positions]
-
-
-def added_in_turn(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the sum of tensors, added in their order, in new memory."""
-    total = tensors[0].to(dtype, copy=True)
-    for item in tensors[1:]:
-        total.add_(item)
-    return total
-
-
-def added_up(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of rows, added in their order (very many: by one operation), in new memory.
-
-    The same bits on every run.
-    """
-    if len(rows) > _ADDED_IN_TURN:
-        return torch.sum(rows, 0, dtype=dtype)
-    return added_in_turn(list(rows), dtype)
 
 
 def _sum_by_pairs(rows: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ Floor: with D equal pipelines of stage bytes S each rank sends S·(D-1)/D and re
 push and for pull. Receive buffers take the same memory while the exchange lasts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,9 @@ from lightning_hetero.runtime.clock import ComputeClock
 __all__ = [
     "ExchangeOptions",
     "SideStream",
-    "Sums",
-    "TwoLegged",
     "has_streams",
     "split_works",
+    "sum_dtype",
     "wait_for_all",
 ]
 
@@ -83,12 +83,8 @@ class ExchangeOptions:
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
     """Returns the communicator for collectives of these ranks (ascending); None if there is none:
     then they use messages."""
-    may_be_collective: Callable[[Sequence[int]], bool]
-    """Tells whether any of these ranks might use collectives together."""
     kind: ExchangeKind
     """How units travel."""
-    node_of_rank: Sequence[int]
-    """Index of each global rank's node; used if gradients are summed by node."""
     dtype: torch.dtype
     """The compute dtype, in which weights and gradients travel."""
     clock: ComputeClock
@@ -97,28 +93,9 @@ class ExchangeOptions:
     """Where messages are packed."""
 
 
-class TwoLegged:
-    """A unit that travels in two legs: the second sends on what the first has brought."""
-
-    def go_on(self) -> None:
-        """Post the second leg; all ranks call it in the same order, after the first leg's `post`.
-
-        Waits for the first leg: on a device without streams the host does.
-        """
-        raise NotImplementedError
-
-
-class Sums(NamedTuple):
-    """The summed gradients of slices, by parameter."""
-
-    by_name: dict[str, Tensor]
-    memory: list[Tensor]
-    """Tensors with all their elements, each once: fewer than sums if several are views of one."""
-
-    @classmethod
-    def of(cls, by_name: dict[str, Tensor]) -> Self:
-        """Return sums that share no memory with each other."""
-        return cls(by_name, [*by_name.values()])
+def sum_dtype(masters: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of gradients' sums: at least fp32, and the masters' if that is wider."""
+    return reduce(torch.promote_types, (master.dtype for master in masters), torch.float32)
 
 
 def split_works(

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import TwoLegged, has_streams
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
 from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE
@@ -133,22 +132,15 @@ class Pull:
             self._arrived_bits = digests_of(self._weights.plain)
 
     def _post(self, stale: Mapping[int, PulledUnit]) -> None:
-        stream, first_legs = self._options.side_stream, list[tuple[int, TwoLegged]]()
+        stream = self._options.side_stream
         with stream.after_compute():
             for index, unit in stale.items():
                 if unit in self._posted:
                     continue
                 with traced(f"pull.post {index}"):
                     unit.post()
-                    if isinstance(unit, TwoLegged):
-                        first_legs.append((index, unit))
-                        if has_streams(self._store.device):  # Else the host would wait.
-                            _go_on(first_legs)
                 self._moved.append(unit)
                 self._posted[unit] = stream.mark()
-        if first_legs:
-            with self._options.clock.waiting():
-                _go_on(first_legs)
 
     def _check_unchanged(self) -> None:
         """Refuse slices that have changed with no pull of them due: holders lack the change."""
@@ -224,14 +216,6 @@ class Pull:
         masters = self._store.masters.values()
         pairs = zip(map(_version_of, masters), map(Tensor.data_ptr, masters), strict=True)
         return list(pairs)
-
-
-def _go_on(first_legs: list[tuple[int, TwoLegged]]) -> None:
-    """Post the second legs of units; all ranks post all legs in the same order."""
-    for index, unit in first_legs:
-        with traced(f"pull.post {index}"):
-            unit.go_on()
-    first_legs.clear()
 
 
 _version_of = attrgetter("_version")

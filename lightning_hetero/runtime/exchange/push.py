@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import Sums, TwoLegged, has_streams
 from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.slices.host_memory import arrive_on_host, wait_for_device
 from lightning_hetero.runtime.slices.weights import ComputeWeights
@@ -41,8 +40,6 @@ class Push:
         # The last unit is ready only when the pass ends, so its gradients needn't be counted.
         self._counted = dict([*self._sent_by_unit.items()][:-1])
         """The same, of units that may leave within the last backward pass."""
-        self._first_legs: list[TwoLegged] = []
-        """Posted units whose second leg has yet to be posted."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._awaited: dict[int, set[str]] | None = None
@@ -78,7 +75,6 @@ class Push:
 
     def start(self) -> None:
         """Begin an iteration's push; units of which this rank sends nothing are ready at once."""
-        self._first_legs.clear()
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
@@ -107,26 +103,24 @@ class Push:
         while self._waiting and self._waiting[0] in self._ready:
             self._post(self._waiting.pop(0))
 
-    def finish(self) -> Sums:
+    def finish(self) -> dict[str, Tensor]:
         """Post what is left, wait, and return the summed gradient of each slice that has rows.
 
         An accelerator without standbys or host-owned slices has them on its current stream.
         """
         self._post_rest()
-        self._go_on()
         with traced("push.wait"):
             for unit in self._units.values():
                 unit.wait()
             self._options.side_stream.join(self._options.side_stream.mark())
-        totals = Sums({}, [])
+        totals: dict[str, Tensor] = {}
         store = self._weights.store
         for unit in self._here.values():
             sums = unit.sum()
             if store.owned_device != store.device:
                 # Unit by unit, so that the device never holds the sums of all units.
-                sums = Sums.of(arrive_on_host(sums.by_name))
-            totals.by_name.update(sums.by_name)
-            totals.memory.extend(sums.memory)
+                sums = arrive_on_host(sums)
+            totals.update(sums)
             unit.finish()
         if store.owned_device != store.device or store.has_standbys:
             wait_for_device(store.device)
@@ -137,12 +131,13 @@ class Push:
             self._post(self._waiting.pop(0))
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's backward passes, in as few tensors as possible.
+        """Return the gradients of this rank's backward passes.
 
         Called in training only, after the last backward pass.
         """
         self._options.side_stream.join(self._options.side_stream.mark())
-        return [gradient for unit in self._here.values() for gradient in unit.gradients()]
+        shards = self._weights.shards.values()
+        return [shard.grad for shard in shards if shard.grad is not None]
 
     def missing(self) -> list[str]:
         """Return the trainable parameters that got no gradient on this rank."""
@@ -156,13 +151,3 @@ class Push:
         posted = self._units[unit]
         with traced(f"push.post {unit}"), self._options.side_stream.after_compute():
             posted.post()
-        if isinstance(posted, TwoLegged):
-            self._first_legs.append(posted)
-            if has_streams(self._weights.store.device):  # Else the host would wait.
-                self._go_on()
-
-    def _go_on(self) -> None:
-        """Post the second legs of units; all ranks post all legs in the same order."""
-        while self._first_legs:
-            with self._options.side_stream.after_compute():
-                self._first_legs.pop(0).go_on()

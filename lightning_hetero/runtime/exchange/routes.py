@@ -1,8 +1,7 @@
 """Choose how each unit travels to and from this rank: by messages, or collectives of its members.
 
-If the holders own a unit, it takes one collective. If others own it and there are many holders, it
-takes one collective of the holders, and few messages between their proxies and the owners. All
-other units go as parcels to each peer, by messages or one collective.
+If the holders own a unit, it takes one collective of each circle. All other units go as parcels to
+each peer, by messages or one collective.
 
 A collective needs a communicator of exactly the ranks of a circle, or of a unit's members if it has
 no circles. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per rank; units
@@ -11,32 +10,19 @@ which peer was late (`MOST_BY_MESSAGES`).
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from lightning_hetero.core.proxies import ProxyTable, UnitRun
-from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import Circle, ExchangeKind, TransferTable, Unit, UnitKind
-from lightning_hetero.runtime.exchange.by_node import NodeWay, Relays, SummedByNode
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.transfers import TransferTable, Unit, UnitKind
 from lightning_hetero.runtime.exchange.even import (
     EvenPieces,
     EvenWay,
     GatheredUnit,
     ScatteredUnit,
 )
-from lightning_hetero.runtime.exchange.groups import circles_by_proxies, groups_on_nodes
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, Sums
-from lightning_hetero.runtime.exchange.parcel_table import Parcels
-from lightning_hetero.runtime.exchange.parcels import PulledParcels
-from lightning_hetero.runtime.exchange.proxies import (
-    GatheredFromProxies,
-    PulledRows,
-    PushedRows,
-    ScatteredToProxies,
-)
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions
+from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels
 from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
@@ -47,52 +33,10 @@ __all__ = [
 ]
 
 
-class PulledUnit(Protocol):
-    """This rank's part in the pulls of one unit; in each `post`, `wait`, `finish`."""
-
-    @property
-    def travels(self) -> bool:
-        """Whether this rank communicates for the unit; else it only copies locally."""
-
-    @property
-    def arriving_weights(self) -> dict[str, nn.Parameter]:
-        """The compute weights that a pull brings up to date."""
-
-    def post(self) -> None:
-        """Make the local copies, and post sends and receives."""
-
-    def wait(self) -> None:
-        """Wait for the weights, and copy them into the compute weights."""
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-
-
-class PushedUnit(Protocol):
-    """This rank's part in the pushes of one unit; in each `post`, `wait`, `sum`, `finish`."""
-
-    @property
-    def travels(self) -> bool:
-        """Whether this rank takes part in a communication."""
-
-    @property
-    def leaving(self) -> set[str]:
-        """The parameters whose gradients leave this rank."""
-
-    def gradients(self) -> list[Tensor]:
-        """Return this rank's own gradients of the unit, in as few tensors as possible."""
-
-    def post(self) -> None:
-        """Post the gradients, which must be final."""
-
-    def wait(self) -> None:
-        """Wait for the other holders' gradients."""
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-
-    def sum(self) -> Sums:
-        """Return the gradients of what this rank owns, summed in order of pipeline, then rank."""
+PulledUnit = GatheredUnit | PulledParcels
+"""This rank's part in the pulls of one unit; in each `post`, `wait`, `finish`."""
+PushedUnit = ScatteredUnit | PushedParcels
+"""This rank's part in the pushes of one unit; in each `post`, `wait`, `sum`, `finish`."""
 
 
 class Routes:
@@ -120,8 +64,6 @@ class Routes:
         self._store = store
         self._stage_ranks = sorted(stage_ranks)
         self._stage_group = stage_group
-        self.proxies = ProxyTable()
-        """The proxies between owners and holders."""
         self._even: dict[tuple[UnitKind, bool], EvenWay | None] = {}
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
@@ -129,106 +71,37 @@ class Routes:
         self, units: Sequence[Unit], weights: ComputeWeights
     ) -> Iterator[tuple[Unit, PulledUnit]]:
         """Yield each unit of which this rank moves anything, ascending, with its part in pulls."""
-        common = self._store, weights, self.options
-        for run in self._runs(units, push=False):
-            rows = None
-            if run.rows is not None:
-                parcels = self._find_parcels(run.rows, push=False)
-                rows = PulledRows(run.rows, parcels, *common, None, self._pieces_of(run))
-            for place, unit in enumerate(run.units):
-                pulled = self.pulled(unit, weights, rows, place)
-                if pulled is not None:
-                    yield unit, pulled
+        for unit in units:
+            pulled = self.pulled(unit, weights)
+            if pulled is not None:
+                yield unit, pulled
 
     def pushes(
         self, units: Sequence[Unit], weights: ComputeWeights
     ) -> Iterator[tuple[Unit, PushedUnit]]:
         """Yield each unit that this rank holds or owns a part of, descending, with it in pushes."""
-        common = self._store, weights, self.options
-        for run in reversed([*self._runs(units, push=True)]):
-            rows = None
-            if run.rows is not None:
-                parcels = self._find_parcels(run.rows, push=True)
-                rows = PushedRows(run.rows, parcels, *common, None, self._pieces_of(run))
-            for place, unit in reversed([*enumerate(run.units)]):
-                pushed = self.pushed(unit, weights, rows, place)
-                if pushed is not None:
-                    yield unit, pushed
+        for unit in reversed(units):
+            pushed = self.pushed(unit, weights)
+            if pushed is not None:
+                yield unit, pushed
 
-    def _runs(self, units: Sequence[Unit], *, push: bool) -> Iterator[UnitRun]:
-        return self.proxies.runs(units, partial(self._goes_by_proxies, push=push))
-
-    def _goes_by_proxies(self, unit: Unit, *, push: bool) -> bool:
-        """Whether a unit goes by proxies; the same on all ranks."""
-        options = self.options
-        if not options.may_be_collective(unit.kind.members):
-            return False
-        if unit.kind.circles(push=push) is not None:
-            return False
-        circles = circles_by_proxies(unit.kind, options.kind, self.proxies)
-        return circles is not None and all(
-            options.group_of(item.members) is not None for item in circles
-        )
-
-    def _pieces_of(self, run: UnitRun) -> list[EvenPieces]:
-        """Return the layout of this rank's piece of each unit of a run; none if it holds none."""
-        if self._store.global_rank not in run.units[0].kind.members:
-            return []
-        return [self._way_of_holders(unit).pieces for unit in run.units]
-
-    def _way_of_holders(self, unit: Unit) -> EvenWay:
-        """Return the way of a unit with proxies among its holders: the same in pull and push."""
-        way = self._find_even(unit, push=False)
-        assert way is not None
-        return way
-
-    def pulled(
-        self,
-        unit: Unit,
-        weights: ComputeWeights,
-        rows: PulledRows | None = None,
-        place: int = 0,
-    ) -> PulledUnit | None:
-        """Return this rank's part in the pulls of a unit; None if it moves nothing of it.
-
-        Args:
-            unit: The unit; if it has proxies, with these as its owners.
-            weights: The compute weights to fill.
-            rows: The part in moving its run's rows between owners and proxies; None without.
-            place: The unit's place in its run.
-        """
+    def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
+        """Return this rank's part in the pulls of a unit; None if it moves nothing of it."""
         if self._store.global_rank not in unit.kind.members:
-            return rows if rows is not None and place == 0 and rows.travels else None
+            return None
         common = self._store, weights, self.options
-        if rows is not None:
-            among = self._way_of_holders(unit)
-            return GatheredFromProxies(unit, among, *common, rows=rows, place=place)
         if (way := self._find_even(unit, push=False)) is not None:
             return GatheredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
         pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
 
-    def pushed(
-        self,
-        unit: Unit,
-        weights: ComputeWeights,
-        rows: PushedRows | None = None,
-        place: int = 0,
-    ) -> PushedUnit | None:
-        """Return this rank's part in the pushes of a unit; None if it holds and owns nothing of it.
-
-        The arguments are those of `pulled`.
-        """
+    def pushed(self, unit: Unit, weights: ComputeWeights) -> PushedUnit | None:
+        """Return this rank's part in the pushes of a unit; None if it holds and owns nothing."""
         if self._store.global_rank not in unit.kind.members:
-            return rows if rows is not None and place == 0 and rows.travels else None
+            return None
         common = self._store, weights, self.options
-        if rows is not None:
-            among = self._way_of_holders(unit)
-            return ScatteredToProxies(unit, among, *common, rows=rows, place=place)
         if (way := self._find_even(unit, push=True)) is not None:
-            if isinstance(way, NodeWay):
-                return SummedByNode(unit, way, *common)
             return ScatteredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
         return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
@@ -241,8 +114,6 @@ class Routes:
 
     def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
         """Return how a kind of unit travels by `even`; None if it can't; the same on all ranks."""
-        if not self.options.may_be_collective(unit.kind.members):
-            return None
         circles = unit.kind.circles(push=push)
         if circles is None or any(self.options.group_of(i.members) is None for i in circles):
             return None
@@ -258,10 +129,6 @@ class Routes:
                 parts.append(index)
         group = self.options.group_of(circle.members)
         assert group is not None
-        if push and self.options.kind is ExchangeKind.BY_NODE and not unit.kind.has_standbys:
-            way = self._node_way(unit, circle, group, tuple(held))
-            if way is not None:
-                return way
         return EvenWay(
             group=group,
             pieces=EvenPieces(unit.specs, circle.members, circle.pieces, self._store),
@@ -269,27 +136,6 @@ class Routes:
             parts=self._parts_of_stage([unit.specs[i] for i in parts]) if parts else None,
             part_indices=tuple(parts),
             stage_group=self._stage_group,
-        )
-
-    def _node_way(
-        self, unit: Unit, circle: Circle, group: dist.ProcessGroup, held: tuple[Interval, ...]
-    ) -> NodeWay | None:
-        """Return how a circle pushes by node; None if it can't; the same on all ranks."""
-        options, members = self.options, circle.members
-        near = groups_on_nodes(members, options.node_of_rank)
-        own = members.index(self._store.global_rank)
-        relays = Relays.of([options.node_of_rank[rank] for rank in members], own)
-        if relays is None or any(options.group_of(ranks) is None for ranks in near):
-            return None
-        on_node = tuple(members[place] for place in relays.on_node)
-        pieces = [[rows[place] for place in relays.order] for rows in circle.pieces]
-        ordered = [members[place] for place in relays.order]
-        return NodeWay(
-            group=group,
-            pieces=EvenPieces(unit.specs, ordered, pieces, self._store),
-            held=held,
-            relays=relays,
-            inside=options.group_of(on_node) if len(on_node) > 1 else None,
         )
 
     def _parts_of_stage(self, specs: Sequence[ParameterSpec]) -> EvenPieces:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan
@@ -103,11 +102,6 @@ class BufferWatch:
                 )
             ]
         }
-        self._norms = {
-            prefix: part
-            for prefix, part in module.named_modules()
-            if isinstance(part, _BatchNorm) and not part.track_running_stats
-        }
         self._begun: set[int] = set()
         self._is_first = True
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
@@ -117,7 +111,6 @@ class BufferWatch:
         self._rewritten: set[str] = set()
         """Buffers that a first iteration wrote without changing their values."""
         self._counts: Counter[str] = Counter()
-        self._num_looks = 0
         self._sources: dict[str, int] = {}
         """By name of a buffer that changed since it was shared: the rank whose values are used."""
         self._share_drawn()
@@ -139,7 +132,6 @@ class BufferWatch:
         self._is_first = phase not in self._begun
         self._begun.add(phase)
         self._counts.clear()
-        self._num_looks = 0
         for name, slot in self._slots.items():
             self._seen[name] = _mark(slot.current)
             if (self._is_first or name in self._rewritten) and slot.current is not None:
@@ -147,7 +139,6 @@ class BufferWatch:
 
     def look(self) -> None:
         """Count the buffers that the last action has changed."""
-        self._num_looks += 1
         for name, slot in self._slots.items():
             self._counts[name] += self._has_changed(name, slot)
 
@@ -174,7 +165,7 @@ class BufferWatch:
             return not torch.equal(buffer, old)
         return is_new
 
-    def report(self, layers: range, pipeline_index: int) -> tuple[BufferChange, ...]:
+    def report(self, layers: range) -> tuple[BufferChange, ...]:
         """Return the changed buffers of a stage with these layers, and of outside the layers."""
         changes = []
         for name, slot in self._slots.items():
@@ -183,10 +174,6 @@ class BufferWatch:
                 digest = _digest(slot.current) if self._is_first or slot.is_cache else 0
                 is_versioned = name not in self._unversioned
                 changes.append(BufferChange(name, count > 1, is_versioned, digest))
-        for name, part in self._norms.items():
-            if part.training and self._is_first:
-                # Its statistics are those of a micro-batch, although it keeps none.
-                changes.append(BufferChange(name, self._num_looks > 2, True, pipeline_index))
         self._values.clear()
         return tuple(changes)
 
@@ -210,8 +197,7 @@ class BufferWatch:
         for name, changes in found.items():
             if not all(change.is_versioned for _, change in changes.values()):
                 self._unversioned.add(name)
-            if name in self._slots:
-                self._sources[name] = changes[min(changes)][0]
+            self._sources[name] = changes[min(changes)][0]
             self._check(name, [change for _, change in changes.values()])
 
     def _check(self, name: str, changes: Sequence[BufferChange]) -> None:

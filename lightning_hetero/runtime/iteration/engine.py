@@ -29,8 +29,6 @@ from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.embedding_rows import EmbeddingRows
-from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -47,13 +45,12 @@ from lightning_hetero.runtime.results.iteration_loss import NUM_TOTALS, without_
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
-from lightning_hetero.runtime.setup.frozen import find_frozen
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
+from lightning_hetero.runtime.setup.weight_sources import find_frozen
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
-from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.module_calls import ModuleCalls
+from lightning_hetero.runtime.stage.boundary import ModuleCalls, StageBoundary
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
@@ -104,8 +101,6 @@ class Engine:
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
         self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
-        self.rows = EmbeddingRows(module)
-        """Must be told of each batch before it runs."""
         self.plans = PlanSwitch(
             plan,
             self.store,
@@ -113,7 +108,6 @@ class Engine:
             clock=clock,
             dtype=config.compute_dtype,
             exchange=config.exchange,
-            node_of_rank=config.node_of_rank,
             num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )
@@ -256,7 +250,7 @@ class Engine:
             running.weights,
             self._calls,
         ):
-            running.start_pull(self._calls)
+            running.start_pull()
             yield
 
     def _check_split(
@@ -289,7 +283,7 @@ class Engine:
         report = Report(
             entries=self.logs.entries,
             missing=passes.missing() if results.is_training else (),
-            buffers=(place and self.buffers.report(running.layers, place.pipeline_index)) or (),
+            buffers=(place and self.buffers.report(running.layers)) or (),
             reads=tuple(sorted(running.reads or ())),
             measured=self._recomputation.measured,
         )
@@ -308,11 +302,11 @@ class Engine:
         return self.place is None or self.place.tp_rank == 0
 
     def _keep_gradients(
-        self, sums: Sums, agreed: Agreed, scale: LossScale, key: IterationKey
+        self, sums: dict[str, Tensor], agreed: Agreed, scale: LossScale, key: IterationKey
     ) -> Tensor:
         """Keep the summed gradients for the optimizer; return the iteration's loss."""
         self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))
-        return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, self.plan, str(key))
+        return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, str(key))
 
     def settle(self) -> None:
         """Judge the last iteration's late numbers; called by every rank alike.
@@ -352,7 +346,6 @@ class Engine:
         self.logs.remove()
         self.boundary.remove()
         self._calls.remove()
-        self.rows.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

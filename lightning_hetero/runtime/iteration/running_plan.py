@@ -8,10 +8,11 @@ iterations.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour, stage_edges
@@ -20,19 +21,16 @@ from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
     ExchangeKind,
     TransferTable,
-    UnitKind,
     are_collective,
 )
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.groups import groups_on_nodes, groups_wanted
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream, Sums
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
-from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
 from lightning_hetero.runtime.stage.split_linear import LinearSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
@@ -86,17 +84,11 @@ class RunningPlan:
         own = {p: name for name, p in self.weights.shards.items() if len(slots[name]) == 1}
         return LinearSplitter(own)
 
-    def start_pull(self, calls: ModuleCalls) -> None:
-        """Post the pull of all weights; wait for outer ones only when the module is first called.
+    def start_pull(self) -> None:
+        """Post the pull of all weights, and wait for outer ones."""
+        self.pull.start(needed=(-1, self.plan.num_layers))
 
-        Code that reads one earlier waits for it there. If tensor parallelism has cut weights, outer
-        ones are waited for at once: weights that are hidden from steps can't wait by themselves.
-        """
-        outer = -1, self.plan.num_layers
-        are_seen = calls.before_first(partial(self.pull.wait_units, outer))
-        self.pull.start(needed=() if are_seen and not self.weights.has_cut else outer)
-
-    def finish_exchange(self, *, is_training: bool) -> Sums | None:
+    def finish_exchange(self, *, is_training: bool) -> dict[str, Tensor] | None:
         """Wait for all of the iteration's messages; return the slices' summed gradients, if any."""
         self.pull.finish()
         sums = self.push.finish() if is_training else None
@@ -132,7 +124,6 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
-        node_of_rank: Nodes by global rank, if gradients may be summed by node.
         num_microbatches: Micro-batches of pipelines for which a plan names no number.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
@@ -146,7 +137,6 @@ class PlanSwitch:
         clock: ComputeClock,
         dtype: torch.dtype,
         exchange: ExchangeKind,
-        node_of_rank: Sequence[int],
         num_microbatches: int,
         tensor_parallel: TensorParallel | None,
     ) -> None:
@@ -160,9 +150,7 @@ class PlanSwitch:
         self._options = ExchangeOptions(
             group=comms.exchange,
             group_of=self._group_of,
-            may_be_collective=self._are_collective,
             kind=exchange,
-            node_of_rank=node_of_rank,
             dtype=dtype,
             clock=clock,
             side_stream=self._side_stream,
@@ -189,15 +177,13 @@ class PlanSwitch:
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
             # Outer parameters are held at both ends, and at one end once their use is known.
-            routes = self._routes_of(plan)
-            tables = [routes.table]
+            tables = [self._routes_of(plan).table]
             for role in OuterRole:
                 at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
                 tables.append(TransferTable(at_end, self._store.slices, plan))
             for table in tables:
                 for unit in table.units:
-                    groups = groups_wanted(unit.kind, self._options.kind, routes.proxies)
-                    for ranks in groups | self._groups_on_nodes(unit.kind):
+                    for ranks in unit.kind.groups:
                         numels[ranks] += sum(spec.numel for spec in unit.specs)
         # The heaviest first, in one order on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
@@ -208,14 +194,6 @@ class PlanSwitch:
         self._comms.connect(stage_edges(plan))
         if self._tensor_parallel is not None:
             self._comms.tensor_parallel_group(plan)
-
-    def _groups_on_nodes(self, kind: UnitKind) -> set[tuple[int, ...]]:
-        """Return the ranks that sum gradients of a kind of units together, node by node."""
-        if self._options.kind is not ExchangeKind.BY_NODE:
-            return set()
-        nodes = self._options.node_of_rank
-        circles = kind.circles(push=True) or ()
-        return {ranks for item in circles for ranks in groups_on_nodes(item.members, nodes)}
 
     def _are_collective(self, members: Sequence[int]) -> bool:
         if self._comms.exchange is None:

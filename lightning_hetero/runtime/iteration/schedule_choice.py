@@ -28,7 +28,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.stage.link_times import measure_edge
+from lightning_hetero.runtime.stage.activations import measure_edge
 from lightning_hetero.schedules import Edge, Schedule, StageTimes, solve_actions
 
 __all__ = ["ScheduleChoice", "StageSchedule"]
@@ -155,6 +155,8 @@ class ScheduleChoice:
         if plan in self._times:
             return
         own, last = self._own[plan], self._clock.last
+        if len(self._own) > MAX_KNOWN_PLANS:
+            self._own.pop(next(iter(self._own)))  # It is measured anew if it runs again.
         own.num_iterations += 1
         if timed is plan and own.num_iterations > 1 and last is not None:
             for action in last.actions:

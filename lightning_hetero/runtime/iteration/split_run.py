@@ -25,8 +25,14 @@ from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
 from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
-from lightning_hetero.runtime.results.spared import Spared
-from lightning_hetero.runtime.results.split_check import Evidence, Limits, Triple, is_due, judge
+from lightning_hetero.runtime.results.split_check import (
+    Evidence,
+    Limits,
+    Spared,
+    Triple,
+    is_due,
+    judge,
+)
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
@@ -227,7 +233,6 @@ class SplitRun:
                 check_known(output, "What the step returns needs")
             forward.look()
             loss = loss_of(output)
-            forward.check_loss(loss)
             forward.limits = _looser(forward.limits, Limits.of_graph(loss))
             gradient = self._gradient(loss, forward, running)
         except StageEnd as end:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import epoch_weight
-from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.counts import Counting, LossRule, as_weight
 from lightning_hetero.runtime.results.iteration_loss import (
@@ -22,7 +20,6 @@ from lightning_hetero.runtime.results.iteration_loss import (
     LossSums,
     NonfiniteGradients,
     answer_nonfinite,
-    describe_ranks,
     has_nonfinite,
     nonfinite_ranks,
 )
@@ -165,20 +162,18 @@ class StepGradients:
         self._store = store
         self._config = config
         self._late = LateNumbers(device)
-        self._memory: list[Tensor] = []
 
-    def take(self, sums: Sums, unused: set[str]) -> None:
+    def take(self, sums: Mapping[str, Tensor], unused: set[str]) -> None:
         """Take the summed gradients of an iteration; `unused` parameters have none."""
-        self.unused, self._memory = unused, sums.memory
-        self.by_name = {name: item for name, item in sums.by_name.items() if name not in unused}
+        self.unused = unused
+        self.by_name = {name: item for name, item in sums.items() if name not in unused}
 
-    def judge(self, totals: Tensor, losses: LossScale, plan: ParallelPlan, batch: str) -> Tensor:
+    def judge(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
         """Scale the gradients, see whether they are finite, and return the iteration's loss.
 
         Args:
             totals: The totals of all ranks; see `IterationLoss`.
             losses: How losses count.
-            plan: The plan that ran.
             batch: Names the batch in messages.
 
         Raises:
@@ -187,10 +182,9 @@ class StepGradients:
         loss = IterationLoss.of(totals, is_sum=losses.is_sum, unit=losses.unit)
         owned = self._store.owned_device
         scale, is_broken = (n.to(owned) for n in (loss.scale, loss.has_nonfinite))
-        if self._memory:
-            torch._foreach_mul_(self._memory, scale / self.loss_scale)
+        if self.by_name:
+            torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
-        self._memory = []
         # To skip a step, the host must know before it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
@@ -203,7 +197,7 @@ class StepGradients:
             broken = nonfinite_ranks(numbers)
             if broken:
                 self.by_name, self.are_finite = {}, False
-                found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
+                found = f"{batch} aren't finite; ranks {broken} made them."
                 if not self._config.scales_loss:
                     answer_nonfinite(found, self._config.nonfinite_gradients, is_late=is_late)
 

@@ -13,6 +13,6 @@ The threads of a process, each with its owner, which starts it and waits for its
   `os._exit`,
 - *assignments* (`data.ahead`), *recording* (`straggler.recording`) and contingency plans
   (`autoplan.jobs`): beside training, ended by their owners' `close` or `stop`,
-- those whose names begin with *checkpoint-* (`checkpoint.peers.deadlines.BackgroundThread`, and the
-  lease in `checkpoint.places.claims`) and *preemption-notice* (`checkpoint.notices`).
+- those whose names begin with *checkpoint-* (`checkpoint.deadlines.BackgroundThread`, and the
+  lease in `checkpoint.claims`) and *preemption-notice* (`checkpoint.notices`).
 """

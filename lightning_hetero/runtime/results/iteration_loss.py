@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.reading import Choice
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "LossSums",
     "NonfiniteGradients",
     "answer_nonfinite",
-    "describe_ranks",
     "has_nonfinite",
     "nonfinite_ranks",
     "without_sums",
@@ -165,25 +163,6 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
             "such iterations out."
         )
     warnings.warn(f"Gradients of {found} This iteration is left out.", stacklevel=2)
-
-
-def describe_ranks(global_ranks: Iterable[int], plan: ParallelPlan) -> str:
-    """Name ranks with gradients that aren't finite: one per pipeline, of the last such stage.
-
-    From there backward passes carry NaN and infinity on to all earlier stages.
-    """
-    furthest: dict[int, RankPlace] = {}
-    names: dict[int, int] = {}
-    for global_rank in global_ranks:
-        place = plan.place(global_rank)
-        assert place is not None
-        found = furthest.get(place.pipeline_index)
-        if found is None or found.stage_index < place.stage_index:
-            furthest[place.pipeline_index], names[place.pipeline_index] = place, global_rank
-    return ", ".join(
-        f"rank {names[index]} (pipeline {index}, stage {place.stage_index})"
-        for index, place in furthest.items()
-    )
 
 
 class LateNumbers:

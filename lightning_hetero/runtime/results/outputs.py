@@ -1,25 +1,23 @@
 """Join what the steps of micro-batches returned, or appended to the module's lists.
 
 Tensors are concatenated along dim 0; numbers without dims are averaged as the loss is. Lists are
-concatenated; mappings, tuples and dataclasses are joined item by item. Other values must be equal.
-What can't be joined becomes `Unjoined`, which refuses to be used.
+concatenated; dicts and tuples are joined item by item. Of what is neither equal nor can be joined
+there is a list, with the value of each micro-batch.
 
 Steps run to their end on last stages only, once per micro-batch. So the items that they append to
 lists of the module are taken out, joined, and appended on every rank, one item per batch.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
@@ -27,7 +25,6 @@ __all__ = [
     "AppendedLists",
     "Records",
     "StepRecord",
-    "Unjoined",
     "extend_lists",
     "join_outputs",
     "records_of",
@@ -35,35 +32,6 @@ __all__ = [
 
 Path = tuple[Any, ...]
 """Where a list is in a module: the attribute, then the index or key in it."""
-_MANY_BYTES = 64 << 20
-
-
-class Unjoined:
-    """Stands for a value that can't be made of the micro-batches' values; any use is refused."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.values = values
-
-    def __repr__(self) -> str:
-        return f"Unjoined({list(self.values)})"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        shown = [tuple(v.shape) if isinstance(v, Tensor) and v.ndim else v for v in self.values]
-        raise StepError(
-            f"A step returned, or appended to a list, {shown[:4]} in its micro-batches, which "
-            "can't be put together for the whole batch. Return or append tensors that agree in all "
-            "dims but the first, or numbers."
-        )
-
-    __torch_function__ = classmethod(lambda cls, *_, **__: cls([])._refuse())
-    __float__ = __int__ = __bool__ = __iter__ = __len__ = __getitem__ = __call__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = __index__ = __array__ = _refuse
 
 
 @dataclass
@@ -85,7 +53,7 @@ class StepRecord:
         """Return the record without what autograd keeps for its tensors."""
         if self.is_empty:
             return self
-        output, appended = _map_tensors(Tensor.detach, (self.output, self.appended))
+        output, appended = apply_to_collection((self.output, self.appended), Tensor, Tensor.detach)
         return StepRecord(output, appended, self.weight)
 
     def moved(self, device: torch.device) -> "StepRecord":
@@ -94,7 +62,7 @@ class StepRecord:
         def move(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
-        output, appended = _map_tensors(move, (self.output, self.appended))
+        output, appended = apply_to_collection((self.output, self.appended), Tensor, move)
         return StepRecord(output, appended, float(self.weight))
 
 
@@ -118,24 +86,11 @@ def records_of(
     if not shared or comms.world_size == 1:
         return {} if place is None else {place.pipeline_index: own}
     speaks = place is not None and place.tp_rank == 0
-    _warn_of_size(own)
     everyone = comms.gather_objects([item.moved(cpu) for item in own] if speaks else [])
     return {
         index: [item.moved(device) for item in everyone[pipeline.stages[-1].ranks[0]]]
         for index, pipeline in enumerate(plan.pipelines)
     }
-
-
-def _warn_of_size(records: Sequence[StepRecord]) -> None:
-    leaves = [leaf for item in records for leaf in tree_leaves((item.output, item.appended))]
-    size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-    if size > _MANY_BYTES:
-        warnings.warn(
-            f"What steps return and append takes {size / 2**20:.0f} MiB in an iteration, and goes "
-            "to all ranks. Return what hooks need only, or give HeteroStrategy(share_outputs=False)"
-            ": then only ranks with last stages have it.",
-            stacklevel=2,
-        )
 
 
 def join_outputs(records: Sequence[StepRecord]) -> Any:
@@ -145,48 +100,29 @@ def join_outputs(records: Sequence[StepRecord]) -> Any:
 
 
 def _joined(items: Sequence[Any], weights: Sequence[Any]) -> Any:
-    first = items[0]
     if len(items) == 1:
-        return first
+        return items[0]
+    trees = [tree_flatten(item, is_leaf=lambda part: isinstance(part, list)) for item in items]
+    spec = trees[0][1]
+    if any(other != spec for _, other in trees):
+        return list(items)
+    columns = zip(*(leaves for leaves, _ in trees), strict=True)
+    return tree_unflatten([_joined_leaves(column, weights) for column in columns], spec)
+
+
+def _joined_leaves(items: Sequence[Any], weights: Sequence[Any]) -> Any:
+    first = items[0]
     if any(type(item) is not type(first) for item in items):
-        return Unjoined(items)
-    if isinstance(first, Tensor | np.ndarray) and first.ndim:
-        return _concatenated(items)
-    if isinstance(first, Tensor | np.generic | float) or type(first) is int:
-        return _averaged(items, weights)
+        return list(items)
     if isinstance(first, list):
         return [part for item in items for part in item]
-    if isinstance(first, Mapping | tuple) or (is_dataclass(first) and not isinstance(first, type)):
-        return _joined_inside(items, weights)
-    return first if all(item is first or item == first for item in items) else Unjoined(items)
-
-
-def _joined_inside(items: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """Join mappings, tuples or dataclasses item by item."""
-    first = items[0]
-    if isinstance(first, Mapping):
-        made: Any = copy(first)
-        if any(item.keys() != first.keys() for item in items):
-            return Unjoined(items)
-        for key in first:
-            made[key] = _joined([item[key] for item in items], weights)
-        return made
-    if isinstance(first, tuple):
-        if any(len(item) != len(first) for item in items):
-            return Unjoined(items)
-        parts = [_joined(part, weights) for part in zip(*items, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    made = copy(first)
-    for each in fields(first):
-        values = [getattr(item, each.name) for item in items]
-        object.__setattr__(made, each.name, _joined(values, weights))
-    return made
-
-
-def _concatenated(items: Sequence[Any]) -> Any:
-    if any(item.shape[1:] != items[0].shape[1:] for item in items):
-        return Unjoined(items)
-    return torch.cat(list(items)) if isinstance(items[0], Tensor) else np.concatenate(items)
+    if isinstance(first, Tensor | np.ndarray) and first.ndim:
+        if any(item.shape[1:] != first.shape[1:] for item in items):
+            return list(items)
+        return torch.cat(list(items)) if isinstance(first, Tensor) else np.concatenate(items)
+    if isinstance(first, Tensor | np.generic | float) or type(first) is int:
+        return _averaged(items, weights)
+    return first if all(item is first or item == first for item in items) else list(items)
 
 
 def _averaged(items: Sequence[Any], weights: Sequence[Any]) -> Any:
@@ -199,28 +135,6 @@ def _averaged(items: Sequence[Any], weights: Sequence[Any]) -> Any:
             items[0].device, torch.promote_types(items[0].dtype, torch.get_default_dtype())
         )
     return items[0] if all(item == items[0] for item in items) else float(mean)
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to all tensors, also those in dataclasses and mappings of any kind."""
-
-    def enter(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            changed = copy(leaf)
-            for each in fields(leaf):
-                value = _map_tensors(function, getattr(leaf, each.name))
-                object.__setattr__(changed, each.name, value)
-            return changed
-        if isinstance(leaf, Mapping):
-            mapped: Any = copy(leaf)
-            for key, value in leaf.items():
-                mapped[key] = _map_tensors(function, value)
-            return mapped
-        return leaf
-
-    return tree_map(enter, tree)
 
 
 class AppendedLists:

@@ -2,14 +2,18 @@
 
 They take nearly all of a layer's time, and are about half of what autograd keeps of it. Outputs of
 batched matrix products aren't kept: they are the scores of attention that isn't one operation.
+
+Count the bytes that autograd saves for the backward pass, on any kind of device alike.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -18,7 +22,50 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-__all__ = ["KeptProducts", "bytes_of_products", "is_product"]
+__all__ = ["KeptProducts", "SavedBytes", "bytes_of_products", "is_product"]
+
+
+class SavedBytes:
+    """Counts the bytes that autograd saves inside its context, each storage once.
+
+    ::
+
+        with SavedBytes(without=layer.parameters()) as saved:
+            output = layer(hidden)
+        print(saved.total)  # Bytes that stay in use as long as `output` lives.
+
+    Args:
+        without: Tensors that exist anyway; tensors that share their storages don't count.
+    """
+
+    def __init__(self, without: Iterable[Tensor] = ()) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in without}
+        self._sizes: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+
+    @property
+    def total(self) -> int:
+        """Bytes saved so far."""
+        return sum(self._sizes.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # Else a node that saves its own output would keep itself alive.
+
 
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 

@@ -5,6 +5,12 @@ profile of the same model, micro-batches, device and versions. A profile that is
 of other versions is measured again. The times of an emulated device are its hardware's times its
 slowdown. The folder is `$LIGHTNING_HETERO_CACHE`, else `lightning-hetero` in the user's cache
 folder.
+
+Keep memory corrections, learnt from running out of memory, on disk beside measured profiles.
+
+There is one file for each device type and model, in the folder of `core.process`. A start on
+the same machine reads it before anything is planned, and shares it with the other ranks. Files that
+are older than 30 days, broken or of other versions are ignored.
 """
 
 import contextlib
@@ -12,8 +18,9 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +28,9 @@ from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
+from lightning_hetero.core.reading import build
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.texts import load_file, parse_json
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profiling import (
@@ -28,8 +38,9 @@ from lightning_hetero.runtime.setup.profiling import (
     current_versions,
     measure_profile,
 )
+from lightning_hetero.simulator import MemoryCorrection
 
-__all__ = ["cached_profile", "profile_seats", "slowed_profile"]
+__all__ = ["CorrectionFile", "cached_profile", "profile_seats", "slowed_profile"]
 
 _MAX_AGE = datetime.timedelta(days=30)
 
@@ -115,3 +126,45 @@ def _digest(model: ModelSpec, options: ProfileOptions, device_name: str) -> str:
     sizes = replace(model, name="").to_dict()
     key = [sizes, repr(options), device_name, torch.get_num_threads(), current_versions()]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+_MAX_AGE = datetime.timedelta(days=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionFile:
+    """The file with the memory correction of one model on one device type."""
+
+    path: Path
+
+    @classmethod
+    def of(
+        cls, specs: Iterable[ParameterSpec], compute_bytes: int, device_name: str
+    ) -> "CorrectionFile":
+        """Return the file of a model that computes in values of `compute_bytes` bytes."""
+        shapes = [(spec.name, spec.shape) for spec in specs]
+        key = [shapes, compute_bytes, device_name, current_versions()]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        return cls(path=cache_folder() / f"memory-{digest}.json")
+
+    def read(self) -> MemoryCorrection:
+        """Return the correction; the default, which changes nothing, if there is no valid file."""
+        with contextlib.suppress(ProfileError, OSError):
+            age_s = datetime.datetime.now().timestamp() - self.path.stat().st_mtime
+            if age_s <= _MAX_AGE.total_seconds():
+                return load_file(self.path, "memory correction", ProfileError, _parse)
+        return MemoryCorrection()
+
+    def add(self, found: MemoryCorrection) -> None:
+        """Write the stricter of the known correction and a new one.
+
+        Raises:
+            OSError: The folder can't be written.
+        """
+        text = json.dumps(asdict(self.read().join(found))) + "\n"
+        write_whole(self.path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def _parse(text: str) -> MemoryCorrection:
+    data = parse_json(text, "memory correction", ProfileError)
+    return build(MemoryCorrection, data, "memory correction", ProfileError)

@@ -1,28 +1,42 @@
-"""Digests of tensors: integers that depend on every bit.
+"""Digests of tensors, and the comparison of slices with their standbys' copies by them.
 
 A digest is the sum of the elements' bits as integers, each times an odd number given by its index.
+A slice and its copy get the same gradients and make the same steps, so they are equal bit for bit
+unless a device silently computes wrongly.
 """
 
+import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of", "digests_of", "is_looked_at"]
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.core.owners import list_owners
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.slices.weights import SliceStore
+
+__all__ = ["StandbyCheck", "digests_of", "is_looked_at"]
 
 _LOOKED_AT = frozenset({1, 100, 10_000, 1_000_000})
-
 _AT_ONCE = 2**22
 """Values that are widened to 8 bytes at a time."""
-_SMALL = 2**12
-"""Most elements of tensors that are digested together: calls take longer than what they compute."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest_of(rows: Tensor) -> Tensor:
-    """Return the digest of a tensor as an int64 scalar on its device."""
-    bits = _bits_of(rows)
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the digest of each tensor; the host waits for its device.
+
+    They show changes that increment no version, such as `weight.data.clamp_(...)` in a forward.
+    """
+    digests = list(map(_digest_of, tensors.values()))
+    numbers = torch.stack(digests).tolist() if digests else []
+    return dict(zip(tensors, numbers, strict=True))
+
+
+def _digest_of(rows: Tensor) -> Tensor:
+    bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten()
     digest = torch.zeros((), dtype=torch.int64, device=rows.device)
     for first in range(0, len(bits), _AT_ONCE):
         part = bits[first : first + _AT_ONCE].long()
@@ -31,50 +45,72 @@ def digest_of(rows: Tensor) -> Tensor:
     return digest
 
 
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the digest of each tensor; the host waits for its device.
-
-    They show changes that increment no version, such as `weight.data.clamp_(...)` in a forward.
-    """
-    small: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
-    names, digests = list[str](), list[Tensor]()
-    for name, tensor in tensors.items():
-        if tensor.numel() <= _SMALL:
-            small[tensor.device, tensor.element_size()].append(name)
-        else:
-            names.append(name)
-            digests.append(digest_of(tensor)[None])
-    most = _AT_ONCE // _SMALL
-    for alike in small.values():
-        for first in range(0, len(alike), most):
-            part = alike[first : first + most]
-            names += part
-            digests.append(_digests_together([tensors[name] for name in part]))
-    numbers = torch.cat(digests).tolist() if digests else []
-    found = dict(zip(names, numbers, strict=True))
-    return {name: found[name] for name in tensors}
-
-
-def _digests_together(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digests of tensors on one device whose elements have one size."""
-    device = tensors[0].device
-    sizes = torch.tensor([item.numel() for item in tensors])
-    owners = torch.repeat_interleave(sizes).to(device)
-    starts = (sizes.cumsum(0) - sizes).to(device)
-    places = torch.arange(len(owners), device=device) - starts[owners]
-    products = torch.cat(list(map(_bits_of, tensors))).long() * (2 * places + 1)
-    return torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(
-        0, owners, products
-    )
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
-
-
 def is_looked_at(iteration: int) -> bool:
     """Return whether costly checks run in an iteration, counted from 1.
 
     They run in few, so that steps stay fast; a fault of every iteration is found in the first.
     """
     return iteration in _LOOKED_AT
+
+
+class StandbyCheck:
+    """Compares slices and standbys every few optimizer steps; called by every rank alike.
+
+    Args:
+        store: This rank's slices.
+        comms: The communicators.
+        num_steps: Steps from one comparison to the next; 0 never compares.
+    """
+
+    def __init__(self, store: SliceStore, comms: Communicators, *, num_steps: int) -> None:
+        self._store = store
+        self._comms = comms
+        self._num_steps = num_steps if store.has_standbys else 0
+        self._steps = 0
+
+    def after_step(self) -> None:
+        """Count an optimizer's step, and compare if it is due; then it is collective.
+
+        Raises:
+            StepError: A slice and its standby differ; on every rank.
+        """
+        self._steps += 1
+        if not self._num_steps or self._steps % self._num_steps:
+            return
+        everyone = self._comms.gather_objects(self._digests_by_pair())
+        differing = [
+            (owner, standby)
+            for rank, found in enumerate(everyone)
+            for (owner, standby), digest in found.items()
+            if rank == standby and digest != everyone[owner][owner, standby]
+        ]
+        if differing:
+            raise _difference(differing, self._steps)
+
+    def _digests_by_pair(self) -> dict[tuple[int, int], int]:
+        """Return a digest of all that the ranks of each pair keep, if this rank is in the pair."""
+        shared: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        for names, items in list_owners(self._store.slices):
+            for item in items:
+                if item.standby is None or self._store.global_rank not in item.keepers:
+                    continue
+                shared[item.owner, item.standby] |= {
+                    f"{name} {item.start}": self._store.rows(
+                        name, self._store.masters[name], item.start, item.stop
+                    )
+                    for name in names
+                }
+        return {pair: zlib.crc32(repr(digests_of(rows)).encode()) for pair, rows in shared.items()}
+
+
+def _difference(differing: list[tuple[int, int]], num_steps: int) -> StepError:
+    pairs = ", ".join(f"of rank {owner} on its standby {standby}" for owner, standby in differing)
+    common = frozenset.intersection(*map(frozenset, differing))
+    suspect = f" Rank {min(common)} is in all of them." if len(common) == 1 else ""
+    return StepError(
+        f"After optimizer step {num_steps} of this run slices differ from their copies: {pairs}."
+        f"{suspect} Both got the same gradients and made the same steps, so one "
+        "of the devices computes or stores wrongly, or a hook has changed slices by something "
+        "that isn't the same on both ranks. Test the devices, and go on from an earlier "
+        "checkpoint without the faulty one."
+    )

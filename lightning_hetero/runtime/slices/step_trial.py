@@ -15,11 +15,10 @@ with `fused=True` on CPUs), let copies drift apart.
 import warnings
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -47,8 +46,7 @@ The first matrix is so large that optimizers which treat small ones otherwise sh
 _LEAST_RATE = 1e-2
 """Learning rates are raised to this, else updates might get lost in rounding."""
 _SCALE = 0.02
-"""Of the values that are stepped: as small as weights, so that bf16 keeps most of an update."""
-_WIDE = {torch.float32, torch.float64}
+"""Of the values that are stepped: as small as weights."""
 _CLOSE = 1e-3
 """By which part of the greatest update two steps may differ that are meant to be the same."""
 
@@ -107,23 +105,19 @@ def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Commu
                 "whether it steps slices as whole parameters. Element-wise optimizers do.",
                 stacklevel=2,
             )
-    for owner, standby in _pairs_of(store):
-        if everyone[owner] != everyone[standby]:
-            raise ConfigurationError(
-                f"Ranks {owner} and {standby} would keep the same slices, but their devices "
-                "round an optimizer's step differently. Use redundancy=0, or give ranks of one "
-                "kind of device to two nodes, so that they stand by for each other."
-            )
-
-
-def _pairs_of(store: SliceStore) -> list[tuple[int, int]]:
     pairs = {
         (item.owner, item.standby)
         for _, items in list_owners(store.slices)
         for item in items
         if item.standby is not None
     }
-    return sorted(pairs)
+    for owner, standby in sorted(pairs):
+        if everyone[owner] != everyone[standby]:
+            raise ConfigurationError(
+                f"Ranks {owner} and {standby} would keep the same slices, but their devices "
+                "round an optimizer's step differently. Use redundancy=0, or give ranks of one "
+                "kind of device to two nodes, so that they stand by for each other."
+            )
 
 
 def _refusal_of(
@@ -179,51 +173,33 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
     Raises:
         ValueError: Its steps change nothing.
     """
-    tries = _Tries(optimizer, _draw_all(optimizer))
-    if any(torch.equal(first, last) for first, last in tries.whole):
+    drawn = _draw(optimizer)
+    whole, num_losses = _run(optimizer, drawn, lambda tensors: tensors)
+    if any(map(torch.equal, _all_of(whole), _all_of([values for values, *_ in drawn]))):
         raise ValueError("a step changes nothing")
-    kinds = {tensor.dtype for group in tries.drawn for tensor in group[0]}
-    # Fewer digits would hide what a step makes of a norm.
-    wide = None if kinds <= _WIDE else _Tries(optimizer, _draw_all(optimizer, torch.float32))
 
     def judge(parts: _Parts) -> Likeness:
-        found = tries.compare(parts)
-        if found is Likeness.EXACT or wide is None:
-            return found
-        return min(Likeness.CLOSE, wide.compare(parts))
+        found, _ = _run(optimizer, drawn, parts)
+        before = [parts(values) for values, *_ in drawn]
+        expected = [parts(values) for values in whole]
+        return min(map(_compare, _all_of(found), _all_of(before), _all_of(expected)))
 
     return Trial(
-        fewer=judge(_fewer),
-        pieces=min(judge(_from_start), judge(_from_third)) if is_cut else Likeness.EXACT,
-        num_losses=tries.num_losses,
-        digest=zlib.crc32(b"".join(_bytes_of(last for _, last in tries.whole))),
+        fewer=judge(lambda tensors: tensors[1:]),
+        # The rows of a slice that is shorter, and of one that begins elsewhere.
+        pieces=min(
+            judge(lambda tensors: [t[: -max(9, len(t) // 20)] for t in tensors]),
+            judge(lambda tensors: [t[3:] for t in tensors]),
+        )
+        if is_cut
+        else Likeness.EXACT,
+        num_losses=num_losses,
+        digest=zlib.crc32(b"".join(item.cpu().numpy().tobytes() for item in _all_of(whole))),
     )
 
 
-class _Tries:
-    """Steps of a copy of an optimizer, on tensors and on parts of them."""
-
-    def __init__(self, optimizer: Optimizer, drawn: list[list[list[Tensor]]]) -> None:
-        self.drawn = drawn
-        self._optimizer = optimizer
-        self.whole, self.num_losses = _run(optimizer, drawn, lambda tensors: tensors)
-
-    def compare(self, parts: _Parts) -> Likeness:
-        """Return how the steps of parts go with those of all."""
-        found, _ = _run(self._optimizer, self.drawn, parts)
-        before, expected = (
-            _of_groups(self.drawn, items, parts) for items in zip(*self.whole, strict=True)
-        )
-        return min(map(_compare, [last for _, last in found], before, expected))
-
-
-def _of_groups(
-    drawn: Sequence[Sequence[list[Tensor]]], tensors: Iterable[Tensor], parts: _Parts
-) -> list[Tensor]:
-    """Return the parts of each group's tensors, of which there are as many as were drawn."""
-    left = iter(tensors)
-    groups = [list(islice(left, len(values))) for values, *_ in drawn]
-    return [part for group in groups for part in parts(group)]
+def _all_of(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in groups for tensor in tensors]
 
 
 def _compare(found: Tensor, before: Tensor, expected: Tensor) -> Likeness:
@@ -237,127 +213,83 @@ def _compare(found: Tensor, before: Tensor, expected: Tensor) -> Likeness:
     return Likeness.CLOSE if is_close else Likeness.DIFFERENT
 
 
-def _from_start(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the rows of a slice that is shorter."""
-    return [tensor[: -max(9, len(tensor) // 20)] for tensor in tensors]
-
-
-def _from_third(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the rows of a slice that begins elsewhere."""
-    return [tensor[3:] for tensor in tensors]
-
-
-def _fewer(tensors: list[Tensor]) -> list[Tensor]:
-    return tensors[1:]
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[bytes]:
-    return (t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
-
-
-def _draw_all(optimizer: Optimizer, dtype: torch.dtype | None = None) -> list[list[list[Tensor]]]:
-    """Return, for each group with parameters, tensors and a gradient of each for every step."""
-    generator, drawn = torch.Generator().manual_seed(0), []
-    for group in _groups_of(optimizer):
-        like = torch.empty_like(group["params"][0], dtype=dtype), _SHAPES[_dims_of(group)]
-        values = [_SCALE * item for item in _draw(generator, *like)]
-        direction = _draw(generator, *like)
-        # They go one way on the whole, as in training: some optimizers compare them.
-        noisy = [
-            [item + 0.5 * noise for item, noise in zip(direction, noises, strict=True)]
-            for noises in (_draw(generator, *like) for _ in range(_NUM_STEPS))
-        ]
-        drawn.append([values, *noisy])
-    return drawn
-
-
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group["params"]]
 
 
-def _dims_of(group: dict[str, Any]) -> frozenset[int]:
-    return frozenset(min(max(item.ndim, 1), 2) for item in group["params"])
+def _draw(optimizer: Optimizer) -> list[list[list[Tensor]]]:
+    """Return, for each group with parameters, tensors and a gradient of each for every step.
 
-
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    In fp32 at least: fewer digits would hide what a step makes of a norm.
+    """
+    generator, drawn = torch.Generator().manual_seed(0), []
+    for group in _groups_of(optimizer):
+        like = group["params"][0]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        shapes = _SHAPES[frozenset(min(max(item.ndim, 1), 2) for item in group["params"])]
+        values, direction, *noises = (
+            [torch.randn(shape, generator=generator).to(like.device, dtype) for shape in shapes]
+            for _ in range(2 + _NUM_STEPS)
+        )
+        # They go one way on the whole, as in training: some optimizers compare them.
+        gradients = [
+            [item + 0.5 * noise for item, noise in zip(direction, row, strict=True)]
+            for row in noises
+        ]
+        drawn.append([[_SCALE * item for item in values], *gradients])
+    return drawn
 
 
 def _run(
     optimizer: Optimizer, drawn: Sequence[Sequence[list[Tensor]]], parts: _Parts
-) -> tuple[list[tuple[Tensor, Tensor]], float]:
-    """Return each parameter before and after some steps of a copy; and losses in a step."""
-    copy, groups, num_losses = _copy_of(optimizer), [], 0
-    for group, (values, *gradients) in zip(_groups_of(optimizer), drawn, strict=True):
-        options = deepcopy(_options_of(group))
-        if isinstance(options.get("lr"), float | int):
-            options["lr"] = max(options["lr"], _LEAST_RATE)
-        items = [nn.Parameter(tensor) for tensor in parts(_copies(values))]
-        copy.param_groups.append({**options, "params": items})
-        copy.state.update({item: state for item in items if (state := _begun(optimizer, item))})
-        groups.append((gradients, items))
-    everything = [item for _, items in groups for item in items]
-    _hand_over(optimizer, copy, everything)
-    first = [item.detach().clone() for item in everything]
+) -> tuple[list[list[Tensor]], float]:
+    """Return each group's parts after some steps of a copy; and how many losses a step takes."""
+    items = [[nn.Parameter(t.clone()) for t in parts(values)] for values, *_ in drawn]
+    copy, num_losses = _copy_of(optimizer, items), 0
 
     def closure() -> Tensor:
         nonlocal num_losses
         num_losses += 1
-        return first[0].new_ones(())
+        return items[0][0].new_ones(())
 
     for step in range(_NUM_STEPS):
-        for gradients, items in groups:
-            for item, gradient in zip(items, parts(_copies(gradients[step])), strict=True):
-                item.grad = gradient
+        for group, (_, *gradients) in zip(items, drawn, strict=True):
+            for item, gradient in zip(group, parts(gradients[step]), strict=True):
+                item.grad = gradient.clone()
         copy.step(closure)
-    last = [item.detach() for item in everything]
-    return list(zip(first, last, strict=True)), num_losses / _NUM_STEPS
+    return [[item.detach() for item in group] for group in items], num_losses / _NUM_STEPS
 
 
-def _hand_over(optimizer: Optimizer, copy: Any, parameters: list[nn.Parameter]) -> None:
-    """Let a copy that keeps a list of its parameters, as LBFGS does, keep its own."""
-    known = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-    for name, value in vars(optimizer).items():
-        if isinstance(value, list) and value and known.issuperset(map(id, value)):
-            setattr(copy, name, parameters)
+def _copy_of(optimizer: Optimizer, items: Sequence[list[nn.Parameter]]) -> Any:
+    """Return an optimizer of the same kind and options with other parameters for each group.
 
-
-def _draw(
-    generator: torch.Generator, like: Tensor, shapes: Iterable[tuple[int, ...]]
-) -> list[Tensor]:
-    return [torch.randn(shape, generator=generator).to(like) for shape in shapes]
-
-
-def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-def _begun(optimizer: Optimizer, item: Tensor) -> dict[str, Any]:
-    """Return an optimizer's initial state, such as Adagrad's, in the shape of another tensor."""
-    state: dict[str, Any] = {}
-    for own, values in optimizer.state.items():
-        for key, value in values.items() if own.ndim and own.numel() else ():
-            is_like = isinstance(value, Tensor) and value.shape == own.shape
-            state[key] = (
-                torch.full_like(item, value.flatten()[0].item()) if is_like else deepcopy(value)
-            )
-        if state:
-            break
-    return state
-
-
-def _copy_of(optimizer: Optimizer) -> Any:
-    """Return an optimizer of the same kind without parameters, state, hooks and schedulers."""
+    It has no hooks and schedulers. Its initial state, such as Adagrad's, has their shapes.
+    """
     copy: Any = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {}
+    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    groups = _groups_of(optimizer)
+    for group, own in zip(groups, items, strict=True):
+        # Where the optimizer has a group's list, or one of its parameters, the copy has these.
+        memo[id(group["params"])] = own
+        memo |= {id(parameter): own[0] for parameter in group["params"]}
+    begun = [(item, values) for item, values in optimizer.state.items() if item.numel()]
+    for parameter, values in begun[:1]:
+        for item in _all_of(items):
+            state[item] = {key: _begun(value, parameter, item) for key, value in values.items()}
     hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
-    vars(copy).update(deepcopy(_kept_of(optimizer)), state=defaultdict(dict), param_groups=[])
+    left_out = {"state", "step", "param_groups", *hooks}
+    kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    vars(copy).update(deepcopy(kept, memo), state=state, param_groups=deepcopy(groups, memo))
     vars(copy).update({name: OrderedDict() for name in hooks})
+    for group in copy.param_groups:
+        if isinstance(group.get("lr"), float | int):
+            group["lr"] = max(group["lr"], _LEAST_RATE)
     return copy
 
 
-def _kept_of(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups", "step") and not name.endswith("_hooks")
-    }
+def _begun(value: Any, parameter: Tensor, item: Tensor) -> Any:
+    """Return a value of a parameter's state as it would be of another parameter."""
+    if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+        return torch.full_like(item, value.flatten()[0].item())
+    return deepcopy(value)

@@ -9,7 +9,7 @@ shapes, dtypes and what layers left.
 
 * Among CPUs it is the beginning of the activation's own message, together with the side tensors: a
   micro-batch costs one message forward and one backward at each boundary, in buffers as long as the
-  longest message so far; what doesn't fit follows in a message of its own (see `mailboxes`).
+  longest message so far; what doesn't fit follows in a message of its own (see `messages`).
 * On accelerators the header stays on the CPUs, because a host that reads it from the device would
   wait for all that the device has yet to compute. It leaves when the sender's host has *enqueued*
   the forward pass, so hosts run as far ahead of their devices as without it. A micro-batch costs
@@ -27,8 +27,11 @@ receives pieces, headers are messages of their own among CPUs, too.
 What is sent is freed once it has arrived: at most as many are kept as the schedule has in flight,
 and older ones have arrived by then, so waiting for them costs nothing. In forward-only passes at
 most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running ahead.
+
+Measure how long messages between two neighbouring stages take, by messages there and back.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,19 +42,24 @@ from torch import Tensor
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.core.neighbours import Neighbour, SentPiece
+from lightning_hetero.core.plan import RankPlace
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
-from lightning_hetero.runtime.stage.mailboxes import Header, HiddenForm, Inbox, Outbox
-from lightning_hetero.runtime.stage.packed_tensors import (
+from lightning_hetero.runtime.stage.messages import (
     Form,
+    Header,
+    HiddenForm,
+    Inbox,
+    Outbox,
     form_of,
     payload_of,
     payload_sizes,
     tensor_of,
     unpack,
 )
+from lightning_hetero.schedules import Edge
 
-__all__ = ["ActivationLink", "Handover", "HiddenForm"]
+__all__ = ["ActivationLink", "Handover", "HiddenForm", "measure_edge"]
 
 
 @dataclass
@@ -61,7 +69,7 @@ class Handover:
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then side tensors of all layers before; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
-    """For each earlier layer what it returned and left, pickled; it gives tensors by index."""
+    """For each earlier layer what it returned and recorded, pickled; it gives tensors by index."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the form of the hidden state that it returned."""
     changes_input: bool = False
@@ -301,3 +309,53 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
 def _header_of(sent: Handover) -> Header:
     forms = tuple(map(form_of, sent.tensors))
     return Header(forms, tuple(sent.left), tuple(sent.forms), sent.changes_input)
+
+
+_NUM_MEASURED = 3
+"""Round trips of each size, of which the shortest counts."""
+
+
+def measure_edge(link: ActivationLink, place: RankPlace) -> Edge:
+    """Return the link to the next stage for messages like the last; collective in a pipeline.
+
+    The first ranks of neighbouring stages take part; others return an edge without delay. The links
+    behind stages of even index come first, so that no stage waits for more than one neighbour.
+    """
+    found = Edge()
+    turns = (True, False) if place.stage_index % 2 == 0 else (False, True)
+    for is_forward in turns if place.tp_rank == 0 else ():
+        if is_forward and link.following is not None:
+            peer, sizes = link.following.sent[0].receiver, (1, link.num_sent_bytes)
+            latency_s, whole_s = (
+                min(_round_trip_s(link, peer, size) for _ in range(_NUM_MEASURED)) / 2
+                for size in sizes
+            )
+            found = Edge(latency_s=latency_s, transfer_s=max(0.0, whole_s - latency_s))
+        elif not is_forward and link.previous is not None:
+            peer, own = link.previous.received.sender, link.comms.global_rank
+            there, back = link.comms.edge(peer, own), link.comms.edge(own, peer)
+            for size in (1, link.num_received_bytes):
+                message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
+                for _ in range(_NUM_MEASURED):
+                    _wait(dist.irecv(message, peer, group=there), message)
+                    _wait(dist.isend(message, peer, group=back), message)
+    return found
+
+
+def _round_trip_s(link: ActivationLink, peer: int, size: int) -> float:
+    own = link.comms.global_rank
+    message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
+    answer = torch.empty_like(message)
+    expected = dist.irecv(answer, peer, group=link.comms.edge(peer, own))
+    start = time.perf_counter()
+    _wait(dist.isend(message, peer, group=link.comms.edge(own, peer)), message)
+    _wait(expected, answer)
+    return time.perf_counter() - start
+
+
+def _wait(work: dist.Work | None, message: torch.Tensor) -> None:
+    """Wait on the host until a message has left or arrived."""
+    assert work is not None
+    work.wait()
+    if message.is_cuda:
+        torch.cuda.current_stream(message.device).synchronize()

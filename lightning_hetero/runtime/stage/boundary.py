@@ -11,25 +11,68 @@ and the micro-batch, so that they don't depend on which stage draws them.
 
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.
+
+Refuse calls of a module outside its steps, where its parameters are a rank's slices.
+
+The usual case is a hook that generates a few words. Without this it would fail somewhere inside the
+model, with shapes that tell the user nothing.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.random_state import seed_everything
 from lightning_hetero.runtime.setup.products import KeptProducts
-from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
-from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
+from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
+from lightning_hetero.runtime.stage.side_tensors import SideTensors, num_recorded, refuse_pieces
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
-from lightning_hetero.runtime.unknown import Unknown, check_known
+from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["StageBoundary"]
+__all__ = ["ModuleCalls", "StageBoundary"]
+
+
+class ModuleCalls:
+    """Watches the calls of a module and of its children.
+
+    Args:
+        module: The LightningModule.
+        has_slices: Whether its parameters are whole only inside this context; else it may be called
+            anywhere.
+    """
+
+    def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
+        self._are_allowed = False
+        children = (item for item in module.children() if any(True for _ in item.parameters()))
+        watched = (module, *children) if has_slices else ()
+        self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
+
+    def __enter__(self) -> Self:
+        """Let the module be called inside this context."""
+        self._are_allowed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._are_allowed = False
+
+    def remove(self) -> None:
+        """Stop watching: the module may be called anywhere."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _check(self, module: nn.Module, _: Any) -> None:
+        if not self._are_allowed:
+            raise StepError(
+                f"{type(module).__name__} is called outside of a step, for instance in a hook, "
+                "where every rank has only its slices of the parameters. Call it in "
+                "validation_step, test_step or predict_step, or after a run with "
+                "HeteroStrategy(whole_after_run=True)."
+            )
 
 
 class StageBoundary:
@@ -50,7 +93,7 @@ class StageBoundary:
     ) -> None:
         self._layers = tuple(layers)
         self._products = [KeptProducts() for _ in self._layers]
-        self._leavings = LayerLeavings(self._layers)
+        self._sides = SideTensors(self._layers)
         self._current: MicrobatchPass | None = None
         self._backward: MicrobatchPass | None = None
         """The micro-batch whose backward pass runs."""
@@ -224,48 +267,35 @@ class StageBoundary:
         return call
 
     def _run(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Run a layer, and note what it leaves for later stages."""
-        cuts = self._group is not None and self._group.cuts_tokens()
+        """Run a layer, and note what it returns for later stages."""
         current.begin_layer(call.index)
-        is_looked_at = cuts or not current.is_last_stage
-        before = self._leavings.look(call.index) if is_looked_at else None
-        versions = call.versions() if current.has_stages else ()
+        before = {} if current.is_last_stage else num_recorded()
+        given = None
+        if call.index == 0 and current.has_stages:
+            given = call.argument(self._hidden_argument(current, call))
+            version = 0 if given.is_inference() else given._version
         output = self._compute(current, call)
-        for tensor, version in versions:
-            if tensor._version != version:
-                self._note_change(current, call, tensor)
+        if given is not None and not given.is_inference():
+            # The model may have kept it, and use it behind the layers.
+            self._changes_input |= given._version != version
         current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
         if type(hidden) is not Tensor:
             check_known(hidden, f"Layer {call.index} computes with")
         current.keep_hidden(hidden)
-        if before is None:
-            return output
+        cuts = self._group is not None and self._group.cuts_tokens()
         if cuts:
-            self._leavings.refuse_pieces(call, before, output)
+            refuse_pieces(call, output)
         if not current.is_last_stage and len(current.handed_on.left) == call.index:
             # Other stages may cut tokens elsewhere, or nowhere.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
-            self._leavings.note(before, call, output, form, current.handed_on)
+            self._sides.note(before, call, output, form, current.handed_on)
         return output
 
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer for the first time."""
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
         return current.recomputation.run(call, layer, hidden, self._products[call.index])
-
-    def _note_change(self, current: MicrobatchPass, call: LayerCall, changed: Tensor) -> None:
-        """Note that a layer has changed its hidden state in place; refuse to change others."""
-        hidden = self._hidden_argument(current, call)
-        for key, tensor in call.given.items():
-            if tensor is changed and key != hidden:
-                raise ModelError(
-                    f"Layer {call.index} changes its argument {key!r} in place, which the layers "
-                    "of other stages wouldn't see. Let it work on a copy, or use a plan whose "
-                    "pipelines have one stage."
-                )
-        # Code on other stages can only have kept the first layer's input, and miss its change.
-        self._changes_input |= call.index == 0
 
     def _leave(self, group: StageGroup, index: int, output: Any) -> Any:
         """Return the last layer's output of a tensor-parallel stage, its hidden state whole."""
@@ -282,12 +312,12 @@ class StageBoundary:
 
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
-        handover = current.arrived()
         key = current.hidden_arguments[call.index]
-        hidden = call.argument(key)
-        if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
-            current.outdate(hidden)
-        return self._leavings.skip(call, key, handover)
+        handover, hidden = current.arrived(), call.argument(key)
+        if call.index == 0 and handover.changes_input and hidden.is_floating_point():
+            # Nothing may use unnoticed what it was; an unknown tensor stays unknown.
+            hidden.data.fill_(torch.nan)
+        return self._sides.skip(call, key, handover)
 
     def _check_arguments(self, current: MicrobatchPass, call: LayerCall) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""
@@ -308,10 +338,8 @@ class StageBoundary:
         others: Sequence[Any] = call.values
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]
-        if others:
-            if any(type(item) is not Tensor for item in others):
-                check_known(others, f"Layer {index} takes")
-            current.check_current(others)
+        if any(type(item) is not Tensor for item in others):
+            check_known(others, f"Layer {index} takes")
 
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
         key = current.hidden_arguments.get(call.index)

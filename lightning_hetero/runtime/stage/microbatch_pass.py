@@ -4,10 +4,8 @@ It refuses, by name, calls of layers that stages can't run: these need a *chain*
 once, in order, where autograd sees it.
 """
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +18,6 @@ from lightning_hetero.runtime.stage.recomputation import Recomputation
 
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between", "seeds_of_pass"]
 
-_OUTDATED = (
-    "The model's first layer changes its input in place, and the model uses that input again after "
-    "the layers, where another stage has it as it was. Let the layer work on a copy, or use a plan "
-    "whose pipelines have one stage."
-)
 _UNCOUNTED = -1
 """Stands for the version of a tensor without a version counter."""
 
@@ -80,10 +73,6 @@ class MicrobatchPass:
     """Its version when the layer returned it."""
     hidden_arguments: dict[int, int | str] = field(default_factory=dict, repr=False)
     """Which argument of each layer called was the hidden state."""
-    _given: Tensor | None = field(default=None, repr=False)
-    """The activation that the stage's first layer got the first time."""
-    _given_version: int = 0
-    _outdated: Tensor | None = field(default=None, repr=False)
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +81,7 @@ class MicrobatchPass:
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
         self.drawn = self.drawn or seeds_of_pass(self.num_layers, self.seed)
-        self.step_seed = self._last_seed = self.drawn[0]
+        self.step_seed = self.drawn[0]
         """The seed of all generators at the step's beginning."""
         self.is_free = False
         """Whether layers may be called freely: several times, in any order, or not at all."""
@@ -111,11 +100,7 @@ class MicrobatchPass:
         """Return the input of the stage's first layer, which the model calls with `hidden`.
 
         On later stages that is the received activation, as a new tensor each time: the layer may
-        change it in place, as it might the output of a layer before it; and a model that
-        checkpoints its own layers runs the layer again in backward, on the same activation.
-
-        Raises:
-            ModelError: The layer has changed its input of the first time in place.
+        change it in place, as it might the output of a layer before it.
         """
         if self.receive is None:
             return hidden
@@ -124,13 +109,6 @@ class MicrobatchPass:
             return received
         # Not a view to autograd, which forbids in-place operations on a view of a leaf.
         given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
-        if self._given is None:
-            self._given, self._given_version = given, given._version
-        elif self._given._version != self._given_version:
-            raise ModelError(
-                "A layer that changes its input in place is computed again in backward, where its "
-                "input is needed as it was. Don't checkpoint it, or let it leave its input alone."
-            )
         return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
@@ -144,12 +122,10 @@ class MicrobatchPass:
         if again:
             seed_torch(self._seeds.get((drawn, index), self.drawn[index + 1]))
             return
-        if drawn not in (self._last_seed, self.step_seed):
-            _warn_of_seeding()
         times = self._times[index]
         seed = seed_of(*self.seed, index, times) if times else self.drawn[index + 1]
         self._times[index] += 1
-        self._seeds[drawn, index] = self._last_seed = seed
+        self._seeds[drawn, index] = seed
         seed_torch(seed)
         if self.wait_unit is not None:
             self.wait_unit(index)
@@ -165,33 +141,6 @@ class MicrobatchPass:
         hidden = self.last_hidden if index and self.last_version != _UNCOUNTED else None
         if hidden is not None and hidden._version != self.last_version:
             raise ModelError(in_place_between(index - 1))
-
-    def outdate(self, hidden: Tensor) -> None:
-        """Note that a layer of another stage changes this tensor in place, which isn't seen here.
-
-        Its values here are made NaN: then no code behind the layers uses them unnoticed.
-        """
-        self._outdated = hidden
-        if hidden.is_floating_point():
-            hidden.data.fill_(torch.nan)
-
-    def check_current(self, values: Sequence[Any]) -> None:
-        """Refuse to compute a layer with a tensor that is outdated.
-
-        Raises:
-            ModelError: It is among the values.
-        """
-        if self._outdated is not None and any(value is self._outdated for value in values):
-            raise ModelError(_OUTDATED)
-
-    def check_loss(self, loss: Tensor) -> None:
-        """Refuse a loss that was made with a tensor that is outdated; waits for the device.
-
-        Raises:
-            ModelError: There is such a tensor, and the loss is NaN.
-        """
-        if self._outdated is not None and bool(loss.isnan()):
-            raise ModelError(_OUTDATED)
 
     def note_without_autograd(self, index: int, *, trains: bool) -> None:
         """Note that a layer of a training step is called with autograd disabled.
@@ -265,17 +214,6 @@ def in_place_between(index: int) -> str:
         f"The model computes something in place between layer {index} and layer {index + 1}, which "
         "would be lost where a stage ends there. Move the computation into the layers, or use a "
         "plan whose pipelines have one stage."
-    )
-
-
-def _warn_of_seeding() -> None:
-    """Warn that a step's own seed doesn't determine what layers draw, as it would on one device."""
-    warnings.warn(
-        "A step seeds torch's generators. Layers, and what comes after them, are seeded anew for "
-        "each micro-batch, and before them all micro-batches draw the same numbers, so it isn't "
-        "what one device would draw. Leave it out, or draw what doesn't depend on samples from a "
-        "torch.Generator that the step makes and seeds.",
-        stacklevel=2,
     )
 
 

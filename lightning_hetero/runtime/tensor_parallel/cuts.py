@@ -19,15 +19,17 @@ from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
 from lightning_hetero.runtime.slices.frozen import Opaque, is_opaque
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, KnownByShape, StandIn
-from lightning_hetero.runtime.tensor_parallel.adapters import is_adapter, layer_of, with_adapters
 from lightning_hetero.runtime.tensor_parallel.heads import Heads, find_heads, with_heads
 from lightning_hetero.runtime.tensor_parallel.styles import (
     COLUMNS,
     ROWS,
     Rule,
     TPStyle,
+    is_adapter,
+    layer_of,
     rule_of_module,
     rules_of,
+    with_adapters,
 )
 
 __all__ = [
@@ -170,7 +172,7 @@ def _cut_in_module(slot: Slot, style: TPStyle, blocks: int, spec: ParameterSpec)
             "modules; name the parameters instead, or leave it out."
         )
     columns = style in _COLUMNS
-    uneven = style in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.SPLIT) and blocks == 1
+    uneven = style in (TPStyle.GATHERED, TPStyle.SPLIT) and blocks == 1
     dim: int | None = 0 if columns != is_transposed(module) else 1
     if attribute == "bias":
         dim = 0 if columns else None

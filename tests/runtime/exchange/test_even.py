@@ -13,7 +13,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import Circle, TransferTable, Unit
-from lightning_hetero.runtime.exchange.even import EvenPieces, added_up
+from lightning_hetero.runtime.exchange.even import EvenPieces
 from lightning_hetero.runtime.slices.weights import narrow_rows
 
 MANY_ROWS = ParameterSpec(name="many rows", shape=(3000, 2), layer=0)
@@ -110,18 +110,3 @@ def test_1000_ranks_pack_a_layer_in_a_few_operations():
         packed = even.pack_wholes(wholes, torch.float32)
         even.unpack_wholes(packed, wholes)
     assert 0 < counting.num_calls < 30 * len(specs)
-
-
-@pytest.mark.parametrize(("num_rows", "most_calls"), [(64, 200), (65, 3), (1000, 3)])
-def test_many_nodes_sums_are_added_at_once_and_few_in_turn(num_rows, most_calls):
-    rows = torch.randn(num_rows, 5, dtype=torch.bfloat16)
-    with Counting() as counting:
-        total = added_up(rows, torch.float32)
-    assert counting.num_calls <= most_calls
-    assert total.dtype is torch.float32
-    torch.testing.assert_close(total, rows.double().sum(0).float())
-    if num_rows <= 64:
-        in_turn = torch.zeros(5)
-        for row in rows:
-            in_turn = in_turn + row
-        assert torch.equal(total, in_turn)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
+from lightning_hetero.runtime.setup.products import SavedBytes
 from tests.toy import quiet
 
 STEPS: list[tuple[int, int]] = []

@@ -10,8 +10,6 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.slices import Slice
-from lightning_hetero.runtime.slices import digests
-from lightning_hetero.runtime.slices.digests import digest_of, digests_of
 from lightning_hetero.runtime.slices.step_trial import (
     Likeness,
     check_steps,
@@ -156,33 +154,3 @@ def test_an_optimizer_that_moves_nothing_tells_nothing() -> None:
 
     with pytest.raises(ValueError, match="changes nothing"):
         try_steps(Idle(parameters((4, 3))), is_cut=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_digest_depends_on_each_bit_and_its_place(dtype: torch.dtype) -> None:
-    rows = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
-    digest = digest_of(rows)
-    assert digest_of(rows.clone()) == digest
-    assert digest_of(rows.flip(0)) != digest
-    assert digest_of(rows.t().contiguous().t()) == digest
-    for index in range(rows.numel()):
-        changed = rows.clone()
-        changed.view(torch.uint8).flatten()[index * dtype.itemsize] ^= 1
-        assert digest_of(changed) != digest
-    assert digest_of(torch.tensor([0.0])) != digest_of(torch.tensor([-0.0]))
-
-
-def test_digests_of_many_are_those_of_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_AT_ONCE", 3 * digests._SMALL)  # Three at a time.
-    torch.manual_seed(0)
-    shapes = [(5, 7), (), (0,), (digests._SMALL,), (digests._SMALL + 1,), (2, 3), (4,), (9, 1)]
-    tensors = {
-        f"{shape} {dtype}": torch.randn(shape).to(dtype)
-        for shape in shapes
-        for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool)
-    }
-    tensors["strided"] = torch.randn(6, 5).t()
-    found = digests_of(tensors)
-    assert list(found) == list(tensors)
-    assert found == {name: int(digest_of(tensor)) for name, tensor in tensors.items()}
-    assert digests_of({}) == {}

@@ -15,8 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.setup.products import KeptProducts
-from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
+from lightning_hetero.runtime.setup.products import KeptProducts, SavedBytes
 from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass

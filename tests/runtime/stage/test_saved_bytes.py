@@ -11,9 +11,8 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.recomputation import LayerBytes
 from lightning_hetero.models import HeteroLM, LMConfig, pack_samples
 from lightning_hetero.models.huggingface import use_packed_attention
-from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.runtime.setup.products import KeptProducts
-from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
+from lightning_hetero.runtime.setup.profiling import ModelShard, ProfileOptions, measure_profile
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation

@@ -74,7 +74,7 @@ def test_a_group_of_any_degree_trains_as_one_device_does(
     "option",
     [
         *(("ownership", "holders"), ("ownership", "even"), ("ownership", "parameter")),
-        *(("redundancy", 1), ("exchange", "reduce-scatter"), ("exchange", "by-node")),
+        *(("redundancy", 1), ("exchange", "reduce-scatter")),
     ],
 )
 @pytest.mark.parametrize("num_heads", [1, 3])
@@ -86,7 +86,7 @@ def test_pipelines_of_unequal_degrees_sum_the_copies_of_heads(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("exchange", ["collectives", "reduce-scatter", "by-node"])
+@pytest.mark.parametrize("exchange", ["collectives", "reduce-scatter"])
 def test_equal_pipelines_sum_the_copies_of_heads_by_collectives(
     pool: ProcessPool, exchange: str
 ) -> None:

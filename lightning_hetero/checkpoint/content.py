@@ -1,0 +1,192 @@
+"""The state that one rank saves, asks for and gets back.
+
+A rank saves the slices that it owns (`core.slices`), each with its optimizer state, and asks for
+the slices that it owns after the restart, whatever the plan and the world size are then.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, Scalar
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = [
+    "OF_CALLBACKS",
+    "CheckpointContent",
+    "RestoredSlice",
+    "SliceContent",
+    "SliceNeed",
+    "is_sound",
+    "num_rows",
+    "optimizer_state_dict",
+    "tensors_of",
+]
+
+OF_CALLBACKS = "callback:"
+"""Prefix of state that belongs to a callback, such as averaged weights, not to the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceContent:
+    """One owned slice of a parameter with its optimizer state.
+
+    Raises:
+        CheckpointError: Optimizer state has a name that is taken.
+    """
+
+    parameter: str
+    """Name of the parameter in the module."""
+    unit: int
+    """The unit that it is stored with: its layer, -1 before the layers, `num_layers` after them."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    dim: int
+    """Dim along which it is cut."""
+    start: int
+    """First row of the slice along `dim`."""
+    stop: int
+    """One past its last row."""
+    weight: torch.Tensor
+    """The master copy of the slice, on any device."""
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer state; tensors of the slice's shape may be cut anew, others may not."""
+    whole_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer state that must never be cut, even if it has the slice's shape."""
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    """Optimizer state that is a plain number, text, boolean or None."""
+
+    def __post_init__(self) -> None:
+        twice = self.state.keys() & self.whole_state.keys()
+        if twice or "weight" in self.state or "weight" in self.whole_state:
+            raise CheckpointError(
+                f"Optimizer state of {self.parameter} uses the names {sorted(twice) or 'weight'} "
+                "twice; 'weight' is the slice itself."
+            )
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """Shape of the slice: the parameter's with the cut dim shortened."""
+        if not self.shape:
+            return ()
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContent:
+    """Everything that one rank saves at a step boundary."""
+
+    id: CheckpointId
+    """Step and attempt, the same on all ranks."""
+    global_rank: int
+    """The rank that saves."""
+    world_size: int
+    """Number of ranks that save; the checkpoint is complete when it has the parts of all."""
+    num_layers: int
+    """Number of layers of the model, for the names of the units."""
+    slices: tuple[SliceContent, ...]
+    """All slices that the rank owns."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Loops, LR schedulers, sampler, callbacks: the same on all ranks; rank 0's is saved.
+
+    `export` expects Lightning's names of a checkpoint's entries here, with parameter names in
+    `optimizer_states[i]["param_groups"][j]["params"]`.
+    """
+    rank_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """State that differs between ranks, such as random number generators."""
+    plan: ParallelPlan | None = None
+    """The plan that ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredSlice:
+    """A recovered slice, on the CPU."""
+
+    parameter: str
+    """Name of the parameter."""
+    weight: torch.Tensor
+    """The slice."""
+    state: Mapping[str, torch.Tensor]
+    """Optimizer state: cut like the slice if it has the slice's shape, else whole."""
+    scalars: Mapping[str, Scalar]
+    """Optimizer state that is a plain value."""
+
+    @property
+    def optimizer_state(self) -> dict[str, Any]:
+        """The slice's entry of the optimizer's `state_dict`."""
+        tensors = {k: v for k, v in self.state.items() if not k.startswith(OF_CALLBACKS)}
+        return {**tensors, **self.scalars}
+
+
+def optimizer_state_dict(
+    groups: Sequence[Mapping[str, Any]], slices: Mapping[str, RestoredSlice]
+) -> dict[str, Any]:
+    """Return an optimizer's `state_dict`, with numbers in place of the parameters' names.
+
+    Args:
+        groups: The optimizer's groups, with names as "params".
+        slices: Recovered slices by name; a parameter without one gets no state.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    numbered: list[dict[str, Any]] = []
+    first = 0
+    for group in groups:
+        names = group["params"]
+        numbered.append({**group, "params": list(range(first, first + len(names)))})
+        for number, name in enumerate(names, first):
+            if name in slices and (values := slices[name].optimizer_state):
+                state[number] = values
+        first += len(names)
+    return {"state": state, "param_groups": numbered}
+
+
+@dataclass(frozen=True, slots=True)
+class SliceNeed:
+    """Rows [start, stop) of a parameter along `dim`, with their optimizer state."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    """Shape of the whole parameter in the model that asks."""
+    dim: int
+    start: int
+    stop: int
+    is_optional: bool = False
+    """Whether a checkpoint may lack the parameter, as it lacks frozen weights without owners."""
+
+    def is_just(self, dim: int, start: int, stop: int) -> bool:
+        """Whether exactly these rows are needed; a whole parameter is the same along any dim."""
+        own = self.dim, self.start, self.stop
+        return own == (dim, start, stop) or all(
+            (first, last) == (0, num_rows(self.shape, along))
+            for along, first, last in (own, (dim, start, stop))
+        )
+
+
+def num_rows(shape: Sequence[int], dim: int) -> int:
+    """Return a parameter's number of rows along a dim; a scalar has one."""
+    return shape[dim] if shape else 1
+
+
+def is_sound(tensor: torch.Tensor, *, is_trained: bool) -> bool:
+    """Whether a tensor holds no NaN and, if it is trained, nothing infinite.
+
+    A mask that never trains may be infinite, and so may what an optimizer keeps.
+    """
+    # float8 has no bounds; those of other dtypes are NaN if anything is.
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True
+    low, high = (float(bound) for bound in torch.aminmax(tensor))
+    return not math.isnan(low) and not (is_trained and math.isinf(high - low))
+
+
+def tensors_of(content: CheckpointContent) -> dict[tuple[int, str], torch.Tensor]:
+    """Return all tensors of a rank's slices, by the slice's index and the tensor's key."""
+    return {
+        (index, key): tensor
+        for index, item in enumerate(content.slices)
+        for key, tensor in {WEIGHT: item.weight, **item.state, **item.whole_state}.items()
+    }

@@ -1,0 +1,299 @@
+"""Turn a snapshot into files: safetensors with rows of the cut dim first, streamed in chunks.
+
+The header is written here because the safetensors package wants all tensors of a file at once, in
+memory and in their final layout; this needs one chunk. The files are ordinary safetensors files,
+which the package can read.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent
+from lightning_hetero.checkpoint.manifest import (
+    BLOCK_BYTES,
+    SHARED_METADATA,
+    WEIGHT,
+    BlockChecksums,
+    Buffer,
+    FileEntry,
+    PartManifest,
+    SliceEntry,
+    TensorEntry,
+    name_of_unit,
+    rank_metadata_name,
+)
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process import installed_version
+
+__all__ = [
+    "DTYPE_NAMES",
+    "SAFETENSORS_DTYPES",
+    "FileBody",
+    "encode_metadata",
+    "encode_part",
+    "make_manifest",
+    "metadata_files",
+]
+
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in safetensors."""
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+"""Spelling of each dtype in safetensors."""
+
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(eq=False)
+class FileBody:
+    """The bytes of a file in chunks; may be iterated several times."""
+
+    name: str
+    unit: int | None
+    header: bytes
+    tensors: Sequence[tuple[torch.Tensor, int]] = ()
+    """Each tensor with the dim that comes first in the file."""
+    block_bytes: int = BLOCK_BYTES
+    """Bytes that one checksum covers."""
+    _checksums: tuple[int, ...] | None = field(default=None, init=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(t.numel() * t.element_size() for t, _ in self.tensors)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        checksums = BlockChecksums(self.block_bytes)
+        for chunk in self._chunks():
+            checksums.update(chunk)
+            yield chunk
+        self._checksums = checksums.finish()
+
+    def entry(self) -> FileEntry:
+        """Return the manifest's entry; computes the checksums unless a write already has."""
+        if self._checksums is None:
+            for _ in self:
+                pass
+        assert self._checksums is not None
+        return FileEntry(self.name, self.unit, self.size_bytes, self._checksums)
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop)."""
+        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
+        found: list[Buffer] = [self.header[start:stop]]
+        offset = len(self.header)
+        for tensor, dim in self.tensors:
+            size = tensor.numel() * tensor.element_size()
+            first, last = max(start, offset) - offset, min(stop, offset + size) - offset
+            if first < last:
+                rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
+                row_bytes = size // rows.shape[0]
+                skipped = first // row_bytes
+                some = _as_bytes(rows[skipped : -(-last // row_bytes)])
+                found.append(some[first - skipped * row_bytes : last - skipped * row_bytes])
+            offset += size
+        return b"".join(found)
+
+    def _chunks(self) -> Iterable[Buffer]:
+        yield self.header
+        for tensor, dim in self.tensors:
+            rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
+            row_bytes = max(1, rows[:1].numel() * rows.element_size())
+            step = max(1, _CHUNK_BYTES // row_bytes)
+            for start in range(0, rows.shape[0], step):
+                yield _as_bytes(rows[start : start + step])
+
+
+def _as_bytes(rows: torch.Tensor) -> memoryview:
+    flat = rows.contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data.toreadonly()
+
+
+def encode_part(
+    content: CheckpointContent,
+    copies: Mapping[tuple[int, str], torch.Tensor],
+    metadata: Mapping[str, bytes],
+    *,
+    block_bytes: int | None = None,
+) -> tuple[list[FileBody], list[SliceEntry]]:
+    """Return the files of a part and the manifest's entries of its slices.
+
+    Args:
+        content: The state; its own tensors may have changed since it was copied.
+        copies: The tensors on the host, see `tensors_of`.
+        metadata: Names and contents of the metadata files, at least one.
+        block_bytes: Bytes that one checksum covers; `BLOCK_BYTES` if None.
+    """
+    bodies = [FileBody(name, None, data) for name, data in metadata.items()]
+    entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
+    for unit in sorted({item.unit for item in content.slices}):
+        members = [i for i, item in enumerate(content.slices) if item.unit == unit]
+        weights = [(i, WEIGHT) for i in members]
+        states = [
+            (i, key)
+            for i in members
+            for key in (*content.slices[i].state, *content.slices[i].whole_state)
+        ]
+        for kind, tensors in (("weights", weights), ("optimizer", states)):
+            if tensors:
+                unit_name = name_of_unit(unit, content.num_layers)
+                name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
+                found = [(content.slices[i], key, copies[i, key]) for i, key in tensors]
+                body, made = _encode_file(name, unit, found)
+                for (index, _), entry in zip(tensors, made, strict=True):
+                    entries[index].append(entry)
+                bodies.append(body)
+    for body in bodies:
+        body.block_bytes = block_bytes or BLOCK_BYTES
+    slices = [
+        SliceEntry(
+            parameter=item.parameter,
+            unit=item.unit,
+            shape=tuple(item.shape),
+            dim=item.dim,
+            start=item.start,
+            stop=item.stop,
+            scalars=dict(item.scalars),
+            tensors=tuple(entries[i]),
+        )
+        for i, item in enumerate(content.slices)
+    ]
+    return bodies, slices
+
+
+def make_manifest(
+    content: CheckpointContent,
+    bodies: Sequence[FileBody],
+    slices: Sequence[SliceEntry],
+    *,
+    with_checksums: bool = True,
+) -> PartManifest:
+    """Return the manifest of a part whose files have been written, or are read from memory."""
+    return PartManifest(
+        id=content.id,
+        part=content.global_rank,
+        world_size=content.world_size,
+        num_layers=content.num_layers,
+        block_bytes=bodies[0].block_bytes,
+        files=tuple(
+            body.entry() if with_checksums else FileEntry(body.name, body.unit, body.size_bytes, ())
+            for body in bodies
+        ),
+        slices=tuple(slices),
+        plan=None if content.plan is None else content.plan.to_dict(),
+        versions=_versions(),
+    )
+
+
+def metadata_files(
+    content: CheckpointContent, *, with_shared: bool | None = None
+) -> dict[str, bytes]:
+    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part alone.
+
+    Raises:
+        CheckpointError: See `encode_metadata`.
+    """
+    name = rank_metadata_name(content.global_rank)
+    files = {name: encode_metadata(content.rank_metadata, what="rank_metadata")}
+    if content.global_rank == 0 if with_shared is None else with_shared:
+        files[SHARED_METADATA] = encode_metadata(content.metadata, what="metadata")
+    return files
+
+
+def encode_metadata(metadata: Mapping[str, Any], *, what: str) -> bytes:
+    """Return metadata as a file that `torch.load(weights_only=True)` reads.
+
+    Raises:
+        CheckpointError: Some entry holds objects that would have to be pickled.
+    """
+    data = _save(dict(metadata))
+    why = _load_error(data)
+    if why is not None:
+        bad = [key for key, value in metadata.items() if _load_error(_save(value)) is not None]
+        raise CheckpointError(
+            f"{what} entry {bad} holds objects that torch.load(weights_only=True) refuses: {why}. "
+            "Keep to tensors, numbers, texts, lists and dicts."
+        )
+    return data
+
+
+def _save(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _load_error(data: bytes) -> str | None:
+    try:
+        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _encode_file(
+    name: str, unit: int, tensors: Sequence[tuple[SliceContent, str, torch.Tensor]]
+) -> tuple[FileBody, list[TensorEntry]]:
+    """Return one file's body, and an entry for each of its tensors."""
+    header: dict[str, Any] = {}
+    cuts: dict[str, Any] = {}
+    rows: list[tuple[torch.Tensor, int]] = []
+    found: list[TensorEntry] = []
+    end = 0
+    for item, key, tensor in tensors:
+        full_key = item.parameter if key == WEIGHT else f"{item.parameter}/{key}"
+        if full_key in header:  # Several intervals of rows of one parameter.
+            full_key = f"{full_key}@{item.start}"
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{full_key} has dtype {tensor.dtype}, which checkpoints don't keep. Use one of "
+                f"{[str(dtype) for dtype in DTYPE_NAMES]}."
+            )
+        by_rows = _is_cut_by_rows(item, key, tensor)
+        dim = item.dim if by_rows and tensor.ndim else 0
+        shape = tuple(tensor.movedim(dim, 0).shape) if tensor.ndim else ()
+        dtype = DTYPE_NAMES[tensor.dtype]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[full_key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
+        rows.append((tensor, dim))
+        found.append(TensorEntry(key, name, dtype, shape, by_rows, begin, end))
+    # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
+    header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    entries = [
+        replace(entry, begin=len(prefix) + entry.begin, end=len(prefix) + entry.end)
+        for entry in found
+    ]
+    return FileBody(name, unit, prefix, rows), entries
+
+
+def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
+    if key in item.whole_state:
+        return False
+    # A parameter without dims is one row; state without dims is a count that every slice shares.
+    return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("lightning-hetero", "lightning", "torch", "safetensors")
+    return {package: installed_version(package) for package in packages}

@@ -1,1 +1,0 @@
-"""The files of a rank's part of a checkpoint, and the state that they hold."""

@@ -1,0 +1,389 @@
+"""Recover the state of a run's ranks from files, all together.
+
+1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
+   (`inventory`). Its manifests, which were read for that, are shared.
+2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
+   and the remote store directly, peers' tiers by HTTP.
+3. All say whether they have everything. If not, all try the next older complete checkpoint.
+
+Storage is waited for while it makes progress, and given up if it hangs. `take` also serves states
+that aren't in files (`live`): either every rank goes on from a state, or none does.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_hetero.checkpoint.assembly import Assembly
+from lightning_hetero.checkpoint.claims import mark_places, new_run
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
+from lightning_hetero.checkpoint.deadlines import MARGIN
+from lightning_hetero.checkpoint.fetching import Fetcher, Locations
+from lightning_hetero.checkpoint.inventory import (
+    Choice,
+    ChoiceError,
+    Inventory,
+    Manifests,
+    choose,
+    locations_of_files,
+    take_inventory,
+)
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.tiers import Location, Source, Tier, TierKind, own_stores
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process import Progress
+
+__all__ = ["Parts", "Recovered", "RecoveryReport", "begin_run", "recover", "take"]
+
+_log = logging.getLogger(__name__)
+_LOOKS = 20
+"""Times to look again, if a run that still writes has pruned what was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """Account of a recovery, for the log line after a restart."""
+
+    id: CheckpointId
+    """The checkpoint that was taken."""
+    bytes_by_source: Mapping[Source, int]
+    """Bytes that this rank got from each kind of source, whole blocks counted."""
+    failures: tuple[str, ...]
+    """Sources that were struck off, and why."""
+    attempt: int
+    """Attempt number for the checkpoints that this run saves."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that couldn't be used, and why."""
+
+    def __str__(self) -> str:
+        sources = ", ".join(
+            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
+            for source, count in sorted(self.bytes_by_source.items())
+        )
+        text = f"recovered {self.id}: {sources or 'nothing needed'}"
+        if self.failures:
+            text += f"; {len(self.failures)} sources failed"
+        if self.skipped:
+            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One rank's state."""
+
+    id: CheckpointId
+    """The checkpoint that it comes from."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """The needed slices, in the order of the needs."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """This rank's own state; None if another number of ranks saved the checkpoint."""
+    report: RecoveryReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of one state, and how a rank reaches them."""
+
+    id: CheckpointId
+    manifests: Mapping[int, PartManifest]
+    locations: Locations
+    own_part: int | None
+    """The part that this rank itself saved, or holds; None if it has none."""
+    node: str
+    """Where this rank is, as locations call it."""
+    reach: Callable[[Location], Readable | None]
+    """See `Fetcher`."""
+    attempt: int
+    """Attempt number of the checkpoints that are saved next."""
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """No copy can serve this rank: the model isn't the one that was saved."""
+
+    why: str
+
+
+def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
+    """Return what this rank needs, or why a rank can't have all; the same kind on all ranks.
+
+    Every rank calls it. Communicates.
+
+    Raises:
+        CheckpointError: The model or its optimizer isn't the one whose state this is.
+        PeerError: Another rank is gone.
+    """
+
+    def describe(found: Recovered | _Refused | str) -> dict[str, str]:
+        if isinstance(found, Recovered):
+            return {}
+        own = f"Rank {peers.global_rank}: "
+        is_refused = isinstance(found, _Refused)
+        return {"refused": own + found.why} if is_refused else {"missing": own + str(found)}  # type: ignore[union-attr]
+
+    done, answers = peers.do(
+        lambda progress: _take(needs, parts, peers.global_rank, progress), describe, may_fail=True
+    )
+    for answer in answers:
+        if "refused" in answer:
+            raise CheckpointError(answer["refused"])
+    for answer in answers:
+        if why := answer.get("missing") or answer.get("error"):
+            return str(why)
+    found = done.result()
+    assert isinstance(found, Recovered)
+    return found
+
+
+def _take(
+    needs: Sequence[SliceNeed], parts: Parts, turn: int, progress: Progress
+) -> Recovered | _Refused | str:
+    try:
+        assembly = Assembly(needs, parts.manifests, parts.own_part)
+    except CheckpointError as error:
+        return _Refused(str(error))
+    fetcher = Fetcher(
+        parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
+    )
+    try:
+        fetcher.run(assembly.blocks(), assembly.deliver, progress)
+        slices, metadata, rank_metadata = assembly.finish()
+    except CheckpointError as error:
+        tried = f" Tried: {'; '.join(fetcher.failures)}." if fetcher.failures else ""
+        return f"{error}{tried}"
+    first = next(iter(parts.manifests.values()))
+    report = RecoveryReport(
+        id=parts.id,
+        bytes_by_source=dict(fetcher.bytes_by_source),
+        failures=tuple(fetcher.failures),
+        attempt=parts.attempt,
+    )
+    return Recovered(
+        id=parts.id,
+        world_size=first.world_size,
+        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
+        slices=slices,
+        metadata=metadata,
+        rank_metadata=rank_metadata,
+        report=report,
+    )
+
+
+class _ExhaustedError(CheckpointError):
+    """Something needed has no source left; all ranks raise it at the same point."""
+
+
+@dataclass
+class _Search:
+    """One rank's view of tiers and ranks while these try one checkpoint after another."""
+
+    tiers: Sequence[Tier]
+    peers: Peers
+    node_of_rank: Sequence[str]
+    addresses: Sequence[Address | None]
+    """Where each rank serves its node's tiers; None for a single rank."""
+    inventory: Inventory = field(default_factory=Inventory)
+    """What all ranks together found when they looked last."""
+    manifests: Manifests = field(default_factory=dict)
+    """What this rank has read of it."""
+
+    @classmethod
+    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> "_Search":
+        """Open a search, in which the ranks know each other's nodes; all call it. Communicates."""
+        peers = peers or Peers()
+        own = peers.serve(own_stores(tiers))
+        rows = peers.gather([node, own])
+        return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
+
+    @property
+    def node(self) -> str:
+        """This rank's node."""
+        return self.node_of_rank[self.peers.global_rank]
+
+    @property
+    def looked_after(self) -> list[Tier]:
+        """The tiers that this rank looks after for all that share them."""
+        rank = self.peers.global_rank
+        is_first = self.node_of_rank.index(self.node) == rank
+        return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
+
+    @property
+    def places(self) -> str:
+        """The places that were searched, for messages."""
+        found = sorted({held.location for held in self.inventory.held})
+        return ", ".join(map(str, (*found, *self.tiers)))
+
+    def reach(self, location: Location) -> Readable | None:
+        """Return from what to read a location's files: its tier, or a rank of its node."""
+        for tier in self.tiers:
+            if tier.location(self.node) == location:
+                return tier.store
+        found = [
+            address
+            for name, address in zip(self.node_of_rank, self.addresses, strict=True)
+            if name == location.node and address is not None
+        ]
+        if location.kind is TierKind.REMOTE or not found:
+            return None
+        # Readers spread over the ranks of that node.
+        address = found[self.peers.global_rank % len(found)]
+        return PeerFiles(address, location.kind.name, self.peers.timeout_s)
+
+    def look(self) -> bool:
+        """Take an inventory with all ranks; return whether it has changed. Communicates.
+
+        Raises:
+            CheckpointError: A rank has failed; all ranks raise it.
+        """
+        before = self.inventory
+        self.manifests.clear()
+        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode()})
+        self.inventory = Inventory.merge(Inventory.decode(report["report"]) for report in reports)
+        return self.inventory != before
+
+    def _take(self, progress: Progress) -> Inventory:
+        return take_inventory(
+            self.looked_after,
+            node=self.node,
+            manifests=self.manifests,
+            progress=progress,
+            # Less than the others wait, so that it is reported as that place's failure.
+            timeout_s=self.peers.timeout_s / MARGIN,
+        )
+
+    def share_manifests(self, checkpoint: CheckpointId, size: int) -> dict[int, PartManifest]:
+        """Return all manifests of a checkpoint of `size` parts. Communicates."""
+        wanted = [self.manifests.get((checkpoint, size, part)) for part in range(size)]
+        own = [manifest.encode().decode() for manifest in wanted if manifest is not None]
+        shared = [text for texts in self.peers.gather(own) for text in texts]
+        found = [PartManifest.decode(text.encode()) for text in dict.fromkeys(shared)]
+        return {manifest.part: manifest for manifest in found}
+
+
+def recover(
+    needs: Sequence[SliceNeed],
+    tiers: Sequence[Tier],
+    *,
+    node: str = "node",
+    peers: Peers | None = None,
+    step: int | None = None,
+    skip_unreadable: bool = False,
+) -> Recovered | None:
+    """Restore the run's newest complete checkpoint; every rank calls it. Communicates.
+
+    Args:
+        needs: The slices that this rank keeps from now on.
+        tiers: This node's tiers and the remote one.
+        node: Name of this rank's node; equal on ranks that share the local tiers.
+        peers: The ranks; None for a single one.
+        step: Take only this step, of any run.
+        skip_unreadable: Go on without tiers that can't be read.
+
+    Returns:
+        The state; None if there is none, except perhaps unfinished first saves.
+
+    Raises:
+        CheckpointError: There are checkpoints but none can be read, a tier can't be read, or `step`
+            doesn't exist; all ranks raise it.
+        PeerError: Another rank is gone.
+    """
+    search = _Search.open(tiers, node, peers)
+    failure: CheckpointError | None = None
+    for _ in range(_LOOKS):
+        if not search.look():
+            break
+        found, failure = None, None
+        try:
+            choice = choose(search.inventory, step=step, skip_unreadable=skip_unreadable)
+            found = _recover_newest(search, choice, needs)
+        except _ExhaustedError as error:
+            failure = error
+        except ChoiceError as error:
+            failure = CheckpointError(f"{error} Looked in {search.places}.")
+        if found is not None:
+            return found
+    if failure is not None:
+        raise failure
+    return None
+
+
+def _recover_newest(
+    search: _Search, choice: Choice, needs: Sequence[SliceNeed]
+) -> Recovered | None:
+    if search.peers.global_rank == 0:
+        for text in search.inventory.broken:
+            _log.warning("Not counted as a checkpoint: %s", text)
+    skipped: list[str] = []
+    for checkpoint, world_size in choice.checkpoints.items():
+        peers = search.peers
+        manifests = search.share_manifests(checkpoint, world_size)
+        parts = Parts(
+            id=checkpoint,
+            manifests=manifests,
+            locations=locations_of_files(search.inventory, manifests),
+            own_part=peers.global_rank if world_size == peers.world_size else None,
+            node=search.node,
+            reach=search.reach,
+            attempt=choice.attempt,
+        )
+        taken = take(needs, parts, peers)
+        if isinstance(taken, Recovered):
+            report = replace(taken.report, skipped=tuple(skipped))
+            return replace(taken, report=report)
+        skipped.append(f"{checkpoint}: {taken} Looked in {search.places}.")
+        _log.warning("%s can't be used: %s", checkpoint, taken)
+    if skipped:
+        raise _ExhaustedError(" ".join(skipped))
+    return None
+
+
+def begin_run(
+    tiers: Sequence[Tier],
+    *,
+    recovered: Recovered | None = None,
+    node: str = "node",
+    peers: Peers | None = None,
+    skip_unreadable: bool = False,
+) -> CheckpointId:
+    """Return the run's identity and the attempt number of this start's checkpoints, as an id.
+
+    Every rank calls it, after `recover`, with what that returned. Communicates. The identity is the
+    one that the lasting places know, else a new one, and is now written into all of them. So parts
+    left by another start, or another run, are never taken for this start's.
+
+    Args:
+        tiers: This node's tiers and the remote one.
+        recovered: What `recover` returned.
+        node: Name of this rank's node.
+        peers: The ranks; None for a single one.
+        skip_unreadable: Go on without tiers that can't be read.
+
+    Returns:
+        Step 0 of the attempt.
+
+    Raises:
+        CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
+    """
+    search = _Search.open(tiers, node, peers)
+    if recovered is None:
+        search.look()
+        choice = choose(search.inventory, skip_unreadable=skip_unreadable)
+        proposals = search.peers.gather(new_run())
+        run = proposals[0] if choice.run is None else choice.run
+        attempt = choice.attempt
+    else:
+        run, attempt = recovered.id.run, recovered.report.attempt
+    own = search.looked_after
+    search.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
+    return CheckpointId(0, attempt, run)

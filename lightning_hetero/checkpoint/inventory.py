@@ -1,0 +1,334 @@
+"""Take the inventory of all tiers (the layer bitmap), and choose the checkpoint (AutoHet §IV-C).
+
+Every rank reports which valid files of which checkpoints its node's tiers hold, rank 0 also those
+of the remote one. Only this module decides what is complete; files' checksums are compared when
+they are read.
+
+From the inventory of all ranks, each chooses the same run and checkpoint, or raises the same error.
+A run never begins anew if there is, or might be, a lasting checkpoint to go on from. Shared memory
+doesn't count: a node that is gone doesn't bring it back. So a run that loses its first checkpoint
+before any lasting place has one begins anew, just as a later loss would take it back to the newest
+lasting one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+
+from pydantic import TypeAdapter
+
+from lightning_hetero.checkpoint.claims import RUN_FILE, read_run
+from lightning_hetero.checkpoint.deadlines import Operations, map_on_threads
+from lightning_hetero.checkpoint.manifest import (
+    CheckpointId,
+    PartManifest,
+    parse_manifest_name,
+)
+from lightning_hetero.checkpoint.tiers import (
+    CONFIRMED,
+    REJECTED,
+    Location,
+    Tier,
+    TierKind,
+    TornError,
+    checkpoints_in,
+    read_manifest,
+)
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process import Progress
+
+__all__ = [
+    "Choice",
+    "ChoiceError",
+    "Inventory",
+    "Manifests",
+    "PartCopy",
+    "choose",
+    "choose_run",
+    "complete_checkpoints",
+    "locations_of_files",
+    "take_inventory",
+]
+
+_READERS = 16
+_UNSEEN_ATTEMPTS = 1000
+"""More starts than an unreadable place may know of that the others don't."""
+
+Manifests = dict[tuple[CheckpointId, int, int], PartManifest]
+"""Manifests by checkpoint, its number of parts, and part."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopy:
+    """One part in one place, with a valid manifest."""
+
+    id: CheckpointId
+    part: int
+    world_size: int
+    """Number of parts that the checkpoint has."""
+    missing: tuple[str, ...]
+    """Files of the part that aren't there or have a wrong size."""
+    location: Location
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """One rank's report of what tiers hold, without duplicates."""
+
+    held: tuple[PartCopy, ...] = ()
+    present: tuple[tuple[CheckpointId, Location], ...] = ()
+    """Checkpoints with any files, complete or not, and where."""
+    finished: tuple[tuple[CheckpointId, TierKind], ...] = ()
+    """Checkpoints that were once complete, even if damaged since, and the kind of tier."""
+    places: tuple[tuple[Location, str | None], ...] = ()
+    """Places that answered, and the run that each belongs to."""
+    broken: tuple[str, ...] = ()
+    """Manifests that are torn, and why."""
+    unreadable: tuple[tuple[CheckpointId | None, str], ...] = ()
+    """Places and manifests that should be readable and weren't, and why; they may be good."""
+
+    def encode(self) -> str:
+        """Return it as JSON."""
+        return _parser().dump_json(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> "Inventory":
+        """Parse what `encode` returns."""
+        return _parser().validate_json(text)
+
+    @classmethod
+    def merge(cls, inventories: Iterable["Inventory"]) -> "Inventory":
+        """Return all ranks' reports as one, without duplicates, and sorted so that it compares."""
+        items = list(inventories)
+        names = [item.name for item in fields(cls)]
+        found = {name: {entry for item in items for entry in getattr(item, name)} for name in names}
+        return cls(**{name: tuple(sorted(entries, key=repr)) for name, entries in found.items()})
+
+
+@cache
+def _parser() -> TypeAdapter[Inventory]:
+    return TypeAdapter(Inventory)
+
+
+def take_inventory(
+    tiers: Sequence[Tier],
+    *,
+    node: str,
+    manifests: Manifests | None = None,
+    progress: Progress | None = None,
+    timeout_s: float = 300.0,
+) -> Inventory:
+    """Return what tiers hold, searched in parallel; what can't be read, or hangs, is reported.
+
+    Args:
+        tiers: The node's own tiers and, on one rank, the remote one.
+        node: Name of this node.
+        manifests: Takes the manifests that are read.
+        progress: Ticks with everything that is read.
+        timeout_s: How long a place may make no progress.
+    """
+    found: Manifests = {} if manifests is None else manifests
+
+    def look(tier: Tier) -> Inventory:
+        def take(own: Progress) -> Inventory:
+            own.part_of = progress
+            return _take_one(tier, tier.location(node), found, own)
+
+        try:
+            return Operations(timeout_s).run(take)
+        except Exception as error:
+            # Stores raise their client library's own types.
+            return Inventory(unreadable=((None, f"{tier}: {error}"),))
+
+    return Inventory.merge(map_on_threads(look, tiers, count=len(tiers), progress=Progress()))
+
+
+def _take_one(tier: Tier, location: Location, found: Manifests, progress: Progress) -> Inventory:
+    files = tier.store.list()
+    progress.tick()
+    run = read_run(tier.store) if RUN_FILE in files else None
+    present = checkpoints_in(files)
+    rejected = {item for item in present if f"{item.folder}/{REJECTED}" in files}
+    confirmed = {item for item in present if f"{item.folder}/{CONFIRMED}" in files}
+    parts = [parsed for name in sorted(files) if (parsed := parse_manifest_name(name))]
+    trusted = [item for item in parts if item[0] not in rejected]
+
+    def read(item: tuple[CheckpointId, int]) -> PartManifest | Exception:
+        try:
+            return read_manifest(tier.store, *item)
+        except Exception as error:
+            # Stores raise their client library's own types.
+            return error
+
+    results = map_on_threads(read, trusted, count=min(_READERS, len(trusted)), progress=progress)
+    held, broken, unreadable = [], [], []
+    for (id_, part), result in zip(trusted, results, strict=True):
+        if isinstance(result, PartManifest):
+            sizes = {f.name: files.get(f"{id_.folder}/{f.name}") for f in result.files}
+            missing = tuple(f.name for f in result.files if sizes[f.name] != f.size_bytes)
+            held.append(PartCopy(id_, part, result.world_size, missing, location))
+            found[id_, result.world_size, part] = result
+            continue
+        why = f"part {part} of {id_} in {tier}: {result}"
+        if isinstance(result, TornError | FileNotFoundError):
+            broken.append(why)
+        else:
+            unreadable.append((id_, why))
+    broken += [
+        f"{item} in {tier} was rejected; delete {item.folder}/{REJECTED} there to use it all the "
+        "same"
+        for item in sorted(rejected)
+    ]
+    return Inventory(
+        held=tuple(held),
+        present=tuple((item, location) for item in present),
+        finished=tuple((item, tier.kind) for item in rejected | confirmed),
+        places=((location, run),),
+        broken=tuple(broken),
+        unreadable=tuple(unreadable),
+    )
+
+
+def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
+    """Return the complete checkpoints, newest first, each with its number of parts."""
+    missing: dict[tuple[CheckpointId, int], dict[int, set[str]]] = defaultdict(dict)
+    for copy in inventory.held:
+        known = missing[copy.id, copy.world_size]
+        known[copy.part] = known.get(copy.part, set(copy.missing)) & set(copy.missing)
+    return {
+        checkpoint: world_size
+        for (checkpoint, world_size), parts in sorted(missing.items(), reverse=True)
+        if set(parts) >= set(range(world_size)) and not any(parts.values())
+    }
+
+
+def locations_of_files(
+    inventory: Inventory, manifests: Mapping[int, PartManifest]
+) -> dict[tuple[int, str], tuple[Location, ...]]:
+    """Return which tiers hold each (part, file) of one checkpoint."""
+    locations: dict[tuple[int, str], list[Location]] = {
+        (part, entry.name): [] for part, manifest in manifests.items() for entry in manifest.files
+    }
+    for held in inventory.held:
+        manifest = manifests.get(held.part)
+        if manifest is None or (manifest.id, manifest.world_size) != (held.id, held.world_size):
+            continue
+        for entry in manifest.files:
+            if entry.name not in held.missing:
+                locations[held.part, entry.name].append(held.location)
+    return {key: tuple(sorted(set(items))) for key, items in locations.items()}
+
+
+class ChoiceError(CheckpointError):
+    """There is nothing to go on from, and beginning anew may be wrong; the same on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The run and the checkpoints to go on from."""
+
+    run: str | None
+    """Identity of the run; None if no place knows one."""
+    checkpoints: Mapping[CheckpointId, int] = field(default_factory=dict)
+    """Its complete checkpoints, newest first, each with its number of parts."""
+    attempt: int
+    """Attempt number of the next saves: above all attempts found of the run, complete or not, and
+    far above if some place can't be read. So new parts are newer, and never mix with old ones."""
+
+
+def choose(
+    inventory: Inventory, *, step: int | None = None, skip_unreadable: bool = False
+) -> Choice:
+    """Choose the run and the checkpoints to go on from.
+
+    Args:
+        inventory: What all ranks found.
+        step: Take only this step, of any run.
+        skip_unreadable: Go on without places that can't be read.
+
+    Raises:
+        ChoiceError: A place that might hold something newer can't be read, there were
+            checkpoints and none is complete, or it is unclear which run goes on.
+    """
+    unreadable = [] if skip_unreadable else inventory.unreadable
+    _refuse_unreadable(why for checkpoint, why in unreadable if checkpoint is None)
+    run = choose_run(inventory)
+    complete = complete_checkpoints(inventory)
+    own = {
+        item: size
+        for item, size in complete.items()
+        if (item.run == run if step is None else item.step == step)
+    }
+    newest = next(iter(own), None)
+    if step is not None and newest is None:
+        steps = [item.step for item in complete]
+        raise ChoiceError(
+            f"There is no complete checkpoint of step {step}; complete are {steps or 'none'}."
+        )
+    if step is None:
+        _refuse_unreadable(
+            why
+            for item, why in unreadable
+            if item is not None and item.run == run and (newest is None or newest < item)
+        )
+        if newest is None:
+            _refuse_to_begin_anew(inventory, run)
+    is_blind = any(checkpoint is None for checkpoint, _ in inventory.unreadable)
+    attempts = [item.attempt for item, _ in inventory.present if item.run == run]
+    next_one = _UNSEEN_ATTEMPTS if is_blind else 1
+    return Choice(run=run, checkpoints=own, attempt=next_one + max(attempts, default=-1))
+
+
+def _refuse_unreadable(reasons: Iterable[str]) -> None:
+    text = "; ".join(reasons)
+    if text:
+        raise ChoiceError(
+            f"Can't read {text}; refusing to start from step 0 or from older checkpoints, since "
+            "what can't be read may be the newest. Make it readable. To go on from the other "
+            "places alone, give LayerwiseCheckpoint skip_unreadable=True."
+        )
+
+
+def choose_run(inventory: Inventory) -> str | None:
+    """Return the run of the most lasting place that belongs to one; None if no place does."""
+    runs: dict[TierKind, set[str]] = {}
+    for kind in TierKind:
+        marked = {run for at, run in inventory.places if at.kind is kind and run is not None}
+        runs[kind] = marked or {item.run for item, at in inventory.present if at.kind is kind}
+    if runs[TierKind.REMOTE]:
+        return max(runs[TierKind.REMOTE])
+    answered = {at.kind for at, _ in inventory.places}
+    on_disk = sorted({(item.run, at) for item, at in inventory.present if at.kind is TierKind.DISK})
+    if TierKind.REMOTE in answered and on_disk:
+        run, place = on_disk[-1]
+        raise ChoiceError(
+            f"{place} holds checkpoints of the run {run!r}, but the place that all nodes share is "
+            "empty, so it is unclear what to do. To start anew, delete the checkpoints on all "
+            f"nodes' disks, too. To go on from them, copy a disk's {RUN_FILE} to the shared place."
+        )
+    if runs[TierKind.DISK]:
+        return max(runs[TierKind.DISK])
+    # Not memory's run alone: the lasting places may have been deleted to start anew.
+    return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
+
+
+def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
+    """Raise if a lasting checkpoint was ever complete; unfinished first saves don't count."""
+    if inventory.unreadable:
+        reasons = "; ".join(why for _, why in inventory.unreadable)
+        raise ChoiceError(f"Nothing to go on from is left without what can't be read: {reasons}.")
+    has_lasting_place = any(at.kind is not TierKind.MEMORY for at, _ in inventory.places)
+    lost = {
+        item
+        for item, kind in inventory.finished
+        if item.run == run and (kind != TierKind.MEMORY or not has_lasting_place)
+    }
+    if lost:
+        steps = ", ".join(map(str, sorted(lost)))
+        broken = "".join(f" {text.rstrip('.')}." for text in inventory.broken)
+        raise ChoiceError(
+            f"There are checkpoints ({steps}), but none is complete: parts are missing or damaged."
+            f"{broken} Bring back the nodes or files that had them, or delete the folders to start "
+            "anew."
+        )

@@ -1,0 +1,198 @@
+"""Recover a run's state from the ranks that are left after a loss, so that no step is lost.
+
+With redundancy each row of a parameter is kept by two ranks. If a generation ends at the same step
+on all ranks that are left, and these have all rows together, their slices are a complete checkpoint
+that nobody had to save: each serves its own from memory as one more tier, and all take what they
+need as they would from files. Joiners have no part of it, and get theirs from the others.
+
+A rank that was in the middle of an optimizer's step has nothing, and ranks at different steps have
+no common state. Then the newest checkpoint is used.
+
+Floor: each row is copied once; what a rank keeps itself doesn't travel.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.checkpoint.content import (
+    CheckpointContent,
+    SliceNeed,
+    num_rows,
+    tensors_of,
+)
+from lightning_hetero.checkpoint.encoding import (
+    FileBody,
+    encode_part,
+    make_manifest,
+    metadata_files,
+)
+from lightning_hetero.checkpoint.from_files import Parts, Recovered, take
+from lightning_hetero.checkpoint.manifest import PartManifest
+from lightning_hetero.checkpoint.serving import PeerFiles, Readable
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.tiers import Location, TierKind
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["LiveState", "NothingLive", "NothingYet", "recover_live"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveState:
+    """A rank's state at the end of an optimizer step, in a generation that has ended."""
+
+    content: CheckpointContent
+    """All rows that the rank kept, as owner or standby, on the host; its rank and size are old."""
+    generation: int
+    """The number of the generation."""
+
+
+@dataclass(frozen=True)
+class NothingLive:
+    """A rank has no state to go on from."""
+
+    why: str
+    """The reason."""
+
+
+@dataclass(frozen=True)
+class NothingYet:
+    """A rank has just joined, or has trained no step yet: it gets its state from the others."""
+
+
+class _LiveFiles:
+    """Serves the files of a part whose tensors are in memory."""
+
+    def __init__(self, bodies: Sequence[FileBody]) -> None:
+        self._bodies = {body.name: body for body in bodies}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._bodies[name.rpartition("/")[2]].read(start, stop)
+
+
+_LIVE = TierKind.LIVE.name
+
+
+def recover_live(
+    needs: Sequence[SliceNeed], own: LiveState | NothingLive | NothingYet, peers: Peers
+) -> Recovered | NothingLive:
+    """Return the last step's state, if all ranks have the same step and together all rows.
+
+    Every rank calls it. Communicates.
+
+    Args:
+        needs: The slices that this rank keeps from now on.
+        own: What this rank still has.
+        peers: The ranks that are left, and joiners.
+
+    Returns:
+        The state; or why a saved checkpoint must be used, the same on all ranks.
+
+    Raises:
+        PeerError: Another rank is gone.
+    """
+    try:
+        return _recover(needs, own, peers)
+    except CheckpointError as error:
+        return NothingLive(str(error))
+    finally:
+        peers.server.stores.pop(_LIVE, None)
+
+
+def _recover(
+    needs: Sequence[SliceNeed], own: LiveState | NothingLive | NothingYet, peers: Peers
+) -> Recovered | NothingLive:
+    offer = _offer(own, peers)
+    offers = peers.gather(offer)
+    if why := _why_not(offers):
+        return NothingLive(why)
+    manifests, addresses, locations = {}, {}, {}
+    for rank, item in enumerate(offers):
+        if "new" not in item:
+            manifest = PartManifest.decode(item["manifest"].encode())
+            manifests[manifest.part] = manifest
+            addresses[str(rank)] = item["address"]
+            for entry in manifest.files:
+                locations[manifest.part, entry.name] = [Location(str(rank), TierKind.LIVE)]
+    if why := _missing(manifests):
+        return NothingLive(why)
+
+    def reach(location: Location) -> Readable:
+        if location.node == str(peers.global_rank):
+            return peers.server.stores[_LIVE]
+        return PeerFiles(addresses[location.node], _LIVE, peers.timeout_s)
+
+    id_ = next(iter(manifests.values())).id
+    parts = Parts(
+        id=id_,
+        manifests=manifests,
+        locations=locations,
+        own_part=own.content.global_rank if isinstance(own, LiveState) else None,
+        node=str(peers.global_rank),
+        reach=reach,
+        # Higher, so that checkpoints saved from now on are newer than the earlier ones.
+        attempt=id_.attempt + 1,
+    )
+    taken = take(needs, parts, peers)
+    return NothingLive(taken) if isinstance(taken, str) else taken
+
+
+def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str, Any]:
+    """Serve what this rank has, and return what the others must know of it."""
+    if isinstance(own, NothingYet):
+        return {"new": True}
+    if isinstance(own, NothingLive):
+        return {"why": own.why}
+    content = own.content
+    try:
+        metadata = metadata_files(content, with_shared=True)
+        bodies, slices = encode_part(content, tensors_of(content), metadata, block_bytes=1)
+        peers.server.stores[_LIVE] = _LiveFiles(bodies)
+        manifest = make_manifest(content, bodies, slices, with_checksums=False)
+        return {
+            "generation": own.generation,
+            "step": content.id.step,
+            "manifest": manifest.encode().decode(),
+            "address": None if peers.world_size == 1 else peers.server.address,
+        }
+    except Exception as error:
+        # An error of a user's object mustn't end a rank that can go on from a checkpoint.
+        return {"why": f"{type(error).__name__}: {error}"}
+
+
+def _why_not(offers: Sequence[Mapping[str, Any]]) -> str:
+    """Return why ranks can't go on from what they have; "" if they might."""
+    for rank, offer in enumerate(offers):
+        if "why" in offer:
+            return f"rank {rank} has nothing of the last step: {offer['why']}"
+    left = {rank: offer for rank, offer in enumerate(offers) if "new" not in offer}
+    if 0 not in left:
+        return "rank 0 has trained no step in this process"
+    if len({(o["generation"], o["step"]) for o in left.values()}) > 1:
+        steps = (f"rank {rank} to {o['step']}" for rank, o in left.items())
+        return f"the ranks that are left had come to different steps ({', '.join(steps)})"
+    return ""
+
+
+def _missing(manifests: Mapping[int, PartManifest]) -> str:
+    """Return which rows nobody holds any more; "" if there are none."""
+    rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    ends: dict[str, int] = {}
+    for manifest in manifests.values():
+        for item in manifest.slices:
+            rows[item.parameter].append((item.start, item.stop))
+            ends[item.parameter] = num_rows(item.shape, item.dim)
+    size = next(iter(manifests.values())).world_size
+    for name, held in rows.items():
+        position = 0
+        for start, stop in sorted(held):
+            if start > position:
+                break
+            position = max(position, stop)
+        if position < ends[name]:
+            return (
+                f"rows of {name} from {position} on were kept by lost ranks alone "
+                f"({sorted(set(range(size)) - set(manifests))} of the generation before)"
+            )
+    return ""

@@ -1,1 +1,0 @@
-"""The places where checkpoints are kept: what they hold, who may write there, what goes."""

@@ -1,0 +1,125 @@
+"""Copy a step's state to host memory while training goes on.
+
+The owned slices change only in the optimizer step. So the copy may run during the next iteration's
+forward and backward; code that is about to change them waits for it (`Snapshot.wait`). On CUDA the
+copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The memory
+on the host is allocated once and reused.
+
+Floor: every byte is read once and written once, at the bandwidth of the memory or of PCIe; nothing
+is allocated from the second snapshot on.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hetero.checkpoint.content import CheckpointContent, tensors_of
+from lightning_hetero.checkpoint.deadlines import BackgroundThread
+
+__all__ = ["HostBuffer", "Snapshot"]
+
+
+class HostBuffer:
+    """Memory for one snapshot at a time, reused between snapshots.
+
+    Args:
+        timeout_s: How long a device may take to copy a state to the host.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._copies: list[torch.Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._free = threading.Semaphore(1)
+        self._copier = BackgroundThread("checkpoint-snapshot")
+
+    def take(self, content: CheckpointContent, timeout_s: float | None = None) -> "Snapshot":
+        """Start a snapshot; wait first until the memory of the earlier one is released.
+
+        Raises:
+            TimeoutError: The memory didn't become free in time.
+        """
+        if not self._free.acquire(timeout=timeout_s):
+            raise TimeoutError(f"The last checkpoint wasn't written within {timeout_s} s.")
+        try:
+            return self._start(content)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def close(self) -> None:
+        """End the copying thread once it is done; doesn't wait."""
+        self._copier.finish()
+
+    def _start(self, content: CheckpointContent) -> "Snapshot":
+        tensors = [tensor.detach() for tensor in tensors_of(content).values()]
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if layout != [(copy.shape, copy.dtype) for copy in self._copies]:
+            self._copies = [
+                torch.empty(shape, dtype=dtype, pin_memory=on_device) for shape, dtype in layout
+            ]
+        copies = self._copies
+        if on_device:
+            done = self._copy_from_device(tensors, copies)
+            future = self._copier.submit(done.synchronize)
+        else:
+            future = self._copier.submit(_copy, tensors, copies)
+        named = dict(zip(tensors_of(content), copies, strict=True))
+        return Snapshot(
+            content=content,
+            tensors=named,
+            timeout_s=self._timeout_s,
+            _future=future,
+            _free=self._free,
+        )
+
+    def _copy_from_device(
+        self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+    ) -> torch.cuda.Event:
+        """Queue the copies after all that the current stream has queued; return their end."""
+        device = next(tensor.device for tensor in tensors if tensor.is_cuda)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for tensor, copy in zip(tensors, copies, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        done: torch.cuda.Event = self._stream.record_event()
+        return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy of one rank's state on the host."""
+
+    content: CheckpointContent
+    """The state that was copied; its own tensors may have changed since."""
+    tensors: Mapping[tuple[int, str], torch.Tensor]
+    """The copies: (index of the slice, key of the tensor) to tensor."""
+    timeout_s: float
+    """How long the copy may take."""
+    _future: "Future[None]"
+    _free: threading.Semaphore
+
+    def wait(self) -> None:
+        """Return once the originals may change; raise the copy's error, if it failed.
+
+        Raises:
+            TimeoutError: The device doesn't answer.
+        """
+        if not wait([self._future], timeout=self.timeout_s).done:
+            raise TimeoutError(f"The state wasn't copied to the host in {self.timeout_s:g} s.")
+        self._future.result()
+
+    def release(self) -> None:
+        """Release the memory for the next snapshot; the copies mustn't be used any more."""
+        self._free.release()
+
+
+def _copy(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    for tensor, copy in zip(tensors, copies, strict=True):
+        copy.copy_(tensor)

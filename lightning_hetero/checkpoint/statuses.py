@@ -1,0 +1,278 @@
+"""What ranks that save or recover together tell each other: statuses, as keys of a store.
+
+A rank that has finished its work sets its key; rank 0 collects the keys of all and shows them in
+one. So nobody waits in a collective: a rank with slow storage only sets its key later, and counts
+up a common key as long as its work makes progress. A wait ends when that count hasn't changed for
+too long, when the run's other failure detection says that a rank is gone, or when the process of a
+rank has ended: no connection breaks in a wait for keys, so each rank that waits looks once a second
+whether the next rank's server still takes connections.
+
+Keys are set again and again, so they don't pile up. Bytes of files don't travel through the store
+but from rank to rank (`serving`).
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.serving import Address, FileServer, Probe, Readable
+from lightning_hetero.core.errors import CheckpointError, PeerError
+from lightning_hetero.core.process import Deadline, Progress
+
+__all__ = ["Keys", "Peers"]
+
+_LONGEST_PAUSE_S = 0.05
+_LOOK_AGAIN_S = 1.0
+_T = TypeVar("_T")
+
+
+class Keys(Protocol):
+    """A store of keys that all ranks reach, as `torch.distributed` has several."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which begins at 0; return its value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys are set."""
+
+
+class Peers:
+    """One rank's view of all ranks; all of them make the same calls in the same order.
+
+        peers = Peers(store, global_rank=rank, world_size=4)
+        peers.gather({"step": 7})  # what each rank gave, by rank
+        peers.do(lambda progress: read_slowly(progress))
+
+    One thread at a time may use it; `branch` makes another one for another thread.
+
+    Args:
+        keys: The store; not needed by a single rank.
+        global_rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: How long to wait for work that makes no progress.
+        is_over: Whether a rank is known to be gone.
+        host: Address under which other ranks reach this one's server of files.
+    """
+
+    def __init__(
+        self,
+        keys: Keys | None = None,
+        *,
+        global_rank: int = 0,
+        world_size: int = 1,
+        timeout_s: float = 300.0,
+        is_over: Callable[[], bool] = lambda: False,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.global_rank = global_rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.server = FileServer(host)
+        self.progress = Progress()
+        """Ticks with every sign of progress of any rank, while this one waits."""
+        self._keys = keys
+        self._prefix = ""
+        self._is_over = is_over
+        self._round = 0
+        self._branches = itertools.count()
+        self._next_rank = Probe(host)
+
+    def branch(self) -> "Peers":
+        """Return the same ranks for another thread; all ranks call it in the same order."""
+        made = Peers(
+            self._keys,
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            timeout_s=self.timeout_s,
+            is_over=self._is_over,
+        )
+        made._prefix = f"{self._prefix}{next(self._branches)}/"
+        made.server = self.server
+        made._next_rank = self._next_rank
+        return made
+
+    def serve(self, stores: Mapping[str, Readable]) -> Address | None:
+        """Let other ranks read some stores, by name; return where, None for a single rank."""
+        if self.world_size == 1:
+            return None
+        self.server.stores.update(stores)
+        with self._naming() as keys:
+            keys.set(self._name(f"address {self.global_rank}"), json.dumps(self.server.address))
+        return self.server.address
+
+    def close(self) -> None:
+        """Serve no files any more."""
+        self.server.close()
+
+    def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return each rank's value, by rank; values must fit into JSON.
+
+        Raises:
+            PeerError: A rank is gone, or there has been no progress anywhere for too long.
+        """
+        self.progress.tick()
+        if self.world_size == 1:
+            return [json.loads(json.dumps(value))]
+        self._round += 1
+        limit_s = timeout_s or self.timeout_s
+        with self._naming() as keys:
+            keys.set(self._name(f"rank {self.global_rank}"), json.dumps([self._round, value]))
+            arrived = keys.add(self._name("arrived"), 1)
+            if self.global_rank != 0:
+                self._await("shown", self._round, limit_s)
+            else:
+                if arrived < self._round * self.world_size:
+                    self._await("arrived", self._round * self.world_size, limit_s)
+                found = [self._value_of(rank)[1] for rank in range(self.world_size)]
+                keys.set(self._name("all"), json.dumps(found))
+                keys.add(self._name("shown"), 1)
+                return found
+            values: list[Any] = json.loads(keys.get(self._name("all")))
+            return values
+
+    def finish(
+        self,
+        work: "Future[_T]",
+        thread: BackgroundThread,
+        describe: Callable[[_T | None], Mapping[str, Any]] = lambda _: {},
+        *,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Wait until all ranks' work is done; return each rank's status, by rank.
+
+        Args:
+            work: This rank's work.
+            thread: The thread that does it.
+            describe: Turns the result of the work (None without one) into a status. If the work
+                failed or was given up, the reason is added as "error".
+            timeout_s: How long work may make no progress.
+        """
+        limit_s = timeout_s or self.timeout_s
+        deadline, seen = Deadline(limit_s, thread.progress), thread.progress.count
+        while not wait([work], timeout=min(0.5, limit_s)).done and not deadline.is_over:
+            if seen != (seen := thread.progress.count):
+                self.progress.tick()
+                if self.world_size > 1:
+                    with self._naming() as keys:
+                        keys.add(self._name("beats"), 1)
+        return self.gather(self._status(work, describe, limit_s), timeout_s=MARGIN * limit_s)
+
+    def do(
+        self,
+        work: Callable[[Progress], _T],
+        describe: Callable[[_T], Mapping[str, Any]] = lambda _: {},
+        *,
+        may_fail: bool = False,
+    ) -> "tuple[Future[_T], list[dict[str, Any]]]":
+        """Do something on all ranks, on a thread each; return this rank's future and all statuses.
+
+        If another rank is lost, the work is given up, and may end later.
+
+        Raises:
+            CheckpointError: The work of a rank failed, unless it `may_fail`; all ranks raise it.
+        """
+        thread = BackgroundThread("checkpoint-work")
+        done = thread.submit(work, thread.progress)
+        thread.finish()
+        try:
+            answers = self.finish(done, thread, lambda it: {} if it is None else describe(it))
+        except BaseException:
+            thread.progress.give_up()
+            raise
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors and not may_fail:
+            raise CheckpointError(" ".join(errors))
+        return done, answers
+
+    def _status(
+        self,
+        work: "Future[_T]",
+        describe: Callable[[_T | None], Mapping[str, Any]],
+        limit_s: float,
+    ) -> dict[str, Any]:
+        if not work.done():
+            why = f"storage hasn't moved for {limit_s:g} s."
+        elif (error := work.exception()) is not None:
+            why = str(error)
+        else:
+            return dict(describe(work.result()))
+        return {**describe(None), "error": f"Rank {self.global_rank}: {why}"}
+
+    def _await(self, name: str, count: int, limit_s: float) -> None:
+        """Wait until a counter has come to `count`."""
+        assert self._keys is not None
+        deadline, beats, pause_s = Deadline(limit_s), -1, 0.001
+        look = Deadline(_LOOK_AGAIN_S)
+        while self._keys.add(self._name(name), 0) < count:
+            if self._is_over():
+                raise PeerError(f"Rank {self.global_rank} lost another rank.")
+            if look.is_over:
+                gone = self._find_gone()
+                # It may have ended well after the last answer that is awaited here.
+                if gone is not None and self._keys.add(self._name(name), 0) < count:
+                    raise PeerError(f"The process of rank {gone} has ended. See its own log.")
+                look = Deadline(_LOOK_AGAIN_S)
+            if beats != (beats := self._keys.add(self._name("beats"), 0)):
+                deadline.renew()
+                self.progress.tick()
+            if deadline.is_over:
+                raise PeerError(
+                    f"Rank {self.global_rank} has waited {limit_s:g} s for ranks "
+                    f"{self._missing()} to answer about checkpoints. See whether they hang; if "
+                    "they are only slow, allow more time (timeout)."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+
+    def _find_gone(self) -> int | None:
+        """Return a rank whose process has ended, which the rank before it finds and tells all."""
+        assert self._keys is not None
+        following = (self.global_rank + 1) % self.world_size
+        key = self._name(f"address {following}")
+        # Rank 0 is also awaited after its own answer, for those of all.
+        is_awaited = following == 0 or self._value_of(following)[0] < self._round
+        if is_awaited and self._keys.check([key]):
+            address: Address = json.loads(self._keys.get(key))
+            if self._next_rank.has_ended(address):
+                self._keys.set(self._name("gone"), str(following))
+        told = self._keys.check([self._name("gone")])
+        return int(self._keys.get(self._name("gone"))) if told else None
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that haven't answered in this round."""
+        ranks = range(self.world_size)
+        return [rank for rank in ranks if self._value_of(rank)[0] < self._round] or [0]
+
+    def _value_of(self, rank: int) -> list[Any]:
+        """Return the round of a rank's newest value, and that value."""
+        assert self._keys is not None
+        key = self._name(f"rank {rank}")
+        if not self._keys.check([key]):
+            return [0, None]
+        found: list[Any] = json.loads(self._keys.get(key))
+        return found
+
+    def _name(self, name: str) -> str:
+        return f"checkpoint/{self._prefix}{name}"
+
+    @contextmanager
+    def _naming(self) -> Iterator[Keys]:
+        assert self._keys is not None
+        try:
+            yield self._keys
+        except RuntimeError as error:
+            raise PeerError(
+                f"Rank {self.global_rank} lost the store in which ranks tell each other of "
+                f"checkpoints: {error}"
+            ) from error

@@ -1,0 +1,291 @@
+"""Bring one rank's part into the tiers, and count for how long no lasting tier has taken any.
+
+If one of the node's own tiers fails, the other tiers and ranks go on, and what it has taken of the
+part is deleted, so that a full disk doesn't fill up with useless files.
+
+The remote tier gets parts after that. All ranks decide the same, from everyone's `status`: while an
+upload runs anywhere, later checkpoints stay local, and only the newest of them is uploaded
+afterwards. A part is copied from the fastest own tier that has it, else from the snapshot.
+
+One failed save doesn't end training: the next one may succeed. But if no disk and no store takes
+any, the next fault would lose everything trained meanwhile, and the user must know.
+"""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.checkpoint.content import is_sound
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed
+from lightning_hetero.checkpoint.encoding import FileBody, encode_part, make_manifest
+from lightning_hetero.checkpoint.manifest import (
+    WEIGHT,
+    CheckpointId,
+    PartManifest,
+    manifest_name,
+)
+from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.tiers import (
+    Tier,
+    TierKind,
+    confirm,
+    copy_part,
+    remove_files,
+    write_manifest,
+)
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process import Progress
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["LastingCopies", "OwnPart", "Uploads", "write_part"]
+
+_log = logging.getLogger(__name__)
+_NUM_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """This rank's part once it is encoded."""
+
+    bodies: Sequence[FileBody]
+    """Its files, readable until the snapshot is released."""
+    manifest: PartManifest
+    stores: Mapping[TierKind, Store]
+    """The own tiers that have it, fastest first."""
+    errors: Sequence[str]
+    """Why the other own tiers don't have it."""
+
+    @property
+    def source(self) -> Store | None:
+        """The fastest own tier that has it."""
+        return next(iter(self.stores.values()), None)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each of its files, by name in a store."""
+        folder = self.manifest.id.folder
+        return {f"{folder}/{entry.name}": entry.size_bytes for entry in self.manifest.files}
+
+
+def write_part(
+    snapshot: Snapshot, metadata: Mapping[str, bytes], tiers: Sequence[Tier], progress: Progress
+) -> OwnPart:
+    """Write a part into all own tiers that take it; `progress` is told of every chunk.
+
+    Raises:
+        CheckpointError: The state isn't finite or can't be encoded.
+    """
+    snapshot.wait()
+    _check_finite(snapshot)
+    content = snapshot.content
+    bodies, slices = encode_part(content, snapshot.tensors, metadata)
+    stores: dict[TierKind, Store] = {}
+    errors: list[str] = []
+    manifest: PartManifest | None = None
+    for tier in tiers:
+        try:
+            _write_files(tier.store, content.id, bodies, progress)
+            manifest = manifest or make_manifest(content, bodies, slices)
+            write_manifest(tier.store, manifest)
+            stores[tier.kind] = tier.store
+        except Exception as error:
+            # Whatever a store raises, the next tier may take the part.
+            text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
+            _log.warning("%s", text)
+            errors.append(text)
+            # The next tier gets the full time, even after one that has hung.
+            progress.tick()
+            names = [f"{content.id.folder}/{body.name}" for body in bodies]
+            with contextlib.suppress(Exception):
+                remove_files(tier.store, [manifest_name(content.id, content.global_rank), *names])
+    manifest = manifest or make_manifest(content, bodies, slices)
+    return OwnPart(bodies, manifest, stores, errors)
+
+
+def _write_files(
+    store: Store, checkpoint: CheckpointId, bodies: Sequence[FileBody], progress: Progress
+) -> None:
+    for body in bodies:
+        store.write(f"{checkpoint.folder}/{body.name}", Followed(body, progress))
+
+
+def _check_finite(snapshot: Snapshot) -> None:
+    for (index, key), tensor in snapshot.tensors.items():
+        item = snapshot.content.slices[index]
+        if not is_sound(tensor, is_trained=key == WEIGHT and bool(item.state or item.whole_state)):
+            raise CheckpointError(
+                f"{item.parameter}'s {key} isn't finite at {snapshot.content.id}, which is "
+                "therefore not saved. Find the step that made it so: a loss or a gradient was NaN "
+                "or infinite."
+            )
+
+
+class Uploads:
+    """One rank's uploads; called by one thread of the writer.
+
+    Args:
+        tier: The remote tier, None if there is none.
+        thread: The thread that copies.
+    """
+
+    def __init__(self, tier: Tier | None, thread: BackgroundThread) -> None:
+        self.tier = tier
+        self._thread = thread
+        self._running: list[CheckpointId] = []
+        self._deferred: tuple[OwnPart, Future[bool]] | None = None
+        self._done: deque[CheckpointId] = deque(maxlen=_NUM_REMEMBERED)
+        self._confirmed: CheckpointId | None = None
+        self._error = ""
+
+    def status(self) -> dict[str, Any]:
+        """Return what the other ranks must know."""
+        deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
+        return {
+            "uploading": [item.folder for item in list(self._running)],
+            "deferred": [item.folder for item in deferred],
+            "uploaded": [item.folder for item in list(self._done)],
+            "upload_error": self._error,
+        }
+
+    @staticmethod
+    def newest_everywhere(statuses: Sequence[Mapping[str, Any]]) -> CheckpointId | None:
+        """Return the newest checkpoint that all ranks have uploaded, as their statuses say."""
+        common = set.intersection(*(set(status["uploaded"]) for status in statuses))
+        return max((id_ for id_ in map(CheckpointId.parse, common) if id_), default=None)
+
+    def offer(
+        self, part: OwnPart | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Start the upload of a part, keep it for later, or skip it: the same on all ranks.
+
+        Returns:
+            Whether the caller must upload the part itself, from memory (`upload`).
+        """
+        is_free = not any(status["uploading"] for status in statuses)
+        is_everywhere = not any("error" in status for status in statuses)
+        can_wait = all(status["written"] for status in statuses)
+        if self.tier is None or part is None or not is_everywhere or not (is_free or can_wait):
+            uploaded.set_result(False)
+            return False
+        if self._deferred is not None:
+            self._deferred[1].set_result(False)
+            self._deferred = None
+        if is_free and part.source is None:
+            return True
+        self._deferred = part, uploaded
+        if is_free:
+            self.start_deferred()
+        return False
+
+    def start_deferred(self) -> None:
+        """Upload the part that was kept for later, if there is one."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._running.append(deferred[0].manifest.id)
+            self._thread.submit(self._upload_stored, *deferred)
+
+    def _upload_stored(self, part: OwnPart, uploaded: "Future[bool]") -> None:
+        self._copy(part, self._thread.progress)
+        # First, because whoever waits for the result may look for what runs.
+        self._running.remove(part.manifest.id)
+        self._resolve(uploaded)
+
+    def upload(self, part: OwnPart, uploaded: "Future[bool]", progress: Progress) -> None:
+        """Copy a part to the remote tier; the outcome is set in `uploaded`."""
+        self._copy(part, progress)
+        self._resolve(uploaded)
+
+    def _copy(self, part: OwnPart, progress: Progress) -> None:
+        assert self.tier is not None
+        tier, id_ = self.tier, part.manifest.id
+        try:
+            if part.source is not None:
+                copy_part(part.source, tier.store, part.manifest, progress)
+            else:
+                _write_files(tier.store, id_, part.bodies, progress)
+                write_manifest(tier.store, part.manifest)
+        except Exception as error:
+            # The client libraries of remote stores raise their own types.
+            self._error = f"Rank {part.manifest.part} couldn't upload {id_} to {tier}: {error}."
+            _log.warning("%s", self._error)
+        else:
+            self._error = ""
+            self._done.append(id_)
+
+    def _resolve(self, uploaded: "Future[bool]") -> None:
+        if self._error:
+            uploaded.set_exception(CheckpointError(self._error))
+        else:
+            uploaded.set_result(True)
+
+    def confirm_later(self, uploaded: CheckpointId) -> None:
+        """Confirm, once, a checkpoint that all ranks have uploaded; one rank does it for all."""
+        if uploaded != self._confirmed:
+            self._confirmed = uploaded
+            self._thread.submit(self._confirm, uploaded)
+
+    def _confirm(self, uploaded: CheckpointId) -> None:
+        assert self.tier is not None
+        try:
+            confirm(self.tier, uploaded)
+        except Exception as error:
+            # The client libraries of remote stores raise their own types.
+            _log.warning("Couldn't tidy up %s: %s", self.tier, error)
+
+
+@dataclass
+class LastingCopies:
+    """The newest checkpoints that were begun and that a lasting tier has, and how long it lags."""
+
+    begun: CheckpointId | None = None
+    """The newest checkpoint that was begun."""
+    newest: CheckpointId | None = None
+    """The newest checkpoint of which a lasting tier has all ranks' parts."""
+    _reached_s: float = 0.0
+    _missing: list[tuple[CheckpointId, float]] = field(default_factory=list)
+    _reasons: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+
+    def begin(self, checkpoint: CheckpointId) -> None:
+        """Note that a checkpoint was begun."""
+        self.begun = checkpoint
+        self._missing.append((checkpoint, time.monotonic()))
+
+    def reach(self, checkpoint: CheckpointId) -> None:
+        """Note that a lasting tier has all ranks' parts of a checkpoint."""
+        if self.newest is None or checkpoint > self.newest:
+            self.newest, self._reached_s = checkpoint, time.monotonic()
+            self._missing = [item for item in self._missing if item[0] > checkpoint]
+            self._reasons.clear()
+
+    def note(self, reason: str) -> None:
+        """Note a failure."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+
+    @property
+    def reasons(self) -> str:
+        """The last few failures since then."""
+        return " ".join(self._reasons)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which a checkpoint has been missing in lasting tiers; 0 if none is."""
+        if not self._missing:
+            return 0.0
+        return time.monotonic() - max(self._reached_s, self._missing[0][1])
+
+    def error(self, missing: CheckpointId) -> CheckpointError:
+        """Return the error that says what is missing, since when, and why."""
+        since = "at all" if self.newest is None else f"since {self.newest}"
+        return CheckpointError(
+            f"No lasting place, disk or store, has {missing} from all ranks, nor any other "
+            f"checkpoint {since}, for {self.waited_s:.0f} s. {self.reasons} Make room "
+            "or mend the connection; if storage is only slow, allow more time (lasting_within)."
+        )

@@ -1,0 +1,255 @@
+"""The places of one node's checkpoints: copy parts between them, confirm whole ones, delete others.
+
+A part is *whole* in a place if its manifest is valid and every file has the manifest's size. A
+checkpoint is *complete* if the places under consideration together hold every file of all ranks'
+parts (`recovery.inventory`). It is *confirmed* in a tier once all ranks have said that they have
+brought their parts there. Only what is older than confirmed checkpoints is ever deleted, and what
+this start of the run knows to be useless; of each part the manifest goes first, so that what is
+half deleted doesn't exist.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lightning_hetero.checkpoint.deadlines import Followed
+from lightning_hetero.checkpoint.manifest import (
+    BlockChecksums,
+    Buffer,
+    CheckpointId,
+    FileEntry,
+    PartManifest,
+    manifest_name,
+    parse_manifest_name,
+)
+from lightning_hetero.checkpoint.serving import Readable
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.process import Progress
+
+__all__ = [
+    "CONFIRMED",
+    "REJECTED",
+    "Location",
+    "Source",
+    "Tier",
+    "TierKind",
+    "TornError",
+    "checkpoints_in",
+    "confirm",
+    "copy_part",
+    "own_stores",
+    "pull_part",
+    "read_manifest",
+    "remove_checkpoints",
+    "remove_files",
+    "source_of",
+    "write_manifest",
+]
+
+CONFIRMED = "confirmed"
+"""File of a checkpoint that all ranks have saved."""
+REJECTED = "rejected"
+"""File of a checkpoint that a user has rejected: its copy in that place isn't used any more."""
+
+_CHUNK_BYTES = 8 << 20
+
+
+class TierKind(IntEnum):
+    """Kinds of places, from the fastest to the one that survives most."""
+
+    LIVE = -1
+    """What a rank trains with: ends with the process."""
+    MEMORY = 0
+    """Shared memory of the node: survives the process."""
+    DISK = 1
+    """Local disk: survives a reboot."""
+    REMOTE = 2
+    """One store for all nodes: survives the node."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Location:
+    """One tier of one node, or a remote tier, which every node reaches."""
+
+    node: str
+    """Name of the node; for a remote tier the tier's own name."""
+    kind: TierKind
+
+    def __str__(self) -> str:
+        if self.kind is TierKind.REMOTE:
+            return self.node or "remote"
+        return f"{self.node}/{self.kind.name.lower()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One place to keep checkpoints.
+
+    disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
+    bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
+    recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
+    """
+
+    kind: TierKind
+    """How fast and lasting it is."""
+    store: Store
+    """Where its files are."""
+    keep: int = 2
+    """Complete checkpoints to keep, 1 or more; older ones are deleted."""
+    name: str = ""
+    """Tells several remote tiers apart; a node's own tiers go by the node's name."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigurationError(
+                f"A checkpoint tier keeps {self.keep}; it must keep 1 or more."
+            )
+
+    def location(self, node: str) -> Location:
+        """Return how all ranks call this tier of a node."""
+        return Location(self.name if self.kind is TierKind.REMOTE else node, self.kind)
+
+    def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
+        """Return whether a rank lists, marks and prunes the tier for all that share it."""
+        return global_rank == 0 if self.kind is TierKind.REMOTE else is_first_of_node
+
+    def __str__(self) -> str:
+        return f"{self.kind.name.lower()} tier {self.store}"
+
+
+class Source(IntEnum):
+    """Where a byte range comes from, cheapest first."""
+
+    OWN_MEMORY = 0
+    OWN_DISK = 1
+    PEER_MEMORY = 2
+    PEER_DISK = 3
+    REMOTE = 4
+
+
+def source_of(location: Location, node: str) -> Source:
+    """Return which kind of source a location is for a node."""
+    if location.kind is TierKind.REMOTE:
+        return Source.REMOTE
+    first = Source.OWN_MEMORY if location.node == node else Source.PEER_MEMORY
+    return Source(first + max(location.kind, TierKind.MEMORY))
+
+
+def own_stores(tiers: Iterable[Tier]) -> dict[str, Store]:
+    """Return the stores of a node's own tiers, by the names of their kinds."""
+    return {tier.kind.name: tier.store for tier in tiers if tier.kind is not TierKind.REMOTE}
+
+
+def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
+    """Return every checkpoint that has any file, complete or not, oldest first."""
+    found = {CheckpointId.parse(name.partition("/")[0]) for name in files if "/" in name}
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+class TornError(CheckpointError):
+    """A manifest's content is wrong; not raised if only the store doesn't answer."""
+
+
+def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
+    """Read and check one manifest.
+
+    Raises:
+        TornError: It is torn, or another part's.
+        OSError: It is missing. Stores may raise their client library's own types.
+    """
+    name = manifest_name(checkpoint, part)
+    data = store.read(name)
+    try:
+        manifest = PartManifest.decode(data)
+    except CheckpointError as error:
+        raise TornError(f"{store}/{name}: {error}") from error
+    if (manifest.id, manifest.part) != (checkpoint, part):
+        raise TornError(
+            f"{store}/{name} is the manifest of part {manifest.part} of {manifest.id}; somebody "
+            "moved it. Delete it."
+        )
+    return manifest
+
+
+def write_manifest(store: Store, manifest: PartManifest) -> None:
+    """Write a part's manifest, once all its files are written: only then the part exists."""
+    store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
+
+
+def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
+    """Copy a part between stores; CheckpointError if the source turns out corrupt."""
+    for entry in manifest.files:
+        chunks = Followed(_StoredFile(source, manifest, entry), progress)
+        target.write(f"{manifest.id.folder}/{entry.name}", chunks)
+    progress.refuse_if_late()
+    write_manifest(target, manifest)
+
+
+@dataclass(frozen=True)
+class _StoredFile:
+    """The chunks of a stored file; at their end, before a copy exists, checksums are compared."""
+
+    store: Readable
+    manifest: PartManifest
+    entry: FileEntry
+
+    def __iter__(self) -> Iterator[Buffer]:
+        size, checksums = self.entry.size_bytes, BlockChecksums(self.manifest.block_bytes)
+        for start in range(0, size, _CHUNK_BYTES):
+            name = f"{self.manifest.id.folder}/{self.entry.name}"
+            chunk = self.store.read(name, start, min(start + _CHUNK_BYTES, size))
+            checksums.update(chunk)
+            yield chunk
+        if checksums.finish() != self.entry.checksums:
+            raise CheckpointError(
+                f"{self.entry.name} of {self.manifest.id} is corrupt at its source; it wasn't "
+                "copied."
+            )
+
+
+def pull_part(
+    source: Readable, target: Store, checkpoint: CheckpointId, part: int, progress: Progress
+) -> None:
+    """Copy another rank's part from where it is served; remove all if that fails.
+
+    Raises:
+        CheckpointError: It is of another part or checkpoint, or corrupt.
+    """
+    manifest = read_manifest(source, checkpoint, part)
+    try:
+        copy_part(source, target, manifest, progress)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            target.remove([f"{checkpoint.folder}/{entry.name}" for entry in manifest.files])
+        raise
+
+
+def remove_files(store: Store, names: Collection[str]) -> None:
+    """Delete files of checkpoints, manifests first."""
+    manifests = [name for name in names if parse_manifest_name(name) is not None]
+    for some in (manifests, [name for name in names if name not in set(manifests)]):
+        if some:
+            store.remove(some)
+
+
+def remove_checkpoints(store: Store, files: Iterable[str], gone: Collection[CheckpointId]) -> None:
+    """Delete checkpoints out of a store that holds these files."""
+    folders = {item.folder for item in gone}
+    remove_files(store, [name for name in files if name.partition("/")[0] in folders])
+
+
+def confirm(tier: Tier, checkpoint: CheckpointId, busy: Collection[CheckpointId] = ()) -> None:
+    """Note that all ranks have a checkpoint in a tier; of its run keep the newest `keep` such ones.
+
+    What is older than these is deleted, unless it is `busy`: read at present.
+    """
+    tier.store.write(f"{checkpoint.folder}/{CONFIRMED}", [b"all ranks have saved it\n"])
+    files = tier.store.list()
+    older = [i for i in checkpoints_in(files) if i.run == checkpoint.run and i < checkpoint]
+    confirmed = [item for item in older if f"{item.folder}/{CONFIRMED}" in files]
+    if len(confirmed) + 1 >= tier.keep:
+        oldest = [*confirmed, checkpoint][-tier.keep]
+        gone = [item for item in older if item < oldest and item not in busy]
+        remove_checkpoints(tier.store, files, gone)

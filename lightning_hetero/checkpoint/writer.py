@@ -1,0 +1,189 @@
+"""Write checkpoints while training goes on.
+
+`save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
+
+1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
+2. All ranks tell each other which tiers have taken their parts, wait for ranks with slow storage
+   (`commit`), and send copies to each other's nodes.
+3. A kind of tier that has all ranks' parts, copies included, is *sound*: there the checkpoint is
+   noted as confirmed, and old ones are deleted. If it failed on any rank, it keeps what it has.
+4. The host memory is free for the next snapshot.
+5. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint
+   (`storing`).
+
+Memory: one copy of the rank's slices and a few chunks, however slow the tiers are. A failure is
+logged, and the next checkpoint tries again. Only if no lasting tier, disk or remote, has taken any
+checkpoint for longer than `lasting_within_s`, all ranks raise an error.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.checkpoint.commit import Committer, SaveTask, WriterOptions
+from lightning_hetero.checkpoint.content import CheckpointContent
+from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.encoding import metadata_files
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.snapshot import HostBuffer, Snapshot
+from lightning_hetero.checkpoint.statuses import Peers
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process import Deadline
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["CheckpointWriter", "SavedCheckpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is being written; if it has failed, every wait raises the reason."""
+
+    id: CheckpointId
+    snapshot: Snapshot | None
+    """None if storage still reads the memory of an earlier snapshot."""
+    stall_s: float
+    """Seconds for which `save` held up training, including the wait for the checkpoint before."""
+    _local: "Future[None]"
+    _remote: "Future[bool]"
+
+    def wait_for_snapshot(self) -> None:
+        """Return once the tensors may change: before the next optimizer step at the latest."""
+        if self.snapshot is not None:
+            self.snapshot.wait()
+
+    def wait_until_confirmed(self, timeout_s: float | None = None) -> None:
+        """Return once all ranks' parts are in their nodes' own tiers, copies included.
+
+        Raises:
+            CheckpointError: They can't be.
+        """
+        self._local.result(timeout_s)
+
+    def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
+        """Wait until this rank's part is in the remote tier; return False if it was skipped.
+
+        While another upload runs, a part waits for the next save or for `upload_newest`.
+        """
+        return bool(self._remote.result(timeout_s))
+
+
+class CheckpointWriter:
+    """Saves one rank's parts into tiers; all ranks make the same calls in the same order.
+
+        writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore("run"))])
+        writer.save(content).wait_for_snapshot()  # now the tensors may change
+        writer.close()
+
+    Args:
+        tiers: This node's own tiers, fastest first, and at most one remote one.
+        node_of_rank: Name of each rank's node.
+        peers: All ranks; the writer's thread gets a branch of its own.
+        options: How to write.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        node_of_rank: Sequence[str] = ("node",),
+        peers: Peers | None = None,
+        options: WriterOptions | None = None,
+    ) -> None:
+        options = options or WriterOptions()
+        num_remote = sum(tier.kind is TierKind.REMOTE for tier in tiers)
+        if not tiers or num_remote > 1:
+            raise ConfigurationError(
+                f"A checkpoint needs one tier or more, at most one of them remote; got "
+                f"{len(tiers)} with {num_remote} remote."
+            )
+        if options.replicas > 1 and num_remote == len(tiers):
+            raise ConfigurationError(
+                f"replicas={options.replicas} needs a local tier to keep copies in. Give local_dir."
+            )
+        self._stall_s = options.stall_s
+        self._memory = HostBuffer(options.stall_s)
+        self._thread = BackgroundThread("checkpoint-commit")
+        self._committer = Committer(
+            tiers, tuple(node_of_rank), (peers or Peers()).branch(), options
+        )
+        self._last: Future[None] | None = None
+
+    def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
+        """Start a checkpoint at a step boundary.
+
+        The caller mustn't change the tensors before `wait_for_snapshot` has returned.
+
+        Args:
+            content: The rank's state.
+            leaving: Nodes that are about to be lost: their parts go to nodes that stay.
+
+        Raises:
+            CheckpointError: No lasting tier has taken a checkpoint for too long, or the metadata
+                can't be kept.
+        """
+        start_s = time.perf_counter()
+        metadata = metadata_files(content)
+        snapshot = self._take(content)
+        task = SaveTask(content, snapshot, metadata, frozenset(leaving))
+        self._last = self._thread.submit(self._committer.write, task)
+        return SavedCheckpoint(
+            id=content.id,
+            snapshot=snapshot,
+            stall_s=time.perf_counter() - start_s,
+            _local=self._last,
+            _remote=task.uploaded,
+        )
+
+    def _take(self, content: CheckpointContent) -> Snapshot | None:
+        """Start to copy the state, once the last checkpoint is written; None if that hangs."""
+        try:
+            if self._last is not None:
+                self._wait_for(self._last)
+            # What the ranks have agreed on by then, so all raise it at the same save.
+            if self._committer.overdue is not None:
+                raise self._committer.overdue
+            return self._memory.take(content, timeout_s=0.0)
+        except TimeoutError as error:
+            _log.warning("%s isn't saved: %s", content.id, error)
+            return None
+
+    def _wait_for(self, future: "Future[Any]") -> None:
+        """Wait until the ranks have finished a save, successfully or not."""
+        Deadline(MARGIN**2 * self._stall_s, self._committer.progress).wait_for(future)
+
+    def upload_newest(self) -> None:
+        """Upload the newest checkpoint, even if it must wait for an older one's upload.
+
+        All ranks call it, if no other save follows soon; the upload goes on after it returns.
+        """
+        self._thread.submit(self._committer.uploads.start_deferred)
+
+    def leave(self) -> None:
+        """End the threads once they have finished their work; doesn't wait."""
+        self._thread.submit(self._committer.end)
+        self._thread.finish()
+        self._memory.close()
+
+    def close(self) -> None:
+        """Finish everything that was started, and check that the newest checkpoint is safe.
+
+        Raises:
+            CheckpointError: No lasting tier has it from all ranks; raised on all ranks.
+        """
+        end, is_safe = self._thread.submit(self._committer.finish), False
+        try:
+            self._wait_for(end)
+            is_safe = end.result()
+        except (TimeoutError, PeerError) as error:
+            self._committer.lasting.note(f"The end wasn't awaited: {error}")
+        self.leave()
+        newest = self._committer.lasting.begun
+        if newest is not None and not is_safe:
+            raise self._committer.lasting.error(newest)

@@ -1,0 +1,491 @@
+"""A column: one composition of a pipeline, its seconds and what it takes.
+
+With K micro-batches a pipeline ends at about f + K·t: t is the slowest circle of stages and links
+(`steady_round_s`), f all the rest: the first micro-batch's way through the stages, the first pull,
+the last push and the optimizer step. Both depend on the number D of pipelines, since each rank
+exchanges (D - 1)/D of what it holds, and on what placement keeps on a node.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.planner.balancing import balance_layers
+from lightning_hetero.planner.dealing import Pace
+from lightning_hetero.planner.placement import Group, MappingOrder
+from lightning_hetero.planner.stages import Option, Ownership, Stages
+
+__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate", "finish_1f1b_s", "steady_round_s"]
+
+_ROUNDS = 4
+"""Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
+
+_LEVELS, _LOOSEST = 24, 12.0
+"""Bottlenecks for which layers are split, and the highest in units of the least one, less 1."""
+
+_MOVES, _FEW_STAGES = 8, 10
+"""Moves of layers after that, at most, and stages up to which layers move anywhere."""
+
+FEW_MICROBATCHES = 4
+"""Micro-batches of a pipeline up to which each of them is timed."""
+
+_Stages = list[tuple[float, float, float]]
+"""(forward, backward, room) of every stage of a pipeline."""
+
+
+class Column(NamedTuple):
+    """The composition of a pipeline: its stages, first to last."""
+
+    options: tuple[Option, ...]
+    """Class of nodes and TP degree of each."""
+    layers: tuple[int, ...]
+    """Layers of each."""
+    size: int = 1
+    """Sequences of a micro-batch."""
+    inside: tuple[bool, ...] | None = None
+    """Whether each two stages share a node; None until they are placed."""
+
+    @property
+    def group(self) -> Group:
+        """The stages without layers, to be placed."""
+        kinds, degrees = zip(*self.options, strict=True)
+        return Group(degrees, kinds)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rate(Pace):
+    """Seconds and needs of a column."""
+
+    uses: FloatArray
+    """[rows] what it takes of the nodes."""
+    room: float
+    """Parameters that it has room to own; 0 if holders own."""
+
+
+class ColumnTimes:
+    """Times columns for a number of pipelines and an order of placement.
+
+    Args:
+        stages: Times and memory of all stages.
+        ownership: Pipelines, and who owns.
+        order: What placement keeps together on a node.
+    """
+
+    def __init__(self, stages: Stages, ownership: Ownership, order: MappingOrder) -> None:
+        self.stages, self.ownership, self.order = stages, ownership, order
+        self.index = {option: i for i, option in enumerate(stages.options)}
+        self.hop_s = cache(self._hop_s)
+        self.unit_s = cache(self._unit_s)
+        self.exchange = cache(self._exchange)
+        self.exchange_rows = cache(self._exchange_rows)
+        self.hops_s = cache(self._hops_s)
+        self._known: dict[Column, Rate | None] = {}
+        self.uses = cache(self._uses)
+        self.is_recomputing = cache(self._is_recomputing)
+        self.balance = cache(self._balance)
+        self.split = cache(self._split)
+        share = stages.workload.num_microbatches / ownership.num_pipelines
+        self.usual = max(1, round(share))
+
+    def _is_recomputing(self, column: Column) -> bool:
+        """Return whether a stage recomputes a layer."""
+        last = len(column.layers) - 1
+        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            if table.levels[0, last - index, count] != 0:
+                return True
+        return False
+
+    def _stage_times(self, column: Column) -> _Stages | None:
+        """Return (forward, backward, room) of each stage; None if one doesn't fit."""
+        found, last = [], len(column.layers) - 1
+        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            if last - index >= table.total_s.shape[1]:
+                return None
+            times_s = table.total_s[:, last - index, count]
+            variant = int(np.argmin(times_s))
+            total_s = float(times_s[variant])
+            if total_s == np.inf:
+                return None
+            forward_s = float(table.forward_s[count])
+            rooms = table.room[:, last - index, count]
+            found.append((forward_s, total_s - forward_s, float(rooms[variant])))
+        return found
+
+    def _uses(self, options: tuple[Option, ...]) -> FloatArray:
+        """Return [rows] what stages take of the nodes."""
+        found: FloatArray = self.stages.uses[[self.index[option] for option in options]].sum(axis=0)
+        return found
+
+    def rate(self, column: Column) -> Rate | None:
+        """Return the seconds and needs of a column; None if it doesn't fit."""
+        return self.rates([column])[0]
+
+    def rates(self, columns: Sequence[Column]) -> list[Rate | None]:
+        """Return the seconds and needs of columns; None for one that doesn't fit."""
+        new = [column for column in dict.fromkeys(columns) if column not in self._known]
+        alike: dict[int, list[tuple[Column, _Stages]]] = {}
+        for column in new:
+            stages = self._stage_times(column)
+            self._known[column] = None
+            if stages is not None:
+                alike.setdefault(len(stages), []).append((column, stages))
+        for pairs in alike.values():
+            self._time([column for column, _ in pairs], [stages for _, stages in pairs])
+        return [self._known[column] for column in columns]
+
+    def _time(self, columns: Sequence[Column], stages: Sequence[_Stages]) -> None:
+        """Time columns with equally many stages."""
+        rows = np.array(stages)
+        forward_s, backward_s, rooms = rows[..., 0], rows[..., 1], rows[..., 2]
+        hops = [self.hops_s(column.options, column.inside) for column in columns]
+        there_s, back_s = np.moveaxis(np.array(hops).reshape(len(columns), -1, 2), -1, 0)
+        exchange = np.moveaxis(np.array([self._exchanges(column) for column in columns]), -1, 0)
+        work_s = forward_s, backward_s
+        slope_s, ends_s = self._finish(work_s, (there_s, back_s), exchange, self.usual)
+        fill_s = ends_s - slope_s * self.usual
+        numbers = range(1, self.usual + 3) if self.usual <= FEW_MICROBATCHES else ()
+        early = [self._finish(work_s, (there_s, back_s), exchange, n)[1] for n in numbers]
+        for index, column in enumerate(columns):
+            self._known[column] = Rate(
+                float(slope_s[index]),
+                float(fill_s[index]),
+                tuple([float(row[index]) for row in early]),
+                uses=self.uses(column.options),
+                room=float(rooms[index].sum()),
+            )
+
+    @staticmethod
+    def _finish(
+        work_s: tuple[FloatArray, FloatArray],
+        messages_s: tuple[FloatArray, FloatArray],
+        exchange: Sequence[FloatArray] | FloatArray,
+        count: int,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return [pipelines] slopes and ends, given [pipelines, stages] of all seconds."""
+        pull, pulls, push, pushes, step, hidden = exchange
+        forward_s, backward_s = work_s
+        start_s = np.maximum(pull, pulls - forward_s * hidden)
+        after_s = np.maximum(push, pushes - backward_s * hidden) + step
+        slope_s = steady_round_s(forward_s + backward_s, *messages_s)
+        end_s = finish_1f1b_s(work_s, messages_s, start_s, count, slope_s)
+        return slope_s, (end_s + after_s).max(axis=1)
+
+    def _exchanges(self, column: Column) -> list[tuple[float, ...]]:
+        """Return what `_exchange` gives for each stage."""
+        devices, last = self._devices(column.options), len(column.layers) - 1
+        return [
+            self.exchange(option, count, devices[option.node_class], (index == 0, index == last))
+            for index, (option, count) in enumerate(zip(*column[:2], strict=True))
+        ]
+
+    @staticmethod
+    def _devices(options: Sequence[Option]) -> Counter[int]:
+        """Return a pipeline's devices of each class."""
+        found: Counter[int] = Counter()
+        for kind, degree in options:
+            found[kind] += degree
+        return found
+
+    def _exchange(
+        self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
+    ) -> tuple[float, ...]:
+        """Return seconds of a stage's exchange, and the share of them that layers hide.
+
+        They are those of the pull of one unit and of all, of the push of one and of all, and of the
+        step.
+        """
+        pull, push, step_s = self._exchange_s(option, count, in_pipeline, ends)
+        return *pull, *push, step_s, 1 - 1 / (count + sum(ends))
+
+    def _exchange_s(
+        self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
+    ) -> tuple[tuple[float, float], tuple[float, float], float]:
+        """Return (one unit, all units) of a stage's pull, the same of its push, and its step."""
+        stages, layout = self.stages, self.stages.cost.layout
+        model, num = stages.cost.model, self.ownership.num_pipelines
+        shape = stages.shape(option, count, first=ends[0], last=ends[1])
+        step_s = stages.cost.update_s(shape, stages.cost.num_owned_params(shape, num))
+        if num == 1:
+            return (0.0, 0.0), (0.0, 0.0), step_s
+        latency_s, byte_s = self.unit_s(option, in_pipeline)
+        sizes = [model.params_per_layer] * count
+        sizes += [model.embedding_params] * ends[0] + [model.head_params] * ends[1]
+        total = sum(sizes) / option.tp_degree
+        edge = (sizes[-1] if ends[0] else sizes[0]) / option.tp_degree
+        pair = []
+        for width in (layout.weight_bytes * layout.sharded, layout.pushed_bytes):
+            factor = 1 if layout.sharded else 2 / (1 - 1 / num) * (1 - 1 / num)
+            one = (latency_s + edge * width * byte_s * factor) * bool(width)
+            pair.append((one, (len(sizes) * latency_s + total * width * byte_s * factor)))
+        return pair[0], pair[1], step_s
+
+    def _unit_s(self, option: Option, in_pipeline: int) -> tuple[float, float]:
+        """Return seconds of latency, and per byte of a holder's shard, to exchange with others.
+
+        Pipelines whose holders share a node exchange over its own links.
+        """
+        stages, num = self.stages, self.ownership.num_pipelines
+        size = max(stages.counts_of_class[option.node_class])
+        inside = size // option.tp_degree
+        if self.order is MappingOrder.PIPELINES_TOGETHER:
+            # Other pipelines of the mix may be longer, so a node holds its share of all at most.
+            share = num * size / sum(stages.devices.values())
+            inside = min(size // in_pipeline, max(1, round(share)))
+        is_lone = sum(map(bool, stages.counts)) == 1
+        inside = num - 1 if is_lone else min(num, max(1, inside)) - 1
+        rank = stages.cost.first_rank_of_node[stages.node_of_class[option.node_class]]
+        own_rate, own_latency_s = stages.cost.link(rank, rank)
+        cluster = stages.cost.cluster
+        rate, latency_s = cluster.inter_node_bytes_per_s, cluster.inter_node_latency_s
+        outside = num - 1 - inside
+        byte_s = (inside / own_rate + outside / rate) / num
+        return (latency_s if outside else own_latency_s), byte_s
+
+    def _balance(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
+        """Return the layers of a pipeline's stages by Eq. 4, or None if they don't fit."""
+        rows = self._seconds(options)
+        return balance_layers(rows, self.stages.num_layers) if rows else None
+
+    def _split(
+        self, options: tuple[Option, ...], placed: tuple[bool, ...] | None, count: int
+    ) -> tuple[int, ...] | None:
+        """Return the layers with which a pipeline of few micro-batches ends soonest; None if none.
+
+        With a bottleneck t the fastest stages take as many layers as t allows, and the others one.
+        Balanced stages have the least t, but not the least sum of stages, which fills a pipeline:
+        so several t are tried. From the best one, layers move while the pipeline ends sooner.
+        """
+        balanced = self.balance(options)
+        if balanced is None or len(options) == 1:
+            return balanced
+        seconds = np.array(self._seconds(options))
+        least_s = float(seconds[np.arange(len(options)), balanced].max())
+        levels = least_s * (1 + _LOOSEST * np.linspace(0, 1, _LEVELS) ** 3)
+        rising = np.maximum.accumulate(seconds[:, 1:], axis=1)
+        most = np.stack([np.searchsorted(row, levels, side="right") for row in rising], axis=1)
+        splits = np.ones_like(most)
+        left = np.full(len(levels), self.stages.num_layers - len(options))
+        per_layer = [float(row[n - 1] / n) for row, n in zip(rising, most[-1], strict=True)]
+        for stage in np.argsort(per_layer, kind="stable").tolist():
+            more = np.minimum(np.maximum(most[:, stage] - 1, 0), left)
+            splits[:, stage] += more
+            left -= more
+        splits = np.unique(np.vstack([splits[left == 0], balanced]), axis=0)
+        best, best_s = splits[0], np.inf
+        for _ in range(_MOVES):
+            if not len(splits):
+                break
+            ends_s = self._ends_s(options, placed, splits, count)
+            index = int(np.argmin(ends_s))
+            if not ends_s[index] < best_s * (1 - 1e-6):
+                break
+            best, best_s = splits[index], float(ends_s[index])
+            splits = best + _moves(len(options))
+            splits = splits[(splits > 0).all(axis=1)]
+        return tuple(best.tolist())
+
+    def _ends_s(
+        self,
+        options: tuple[Option, ...],
+        placed: tuple[bool, ...] | None,
+        splits: IntArray,
+        count: int,
+    ) -> FloatArray:
+        """Return [splits] when pipelines with the same stages and other layers end."""
+        last, devices = len(options) - 1, self._devices(options)
+        rows = []
+        for index, option in enumerate(options):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            total_s = table.total_s[:, last - index].min(axis=0)
+            ends = index == 0, index == last
+            exchange = self.exchange_rows(option, devices[option.node_class], ends)
+            stacked = np.vstack([table.forward_s, total_s - table.forward_s, exchange])
+            rows.append(stacked[:, splits[:, index]])
+        forward_s, backward_s, *rest = np.stack(rows, axis=2)
+        hops = np.array(self.hops_s(options, placed)).T
+        there_s, back_s = np.broadcast_to(hops[:, None], (2, len(splits), last))
+        fits = np.isfinite(backward_s)
+        work_s = forward_s, np.where(fits, backward_s, 0.0)
+        _, ends_s = self._finish(work_s, (there_s, back_s), rest, count)
+        ends_s[~fits.all(axis=1)] = np.inf
+        return ends_s
+
+    def _exchange_rows(
+        self, option: Option, in_pipeline: int, ends: tuple[bool, bool]
+    ) -> FloatArray:
+        """Return [6, layers] what `_exchange` gives for each number of layers."""
+        found = np.zeros((6, self.stages.num_layers + 1))
+        for count in range(1, self.stages.num_layers + 1):
+            found[:, count] = self._exchange(option, count, in_pipeline, ends)
+        return found
+
+    def _seconds(self, options: tuple[Option, ...]) -> list[FloatArray]:
+        """Return [layers] seconds of each stage; empty if so many stages don't fit."""
+        rows, last = [], len(options) - 1
+        for index, option in enumerate(options):
+            table = self.stages.table(option, self.ownership, index == 0, index == last)
+            place = last - index
+            if place >= table.total_s.shape[1]:
+                return []
+            rows.append(table.total_s[:, place].min(axis=0))
+        return rows
+
+    def _hops_s(
+        self, options: tuple[Option, ...], placed: tuple[bool, ...] | None
+    ) -> list[tuple[float, float]]:
+        """Return the seconds of all messages of a pipeline: stages fill one node after another."""
+        if placed is None:
+            placed = self._inside(options)
+        pairs = zip(itertools.pairwise(options), placed, strict=True)
+        return [self.hop_s(one, other, inside) for (one, other), inside in pairs]
+
+    def _inside(self, options: tuple[Option, ...]) -> tuple[bool, ...]:
+        """Return which neighbouring stages share a node if stages fill one node after another."""
+        if self.order is MappingOrder.STAGES_TOGETHER:
+            return (False,) * (len(options) - 1)
+        found = []
+        left = {kind: max(self.stages.counts_of_class[kind]) for kind, _ in options}
+        left[options[0].node_class] -= options[0].tp_degree
+        for one, (kind, degree) in itertools.pairwise(options):
+            found.append(one.node_class == kind and degree <= left[kind])
+            if degree > left[kind]:
+                left[kind] = max(self.stages.counts_of_class[kind])
+            left[kind] -= degree
+        return tuple(found)
+
+    def _hop_s(self, one: Option, other: Option, inside: bool) -> tuple[float, float]:  # noqa: FBT001
+        """Return seconds of a hidden state between two stages, and of its gradient back."""
+        stages, cost = self.stages, self.stages.cost
+        first = stages.node_of_class[one.node_class]
+        second = stages.node_of_class[other.node_class]
+        is_alone = len(stages.counts_of_class[one.node_class]) == 1
+        if first == second and not is_alone and not inside:
+            alike = (n for n, k in enumerate(stages.class_of_node) if k == one.node_class)
+            second = next(n for n in alike if n != first and stages.counts[n])
+        offset = one.tp_degree if first == second else 0
+        plans = []
+        for index, (node, degree) in enumerate(((first, one.tp_degree), (second, other.tp_degree))):
+            start = cost.first_rank_of_node[node] + offset * index
+            if start + degree > len(cost.node_of_rank):
+                start = cost.first_rank_of_node[node]
+            plans.append(
+                StagePlan(ranks=tuple(range(start, start + degree)), layers=range(index, index + 1))
+            )
+        tokens = stages.tokens
+        one_stage, next_stage = plans
+        return (
+            cost.activation_s(one_stage, next_stage, tokens),
+            cost.activation_s(next_stage, one_stage, tokens),
+        )
+
+    def first_s(self, option: Option) -> FloatArray:
+        """Return [layers] seconds of exchange and step that end a pipeline, for its first stage."""
+        found: FloatArray = np.zeros(self.stages.num_layers + 1)
+        times_s = self.stages.times_s(option, True, False)
+        for count in range(1, self.stages.num_layers + 1):
+            pull, push, step = self._exchange_s(option, count, option.tp_degree, (True, False))
+            hidden_s = times_s[1, count] * (1 - 1 / (count + 1))
+            found[count] = pull[0] + max(push[0], push[1] - hidden_s) + step
+        return found
+
+
+def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
+    """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
+
+    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
+    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
+    sets the pace, or a link that is busy for longer.
+
+    Args:
+        work_s: Forward and backward of each stage, [pipelines, stages].
+        there_s: Messages from each stage to the next, [pipelines, stages - 1].
+        back_s: Messages back from it.
+    """
+    first, last = _circles(work_s.shape[1])
+    done_s = np.pad(np.cumsum(work_s, axis=1), ((0, 0), (1, 0)))
+    passed_s = np.pad(np.cumsum(there_s + back_s, axis=1), ((0, 0), (1, 0)))
+    circle_s = done_s[:, last + 1] - done_s[:, first] + passed_s[:, last] - passed_s[:, first]
+    slowest: FloatArray = (circle_s / (last - first + 1)).max(axis=1)
+    for links_s in (there_s, back_s):
+        slowest = np.maximum(slowest, links_s.max(axis=1, initial=0.0))
+    return slowest
+
+
+def finish_1f1b_s(
+    work_s: tuple[FloatArray, FloatArray],
+    messages_s: tuple[FloatArray, FloatArray],
+    start_s: FloatArray,
+    num_microbatches: int,
+    round_s: FloatArray,
+) -> FloatArray:
+    """Return when each stage ends in 1F1B with equal micro-batches, [pipelines, stages].
+
+    These are the rounds of `simulator.propagate`, for many pipelines at once; rounds after the
+    first few of them take `round_s` each.
+
+    Args:
+        work_s: Forward and backward of each stage, [pipelines, stages] each.
+        messages_s: Messages to the next stage, and back, [pipelines, stages - 1] each.
+        start_s: When each stage may begin.
+        num_microbatches: Micro-batches of every pipeline.
+        round_s: Seconds of a round in the long run, [pipelines].
+    """
+    (forward_s, backward_s), (there_s, back_s) = work_s, messages_s
+    num, last = start_s.shape[0], start_s.shape[1] - 1
+    free_s, arrived_s = start_s.copy(), np.zeros_like(start_s)
+    link_s = np.zeros_like(there_s), np.zeros_like(back_s)
+    # A gradient passes stages and links in turn, from the last stage to the first.
+    chain = np.empty((num, 2 * last + 1))
+    chain[:, ::2], chain[:, 1::2] = backward_s[:, ::-1], back_s[:, ::-1]
+    passed_s = np.cumsum(chain, axis=1)
+    ready_s = np.empty_like(chain)
+    skipped = max(0, num_microbatches - last - _ROUNDS * (last + 1))
+    resume = num_microbatches - skipped
+    for index in range(resume + last):
+        begin, end = max(0, index - resume + 1), min(last, index) + 1
+        free_s[:, begin:end] = np.maximum(free_s[:, begin:end], arrived_s[:, begin:end])
+        free_s[:, begin:end] += forward_s[:, begin:end]
+        end = min(end, last)
+        link_s[0][:, begin:end] = np.maximum(free_s[:, begin:end], link_s[0][:, begin:end])
+        link_s[0][:, begin:end] += there_s[:, begin:end]
+        arrived_s[:, begin + 1 : end + 1] = link_s[0][:, begin:end]
+        if index >= last:
+            ready_s[:, ::2], ready_s[:, 1::2] = free_s[:, ::-1], link_s[1][:, ::-1]
+            ready_s += chain - passed_s
+            np.maximum.accumulate(ready_s, axis=1, out=ready_s)
+            ready_s += passed_s
+            free_s, link_s = ready_s[:, ::-2].copy(), (link_s[0], ready_s[:, -2::-2].copy())
+        if index == resume - 1 and skipped:
+            for row in (free_s, arrived_s, *link_s):
+                row += (skipped * round_s)[:, None]
+    return free_s
+
+
+@lru_cache
+def _moves(num_stages: int) -> IntArray:
+    """Return [moves, stages] layers that stages take from others: 1, 2 or 4 of them.
+
+    Of many stages, only neighbours give layers to each other.
+    """
+    rows = []
+    for giver, taker in itertools.permutations(range(num_stages), 2):
+        for number in (1, 2, 4) if num_stages <= _FEW_STAGES or abs(giver - taker) == 1 else ():
+            row = [0] * num_stages
+            row[giver], row[taker] = -number, number
+            rows.append(row)
+    return np.array(rows)
+
+
+@lru_cache
+def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
+    """Return the first and the last stage of every circle."""
+    return np.triu_indices(num_stages)

@@ -1,0 +1,362 @@
+"""Find the fastest plans on given nodes: masters, whole mixes, placement and local search.
+
+Masters are solved for numbers of pipelines worth trying: 1, 2, 3, 4, 6 and so on, until more of
+them are worse, and then next to the best one; for the second order of placement, and for ownership
+by room, only where that makes a difference for the best number.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.columns import Column
+from lightning_hetero.planner.dealing import deal
+from lightning_hetero.planner.improve import Improver
+from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.master import Master, Mix
+from lightning_hetero.planner.placement import MappingOrder, PipelineNodes, place
+from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
+from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
+from lightning_hetero.simulator import CostModel, Simulation
+
+__all__ = ["FastestPlans", "Task", "priced"]
+
+_NEAR = 1.06
+"""A master may end so much above the best one, and its plans are placed and simulated."""
+_NARROWED = 3
+"""Stages that are made narrower until nodes can hold a mix."""
+_MASTERS = 8
+"""Masters near the best one of an ownership, at most."""
+_SHIFTED = 6
+"""Whole mixes, the fastest, whose layers are moved between stages."""
+_PLACED = 24
+"""Whole mixes that are placed and simulated, the fastest by their own times."""
+_IMPROVED = 12
+"""Plans that local search begins from."""
+_WORK = 8_000
+"""Stages that local search may simulate and plans that it may estimate at last: 2 s at most."""
+_NUMBERS, _ALIKE = 4, 4
+"""Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
+_SIZES_KEPT = 3
+"""Sizes whose columns are mixed: the best alone, and those next to it."""
+_FAR, _FAR_IN_A_ROW = 1.25, 2
+"""More pipelines are not tried where so many numbers in a row were so much above the best one."""
+_FINE = 0.03
+"""Share by which numbers of pipelines next to each other may differ."""
+_SAME_ORDER = 3e-3
+"""Share by which the order of placement must matter, for masters of both to be solved."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is searched for, and with which costs."""
+
+    cost: CostModel
+    workload: Workload
+    options: PlanningOptions
+    tp_degrees: tuple[int, ...]
+    progress: ProgressCallback
+
+    def stages(self, size: int, counts: Sequence[int] | None = None) -> Stages:
+        """Return the stages for one size of micro-batches, on some devices of each node."""
+        workload = replace(self.workload, sequences_per_microbatch=size)
+        return Stages(self.cost, workload, self.tp_degrees, counts)
+
+
+class FastestPlans:
+    """A search for the fastest plans on some devices of each node."""
+
+    def __init__(self, task: Task, stages: dict[int, Stages]) -> None:
+        self.task, self.stages = task, stages
+        is_free = task.options.objective is Objective.THROUGHPUT
+        # Nodes that only own would have to be paid for as well.
+        self.judge = Judge(stages, idle_may_own=is_free, equally=task.options.equal_microbatches)
+        self.any_stages = next(iter(stages.values()))
+        self.solved: dict[tuple[Ownership, MappingOrder], Master] = {}
+        self.num_columns = 0
+
+    def least_s(self) -> float:
+        """Return the least seconds of fractional pipelines."""
+        return self._masters_of(list(self.stages))
+
+    def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
+        """Return plans that fit, best first."""
+        sizes = self._sizes()
+        self._masters_of(sizes)
+        mixes = self._mixes()
+        self.num_columns = sum(len(master.pool) for master in self.solved.values())
+        candidates = self._placed(mixes)
+        running = self._candidate_of(start) if start is not None else None
+        ranked = sorted(candidates, key=self.judge.seconds)
+        begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
+        self.task.progress("Improving the best plans", 0.6)
+        improved = self._improved(ranked, begin)
+        plans: dict[ParallelPlan, PlannedCandidate] = {}
+        every = [*ranked, *begin, *improved]
+        for item in sorted(dict.fromkeys(every), key=self.judge.seconds):
+            found = self.judge.plan(item)
+            if found is not None:
+                plans.setdefault(found[0], priced(*found, self.judge.cost))
+        return list(plans.values())
+
+    def _improved(self, ranked: list[Candidate], begin: list[Candidate]) -> list[Candidate]:
+        """Improve the best plans of several numbers of pipelines, then the best of them all."""
+        most_work = _WORK if self.task.options.thorough else _WORK // 8
+        alike: dict[int, list[Candidate]] = {}
+        for item in ranked:
+            alike.setdefault(len(item.layers), []).append(item)
+        found = []
+        for starts in list(alike.values())[:_NUMBERS]:
+            found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
+        best = [item for item in found if item is not None]
+        best.sort(key=self.judge.seconds)
+        last = Improver(self.judge, most_work).improve([*best, *begin])
+        return [*best, *([last] if last else [])]
+
+    def _sizes(self) -> list[int]:
+        """Return the sizes of micro-batches whose columns are mixed."""
+        if len(self.stages) == 1:
+            return list(self.stages)
+        alone: dict[int, float] = {}
+        for size in self.stages:
+            self.solved.clear()
+            alone[size] = self._masters_of([size])
+            worse = [s for s in alone.values() if s > min(alone.values())]
+            if len(worse) > 1 and list(alone.values())[-2:] == worse[-2:]:
+                break
+        self.solved.clear()
+        best = min(alone.values())
+        return sorted(sorted(alone, key=alone.__getitem__)[:_SIZES_KEPT]) if best else list(alone)
+
+    # -- masters --------------------------------------------------------------------------------
+
+    def _masters_of(self, sizes: Sequence[int]) -> float:
+        """Solve masters for numbers of pipelines worth trying; return the least T."""
+        total = self.any_stages.workload.global_batch_size // min(sizes)
+        top = min(total, sum(self.any_stages.devices.values()))
+        orders = (MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER)
+        times: dict[tuple[int, MappingOrder], float] = {}
+
+        def solve(number: int, order: MappingOrder) -> float:
+            if (number, order) not in times:
+                upper_s = min(times.values(), default=float("inf"))
+                times[number, order] = self._solve(Ownership(number), order, sizes, upper_s)
+            return times[number, order]
+
+        numbers = _numbers(top)
+        numbers = self._scan(lambda n: solve(n, orders[0]), numbers)
+        near = sorted((n for n, o in times if o is orders[0]), key=lambda n: times[n, orders[0]])
+        best = near[0]
+        other = solve(best, orders[1])
+        if not abs(other / times[best, orders[0]] - 1) < _SAME_ORDER:
+            self._descend(lambda n: solve(n, orders[1]), numbers, best)
+        least_s = min(times.values())
+        if not self.judge.cost.layout.is_owned_by_room:
+            return least_s
+        rooms: dict[int, float] = {}
+
+        def solve_by_room(number: int) -> float:
+            if number not in rooms:
+                upper_s = min(rooms.values(), default=float("inf"))
+                rooms[number] = self._solve(Ownership(number, True), orders[0], sizes, upper_s)
+            return rooms[number]
+
+        # Owners by room may help the best number, or make more pipelines fit.
+        lacking = [n for (n, order), seconds in times.items() if n > best and seconds == np.inf]
+        near = [best, *([min(lacking)] if lacking else [])]
+        if least_s < np.inf and min(map(solve_by_room, near)) > least_s * (1 - _SAME_ORDER):
+            return min(least_s, *rooms.values())
+        self._descend(solve_by_room, sorted({*numbers, *near}), min(near, key=solve_by_room))
+        best = min(rooms, key=rooms.__getitem__)
+        other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])
+        return min(least_s, rooms[best], other)
+
+    def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
+        """Try numbers of pipelines in order, until more are worse, and those around the best."""
+        known: dict[int, float] = {}
+        for number in numbers:
+            known[number] = solve(number)
+            best = min(known.values())
+            worse = [seconds > _FAR * best for seconds in known.values()]
+            if len(worse) > _FAR_IN_A_ROW and all(worse[-_FAR_IN_A_ROW:]) and best < np.inf:
+                break
+        self._refine(solve, known)
+        return sorted(known)
+
+    def _descend(self, solve: Callable[[int], float], numbers: Sequence[int], start: int) -> None:
+        """Try the numbers on both sides of one, as long as they are better, and those between."""
+        known = {start: solve(start)}
+        place = numbers.index(start)
+        for side in (numbers[place + 1 :], numbers[:place][::-1]):
+            for number in side:
+                known[number] = solve(number)
+                if known[number] > min(known.values()):
+                    break
+        self._refine(solve, known)
+
+    def _refine(self, solve: Callable[[int], float], known: dict[int, float]) -> None:
+        """Try numbers halfway between the best one and those next to it."""
+        for _ in range(3):
+            ordered = sorted(known)
+            place = ordered.index(min(known, key=lambda n: (known[n], n)))
+            best_number = ordered[place]
+            near = ordered[max(0, place - 1) : place + 2]
+            new = {(n + best_number) // 2 for n in near} - known.keys()
+            if not new or max(abs(n - best_number) for n in new) < _FINE * best_number:
+                break
+            for number in sorted(new):
+                known[number] = solve(number)
+
+    def _solve(
+        self, ownership: Ownership, order: MappingOrder, sizes: Sequence[int], upper_s: float
+    ) -> float:
+        master = Master([self.judge.times(size, ownership, order) for size in sizes])
+        near = [m for (o, d), m in self.solved.items() if d is order or len(self.solved) < 3]
+        for other in near[-2:]:
+            master.add(other.promising())
+        self.solved[ownership, order] = master
+        return master.solve(upper_s)
+
+    def _mixes(self) -> list[tuple[Master, Mix]]:
+        """Return whole mixes of the masters near the best one of each ownership, fastest first.
+
+        With owners by room the fractional T may be far below any plan's.
+        """
+        masters = [master for master in self.solved.values() if master.time_s < np.inf]
+        masters.sort(key=lambda master: master.time_s)
+        found: list[tuple[Master, Mix]] = []
+        for by_room in (False, True):
+            alike = [m for m in masters if m.by_room is by_room]
+            near = [m for m in alike if m.time_s <= alike[0].time_s * _FAR]
+            for master in near[: 2 * _MASTERS]:
+                master.shift_best()
+            alike = sorted(near, key=lambda master: master.time_s)
+            near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
+            mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
+            found += mixes[: _PLACED // 2]
+            found += [(master, master.shifted(mix)) for master, mix in mixes[:_SHIFTED]]
+        return _distinct(found)
+
+    # -- candidates -----------------------------------------------------------------------------
+
+    def _placed(self, mixes: Sequence[tuple[Master, Mix]]) -> list[Candidate]:
+        """Return the mixes on nodes, with micro-batches, in both orders of placement."""
+        found: dict[Candidate, None] = {}
+        for master, mix in mixes:
+            for order in MappingOrder:
+                item = self._candidate(master, mix, order)
+                if item is not None:
+                    found[item] = None
+        return [item for item in found if self.judge.plan(item) is not None]
+
+    def _candidate(self, master: Master, mix: Mix, order: MappingOrder) -> Candidate | None:
+        """Return a mix on nodes; where they can't hold it, with narrower stages."""
+        columns = [column for column, number in mix.columns for _ in range(number)]
+        kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
+        arrangement = place([column.group for column in columns], kinds, counts, order)
+        for _ in range(_NARROWED):
+            if arrangement is not None:
+                break
+            narrow = sorted(self._narrower(master, columns), key=lambda pair: pair[0])
+            if not narrow:
+                return None
+            placed = (
+                (place([c.group for c in row], kinds, counts, order), row) for _, row in narrow
+            )
+            fitting = ((found, row) for found, row in placed if found is not None)
+            arrangement, columns = next(fitting, (None, narrow[0][1]))
+        if arrangement is None:
+            return None
+        columns = [
+            column._replace(inside=pipeline.inside)
+            for column, pipeline in zip(columns, arrangement, strict=True)
+        ]
+        rates = [master.times[column.size].rate(column) for column in columns]
+        known = [rate for rate in rates if rate is not None]
+        sizes = [column.size for column in columns]
+        total = self.any_stages.workload.global_batch_size
+        dealt = deal(known, sizes, total, equally=self.judge.equally)
+        if dealt is None:
+            return None
+        return Candidate(
+            arrangement=arrangement,
+            layers=tuple(column.layers for column in columns),
+            sizes=tuple(sizes),
+            counts=tuple(dealt),
+        )
+
+    def _narrower(
+        self, master: Master, columns: list[Column]
+    ) -> Iterator[tuple[float, list[Column]]]:
+        """Yield columns of which one has a stage of the next lower degree, and a slope to rank."""
+        degrees = self.task.tp_degrees
+        for column in dict.fromkeys(columns):
+            times, index = master.times[column.size], columns.index(column)
+            for stage, (kind, degree) in enumerate(column.options):
+                lower = max((d for d in degrees if d < degree), default=0)
+                options = list(column.options)
+                options[stage] = Option(kind, lower)
+                layers = times.balance(tuple(options)) if lower else None
+                item = column._replace(options=tuple(options), layers=layers or ())
+                rate = times.rate(item) if layers else None
+                if rate is not None:
+                    lost = rate.slope_s / (
+                        before.slope_s if (before := times.rate(column)) else 1.0
+                    )
+                    yield lost, [*columns[:index], item, *columns[index + 1 :]]
+
+    def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
+        """Return the plan that runs as a candidate; None if these nodes can't run it."""
+        cost, usual = self.judge.cost, self.task.workload.sequences_per_microbatch
+        rows, free = [], list(self.any_stages.counts)
+        for pipeline in start.pipelines:
+            stages = []
+            for stage in pipeline.stages:
+                nodes = {cost.node_of_rank[r] for r in stage.ranks if r < len(cost.node_of_rank)}
+                if len(nodes) != 1 or max(stage.ranks) >= len(cost.node_of_rank):
+                    return None
+                (node,) = nodes
+                free[node] -= stage.tp_degree
+                stages.append((node, stage.tp_degree))
+            rows.append(stages)
+        sizes = [pipeline.microbatch_size or usual for pipeline in start.pipelines]
+        counts = [pipeline.num_microbatches or 0 for pipeline in start.pipelines]
+        samples = sum(a * b for a, b in zip(sizes, counts, strict=True))
+        if min(free) < 0 or min(counts) < 1 or samples != self.task.workload.global_batch_size:
+            return None
+        if not set(sizes) <= self.stages.keys() or start.num_layers != self.any_stages.num_layers:
+            return None
+        candidate = Candidate(
+            arrangement=tuple(PipelineNodes.of_stages(row) for row in rows),
+            layers=tuple(tuple(len(s.layers) for s in p.stages) for p in start.pipelines),
+            sizes=tuple(sizes),
+            counts=tuple(counts),
+        )
+        return candidate if self.judge.plan(candidate) is not None else None
+
+
+def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:
+    """Return mixes without repeats, fastest first."""
+    ordered = sorted(mixes, key=lambda pair: pair[1].time_s, reverse=True)
+    kept = {(master.ownership, mix.columns): (master, mix) for master, mix in ordered}
+    return sorted(kept.values(), key=lambda pair: pair[1].time_s)
+
+
+def _numbers(top: int) -> list[int]:
+    """Return numbers of pipelines to try: 1, 2, 3, 4, and then half as many more each time."""
+    found, number = [], 1
+    while number < top:
+        found.append(number)
+        number = max(number + 1, number * 3 // 2)
+    return [*found, top]
+
+
+def priced(found: ParallelPlan, simulation: Simulation, cost: CostModel) -> PlannedCandidate:
+    """Return a simulated plan with the price of the nodes that it uses."""
+    owners = [rank for rank, share in enumerate(found.owner_shares or ()) if share]
+    used = {cost.node_of_rank[rank] for rank in (*found.ranks, *owners)}
+    price = cost.cluster.price_of(sorted(used))
+    return PlannedCandidate(plan=found, simulation=simulation, price_per_hour=price)

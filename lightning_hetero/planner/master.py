@@ -1,0 +1,464 @@
+"""The master: how often each pipeline runs, by column generation and HiGHS.
+
+For D pipelines at most and M micro-batches, with slope t_p, fill f_p and needs a_p of column p, the
+least T is wanted at which
+
+    maximise    Σ_p x_p·(T - f_p)/t_p
+    subject to  Σ_p x_p·a_p ≤ limits of the nodes,  Σ_p x_p ≤ D,
+                Σ_p x_p·room_p + room of idle devices ≥ parameters   (ownership by room)
+
+reaches M. The value is convex in T, so Newton steps from above never pass it:
+T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
+Columns that `Pricing` finds for the duals join until none is worth more than it
+costs. Whole x_p are then chosen from the columns of the linear programme and those of least reduced
+cost, with whole micro-batches where each pipeline runs few.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
+from lightning_hetero.planner.linear_program import LinearProgram, Solution
+from lightning_hetero.planner.memory import idle_capacity
+from lightning_hetero.planner.pricing import Duals, Pricing
+from lightning_hetero.planner.stages import Option
+
+__all__ = ["Master", "Mix"]
+
+_ROUNDS = 8
+"""Rounds of pricing at most; most masters end after 3 to 8."""
+_MOST_EVEN, _FEW_EVEN = 1_000, 150
+"""Even pipelines that begin a search, or a further master; three classes with four degrees each
+make 750."""
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Stages of even pipelines on one class of nodes that begin a search."""
+_ADDED = 24
+"""Columns that join in a round: about half of the levels that are priced."""
+_LACKING = 30.0
+"""Iterations that all the room to own is worth, as long as it is lacking."""
+_ROUNDING = 1e-7
+"""Share of all parameters that may lack room by rounding."""
+_CLOSE = 2e-4
+"""Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
+_PROMISING = 80
+"""Columns that a master takes over from another one."""
+_WHOLE = 200
+"""Columns of least reduced cost among which whole numbers are chosen."""
+_NODES = 60
+"""Nodes of branch and bound for whole numbers: half a second at most."""
+_MOVES, _FEW_STAGES, _FEW_BLOCKS = 24, 10, 3
+"""Moves of layers in a column at most; stages up to which layers move anywhere; blocks of equal
+stages up to which every order is tried."""
+_SHIFTED = 6
+"""Columns of least reduced cost whose layers are moved."""
+_ALIKE = 3
+"""Mixes of one column that are tried beside those of branch and bound."""
+_FEW = 24
+"""Micro-batches of a pipeline up to which whole ones are counted; a share of 4 % each."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Columns and how often each runs."""
+
+    columns: tuple[tuple[Column, int], ...]
+    """Columns that run, and how many pipelines of each."""
+    time_s: float
+    """Seconds of an iteration, by slopes and fills."""
+
+
+class Master:
+    """The programme of one number of pipelines, ownership and order of placement."""
+
+    def __init__(self, times: Sequence[ColumnTimes]) -> None:
+        self.times = {item.stages.workload.sequences_per_microbatch: item for item in times}
+        self.ownership, self.stages = times[0].ownership, times[0].stages
+        self.pricing = [Pricing(item) for item in times]
+        self.total = self.stages.workload.global_batch_size
+        self.most = min(self.ownership.num_pipelines, self.total)
+        self.pool: dict[Column, Rate] = {}
+        self.time_s = np.inf
+        self.is_lacking = False
+        self.floor = np.zeros(len(self.stages.rows))
+        self._last: tuple[list[Column], FloatArray, Duals] | None = None
+        self.shift = cache(self._shifted)
+        self._prepare_room()
+
+    def _prepare_room(self) -> None:
+        """Find what devices that run nothing own, if owners follow room."""
+        self.by_room = self.ownership.by_room
+        cost, rows = self.stages.cost, self.stages.rows
+        idle = [0.0] * len(rows)
+        if self.by_room:
+            for index, (kind, degree, _) in enumerate(rows):
+                if degree == 1:
+                    device = cost.cluster.nodes[self.stages.node_of_class[kind]].device
+                    idle[index] = idle_capacity(cost, device, self.ownership.num_pipelines)
+        self.idle_room = np.array(idle)
+        self.needed_room = cost.model.num_params - float(self.idle_room @ self.stages.limits)
+
+    def add(self, columns: Sequence[Column]) -> int:
+        """Add columns that fit; return how many were new."""
+        before = len(self.pool)
+        for size, times in self.times.items():
+            new = [c for c in columns if c.size == size and c not in self.pool]
+            for column, rate in zip(new, times.rates(new), strict=True):
+                if rate is not None and (rate.uses <= self.stages.limits).all():
+                    self.pool[column] = rate
+        return len(self.pool) - before
+
+    def solve(self, upper_s: float = np.inf) -> float:
+        """Generate columns; return the least T of fractional pipelines, infinite if none fit.
+
+        Args:
+            upper_s: Seconds beyond which nobody is interested.
+        """
+        smallest = [column for pricing in self.pricing if (column := pricing.smallest())]
+        devices = [sum(option.tp_degree for option in column.options) for column in smallest]
+        if self.most * min(devices, default=np.inf) > sum(self.stages.devices.values()):
+            return np.inf
+        self.add(smallest)
+        self._begin()
+        if not self.pool:
+            return np.inf
+        least = _CLOSE * self.total
+        alone = min(
+            rate.fill_s + rate.slope_s * self.total / column.size
+            for column, rate in self.pool.items()
+        )
+        self.time_s = min(alone, upper_s * 4)
+        for _ in range(_ROUNDS):
+            before_s = self.time_s
+            duals_now = self._newton()
+            if duals_now is None:
+                return np.inf
+            found = self._price(self.time_s, duals_now, least)
+            added = self.add([column for _, column in found[:_ADDED]])
+            if not added and self.time_s > before_s * (1 - _CLOSE):
+                break
+        if self.is_lacking:
+            self._last, self.time_s = None, np.inf
+        return self.time_s
+
+    def _price(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
+        found = [pair for p in self.pricing for pair in p.columns(time_s, duals, least, self.floor)]
+        return sorted(found, key=lambda pair: -pair[0])
+
+    def _guess(self) -> tuple[float, Duals]:
+        """Return T and duals as if every device worked all the time at its best speed."""
+        stages, inner = self.stages, self.pricing[0].inner[0]
+        sizes = np.arange(1, stages.num_layers + 1)
+        size = stages.workload.sequences_per_microbatch
+        rates = size * (sizes / inner[..., 1:]).max(axis=(1, 2, 3))
+        speed = dict.fromkeys(stages.devices, 0.0)
+        for option, rate in zip(stages.options, rates.tolist(), strict=True):
+            speed[option.node_class] = max(speed[option.node_class], rate / option.tp_degree)
+        power = sum(speed[kind] * count for kind, count in stages.devices.items())
+        if not power:
+            return 1e9, Duals(rows=np.zeros(len(stages.rows)))
+        time_s = 1.3 * self.total * stages.num_layers / power
+        rows = [
+            speed[kind] * time_s / stages.num_layers * degree for kind, degree, _ in stages.rows
+        ]
+        of_devices = [degree == 1 for _, degree, _ in stages.rows]
+        self.floor = np.array(rows)
+        return time_s, Duals(rows=np.where(of_devices, self.floor, 0.0))
+
+    def _begin(self) -> None:
+        """Fill the pool with even columns, and those for guessed prices."""
+        time_s, duals = self._guess()
+        is_first = len(self.pool) < _ADDED
+        most = _MOST_EVEN if is_first else _FEW_EVEN
+        for times in self.times.values():
+            size = times.stages.workload.sequences_per_microbatch
+            every = itertools.islice(self._even_options(is_wide=is_first), most)
+            rows = [(options, times.balance(options)) for options in every]
+            self.add([Column(options, layers, size) for options, layers in rows if layers])
+        if is_first:
+            for pricing in self.pricing:
+                pricing.is_wide = True
+            self.add([column for _, column in self._price(time_s, duals, -np.inf)])
+            for pricing in self.pricing:
+                pricing.is_wide = False
+
+    def _even_options(self, *, is_wide: bool) -> Iterator[tuple[Option, ...]]:
+        """Yield pipelines of one class of nodes, and ones with an even share of several classes.
+
+        Stages of a class are next to each other and have one degree.
+        """
+        stages, most = self.stages, self.stages.max_stages
+        choices: list[list[tuple[Option, ...]]] = []
+        for kind, count in stages.devices.items():
+            own = [option for option in stages.options if option.node_class == kind]
+            shares = [(o, min(most, count // (self.most * o.tp_degree))) for o in own]
+            for option, share in shares:
+                yield from ((option,) * n for n in (*_LENGTHS, share) if 0 < n <= share)
+            rows = {(o,) * n for o, share in shares for n in (share, is_wide * 1) if 0 < n <= share}
+            choices.append([(), *sorted(rows)])
+        for blocks in itertools.product(*choices):
+            used = [block for block in blocks if block]
+            for order in itertools.permutations(used):
+                options = tuple(itertools.chain.from_iterable(order))
+                if len(used) > 1 and len(options) <= most:
+                    yield options
+
+    def _newton(self) -> Duals | None:
+        """Step T down to where the pool's columns just finish; return the duals there."""
+        columns = list(self.pool)
+        rates = [self.pool[column] for column in columns]
+        slope = _slopes(columns, rates)
+        fill = np.array([rate.fill_s for rate in rates])
+        duals = None
+        for _ in range(8):
+            value = (self.time_s - fill) / slope
+            solution = self._programme(rates, value).minimize()
+            if not len(solution.values):
+                return duals
+            x = solution.values[: len(columns)]
+            self.is_lacking = bool((solution.values[len(columns) :] > _ROUNDING).any())
+            duals = self._duals(solution)
+            per_s = float(x @ (1 / slope))
+            if per_s <= 0:
+                return duals
+            finish_s = float((self.total + x @ (fill / slope)) / per_s)
+            done = finish_s > self.time_s * (1 - _CLOSE)
+            self._last = columns, x, duals
+            if done and finish_s < self.time_s * (1 + _CLOSE):
+                self.time_s = finish_s
+                return duals
+            self.time_s = finish_s
+        return duals
+
+    def _programme(
+        self,
+        rates: Sequence[Rate],
+        value: FloatArray,
+        whole_up_to: FloatArray | None = None,
+    ) -> LinearProgram:
+        program = LinearProgram()
+        upper = np.full(len(rates), np.inf) if whole_up_to is None else whole_up_to
+        x = program.add_variables(upper=upper, cost=-value, integral=whole_up_to is not None)
+        uses = np.stack([rate.uses for rate in rates])
+        for column, limit in zip(uses.T, self.stages.limits, strict=True):
+            program.add_row(x, column, upper=limit)
+        program.add_row(x, 1.0, upper=self.most)
+        if self.by_room:
+            unit = self.stages.cost.model.num_params
+            room = np.array([rate.room for rate in rates]) - uses @ self.idle_room
+            # Room that is lacking costs more than any pipeline is worth.
+            lacking = program.add_variables(upper=np.inf, cost=_LACKING * self.total)
+            if whole_up_to is None:
+                x, room = np.append(x, lacking), np.append(room, unit)
+            program.add_row(x, room / unit, lower=self.needed_room / unit)
+        return program
+
+    def _duals(self, solution: Solution) -> Duals:
+        num = len(self.stages.rows)
+        rows = np.maximum(-solution.row_duals[:num], 0.0)
+        pipeline = max(0.0, -float(solution.row_duals[num]))
+        room = 0.0
+        if self.by_room:
+            room = max(0.0, float(solution.row_duals[num + 1])) / self.stages.cost.model.num_params
+            rows = rows + room * self.idle_room
+        return Duals(rows=rows, pipeline=pipeline, room=room)
+
+    def best_columns(self) -> list[tuple[Column, float]]:
+        """Return the columns that run in the last solution, and how often."""
+        if self._last is None:
+            return []
+        columns, x, _ = self._last
+        return [(columns[i], float(x[i])) for i in np.flatnonzero(x > 1e-9).tolist()]
+
+    def promising(self) -> list[Column]:
+        """Return the columns that a master like this one begins with: of least reduced cost."""
+        if self._last is None:
+            return list(self.pool)[:_PROMISING]
+        columns, x, duals = self._last
+        loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
+        return [columns[i] for i in np.argsort(loss, kind="stable")[:_PROMISING].tolist()]
+
+    def _reduced_cost(self, columns: Sequence[Column], duals: Duals) -> FloatArray:
+        """Return what columns cost more than they are worth, in sequences."""
+        rates = [self.pool[column] for column in columns]
+        uses = np.stack([rate.uses for rate in rates])
+        fill = np.array([rate.fill_s for rate in rates])
+        room = np.array([rate.room for rate in rates])
+        cost: FloatArray = uses @ duals.rows + duals.pipeline - duals.room * room
+        return cost - (self.time_s - fill) / _slopes(columns, rates)
+
+    def mixes(self) -> list[Mix]:
+        """Return whole numbers of pipelines, from the best columns of the last `solve`."""
+        if self._last is None:
+            return []
+        columns, x, duals = self._last
+        rates = [self.pool[column] for column in columns]
+        fill = np.array([rate.fill_s for rate in rates])
+        value = (self.time_s - fill) / _slopes(columns, rates)
+        loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
+        order = np.argsort(loss, kind="stable")[:_WHOLE]
+        chosen = order[value[order] > 0.5]
+        if not len(chosen):
+            return []
+        kept = [columns[i] for i in chosen.tolist()]
+        found = self._whole(kept, [rates[i] for i in chosen.tolist()])
+        found += self._alike(kept, [rates[i] for i in chosen.tolist()])
+        return list({mix.columns: mix for mix in found}.values())
+
+    def _alike(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
+        """Return the best mixes of one column: their exchange is the simplest."""
+        found = []
+        for column, rate in zip(columns, rates, strict=True):
+            used = rate.uses > 0
+            number = min(self.most, int((self.stages.limits[used] // rate.uses[used]).min()))
+            if number and not (self.by_room and number * rate.room < self.needed_room):
+                count = -(-self.total // (column.size * number))
+                found.append(Mix(((column, number),), rate.ends_s(count)))
+        return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
+
+    def shift_best(self) -> None:
+        """Add the columns that run with layers moved between stages, and solve again."""
+        number = max(1.0, sum(count for _, count in self.best_columns()))
+        best = self.promising()[:_SHIFTED]
+        shifted = []
+        for column in best:
+            share = self.total / (column.size * number)
+            # Pipelines with few micro-batches have one more or less.
+            more = (0, 1, 2) if share <= FEW_MICROBATCHES else (0,)
+            shifted += [self.shift(column, max(1.0, share // 1 + n)) for n in more]
+        if self.add(shifted):
+            self._newton()
+
+    def shifted(self, mix: Mix) -> Mix:
+        """Return a mix with layers moved between stages while its pipelines end sooner.
+
+        Balanced stages are not the best ones where fills are long, or links slow.
+        """
+        share = self.total / sum(n * column.size for column, n in mix.columns)
+        pairs = [(self.shift(column, share), n) for column, n in mix.columns]
+        if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
+            return mix
+        self.add([column for column, _ in pairs])
+        rates = [(self.pool[c], c.size * n) for c, n in pairs]
+        before = sum(rate.fill_s * size / rate.slope_s for rate, size in rates)
+        per_s = sum(size / rate.slope_s for rate, size in rates)
+        return Mix(tuple(pairs), (self.total + before) / per_s)
+
+    def _shifted(self, column: Column, share: float) -> Column:
+        """Return the column with the order of stages and the layers that end `share` soonest.
+
+        From each of the best three orders, layers move from stage to stage: of all moves of 8, 4,
+        2 or 1 layers the best one each time.
+        """
+        times, count = self.times[column.size], max(1, round(share))
+
+        def ends_s(items: Sequence[Column]) -> list[float]:
+            rates = times.rates(items)
+            return [r.ends_s(count) if r else np.inf for r in rates]
+
+        turned = [
+            column._replace(options=options, layers=layers)
+            for options in _turned(column.options)
+            for layers in (times.balance(options), times.split(options, None, count))
+            if layers
+        ]
+        begin = [column, *_best(turned, ends_s(turned), 2)]
+        climbed = []
+        for item in begin:
+            best, best_s = item, ends_s([item])[0]
+            for _ in range(_MOVES):
+                moved = _layers_moved(best)
+                seconds = ends_s(moved)
+                if min(seconds, default=np.inf) >= best_s * (1 - 1e-6):
+                    break
+                best_s = min(seconds)
+                best = moved[seconds.index(best_s)]
+            climbed.append(best)
+        return _best(climbed, ends_s(climbed), 1)[0]
+
+    def _whole(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
+        slope = _slopes(columns, rates)
+        fill = np.array([rate.fill_s for rate in rates])
+        uses = np.stack([rate.uses for rate in rates])
+        with np.errstate(divide="ignore"):
+            most = np.where(uses > 0, self.stages.limits // np.maximum(uses, 1e-9), np.inf)
+        upper = np.minimum(most.min(axis=1), self.most)
+
+        def choose(value: FloatArray) -> IntArray | None:
+            program = self._programme(rates, value, whole_up_to=upper)
+            solution = program.minimize(max_nodes=_NODES, gap=1e-3)
+            return solution.integers[: len(rates)] if len(solution.values) else None
+
+        found: list[Mix] = []
+        time_s = self.time_s
+        for _ in range(3):
+            x = choose(np.maximum((time_s - fill) / slope, 0.0))
+            if x is None or not x.any():
+                break
+            finish_s = float((self.total + x @ (fill / slope)) / (x @ (1 / slope)))
+            found.append(_mix(columns, x, finish_s))
+            if finish_s <= time_s * (1 + _CLOSE) or finish_s == time_s:
+                break
+            time_s = finish_s
+        if not found:
+            return found
+        share = self.total / sum(count for _, count in found[-1].columns)
+        if share <= _FEW:
+            sizes = np.array([column.size for column in columns])
+            low_s, high_s = self.time_s, 1.5 * max(mix.time_s for mix in found)
+            for _ in range(7):
+                middle_s = (low_s + high_s) / 2
+                value = np.maximum((middle_s - fill) / (slope * sizes) + 1e-9, 0.0) // 1 * sizes
+                x = choose(value)
+                if x is None or x @ value < self.total:
+                    low_s = middle_s
+                else:
+                    high_s = middle_s
+                    used = x * (value > 0)
+                    found.append(_mix(columns, used, middle_s))
+        return found
+
+
+def _best(items: Sequence[Column], seconds: Sequence[float], number: int) -> list[Column]:
+    order = sorted(range(len(items)), key=seconds.__getitem__)
+    return [items[index] for index in order[:number]]
+
+
+def _layers_moved(column: Column) -> list[Column]:
+    """Return the column with 8, 4, 2 or 1 layers moved from any stage to another one.
+
+    Of many stages, only neighbours give layers to each other.
+    """
+    found, few = [], len(column.layers) <= _FEW_STAGES
+    for giver, taker in itertools.permutations(range(len(column.layers)), 2):
+        for number in (8, 4, 2, 1) if few or abs(giver - taker) == 1 else ():
+            if number < column.layers[giver]:
+                layers = list(column.layers)
+                layers[giver] -= number
+                layers[taker] += number
+                found.append(column._replace(layers=tuple(layers)))
+    return found
+
+
+def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
+    """Return stages with the blocks of equal ones in other orders; many are turned round."""
+    blocks = [tuple(block) for _, block in itertools.groupby(options)]
+    orders: Iterable[Sequence[tuple[Option, ...]]] = (
+        itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
+    )
+    every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
+    return list(every)
+
+
+def _slopes(columns: Sequence[Column], rates: Sequence[Rate]) -> FloatArray:
+    """Return the seconds of a sequence for each column."""
+    return np.array([r.slope_s / c.size for c, r in zip(columns, rates, strict=True)])
+
+
+def _mix(columns: Sequence[Column], x: IntArray, time_s: float) -> Mix:
+    pairs = [(columns[i], int(x[i])) for i in np.flatnonzero(x).tolist()]
+    return Mix(columns=tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))), time_s=time_s)

@@ -1,0 +1,218 @@
+"""Place pipelines on the nodes of a cluster.
+
+Devices of a node are interchangeable, so a stage is described by its node; ranks are assigned last.
+
+`place` decides which node each stage of each group runs on (AutoHet §III-C, Algorithm 1 line
+10). Tensor parallelism stays inside a node. One order favours data parallelism: it places the same
+stage of all pipelines together (stage by stage), so gradients stay inside nodes and activations
+cross them. The other order (pipeline by pipeline) keeps activations inside and lets gradients
+cross. Both orders are starting points that the simulator judges.
+"""
+
+import itertools
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+
+__all__ = [
+    "Arrangement",
+    "Group",
+    "MappingOrder",
+    "PipelineNodes",
+    "classify_nodes",
+    "place",
+    "to_plan",
+    "used_nodes",
+]
+
+
+class PipelineNodes(NamedTuple):
+    """One pipeline's stages by node."""
+
+    tp_degrees: tuple[int, ...]
+    """Devices of every stage, first stage first; all in the stage's node."""
+    nodes: tuple[int, ...]
+    """Node of every stage."""
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """(node, devices) of every stage."""
+        return tuple(zip(self.nodes, self.tp_degrees, strict=True))
+
+    @property
+    def inside(self) -> tuple[bool, ...]:
+        """Whether each two neighbouring stages share a node."""
+        return tuple([one == other for one, other in itertools.pairwise(self.nodes)])
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[tuple[int, int]]) -> Self:
+        """Return the pipeline of (node, devices) of every stage."""
+        nodes, tp_degrees = zip(*stages, strict=True)
+        return cls(tp_degrees, nodes)
+
+
+Arrangement = tuple[PipelineNodes, ...]
+"""All pipelines; devices that are in none of them are idle."""
+
+
+def used_nodes(arrangement: Arrangement) -> list[int]:
+    """Return the nodes that an arrangement has stages on, ascending."""
+    return sorted({node for pipeline in arrangement for node in pipeline.nodes})
+
+
+def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
+    """Return a class for each node; nodes of one class have equal devices and equal links.
+
+    A node with a link of its own to another node is alone in its class.
+    """
+    linked = {index for link in cluster.links for index in link.nodes if len(set(link.nodes)) > 1}
+    inside = {link.nodes[0]: link for link in cluster.links if len(set(link.nodes)) == 1}
+    keys: dict[tuple[object, ...], int] = {}
+    classes = []
+    for index, node in enumerate(cluster.nodes):
+        link = inside.get(index)
+        key = (
+            node.device,
+            index if index in linked else None,
+            (link.bytes_per_s, link.latency_s) if link else None,
+        )
+        classes.append(keys.setdefault(key, len(keys)))
+    return tuple(classes)
+
+
+def to_plan(
+    arrangement: Arrangement,
+    layers: Sequence[Sequence[int]],
+    num_microbatches: Sequence[int | None],
+    cluster: Cluster,
+) -> ParallelPlan:
+    """Assign ranks to the stages and return the plan.
+
+    Args:
+        arrangement: The pipelines' stages by node.
+        layers: Layers of each stage, as [pipeline][stage].
+        num_microbatches: Micro-batches of each pipeline; None leaves them open.
+        cluster: The cluster whose nodes the arrangement names.
+    """
+    free = []
+    first = 0
+    for node in cluster.nodes:
+        free.append(first)
+        first += node.count
+    slots = [
+        (-tp_degree, index, stage, node)
+        for index, pipeline in enumerate(arrangement)
+        for stage, (node, tp_degree) in enumerate(pipeline.stages)
+    ]
+    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
+    # Wide groups first: they then start at multiples of their width, which suits node topologies.
+    for negative_degree, index, stage, node_index in sorted(slots):
+        stop = free[node_index] - negative_degree
+        ranks[index, stage] = tuple(range(free[node_index], stop))
+        free[node_index] = stop
+    pipelines = []
+    for index, (row, count) in enumerate(zip(layers, num_microbatches, strict=True)):
+        stops = itertools.accumulate(row)
+        stages = tuple(
+            StagePlan(ranks=ranks[index, stage], layers=range(stop - size, stop))
+            for stage, (size, stop) in enumerate(zip(row, stops, strict=True))
+        )
+        pipelines.append(PipelinePlan(stages=stages, num_microbatches=count))
+    return ParallelPlan(pipelines=tuple(pipelines))
+
+
+class MappingOrder(StrEnum):
+    """The order in which stages are placed, by what it keeps together on a node."""
+
+    STAGES_TOGETHER = "stages-together"
+    """The same stage of all pipelines: gradients stay inside nodes."""
+    PIPELINES_TOGETHER = "pipelines-together"
+    """All stages of a pipeline: activations stay inside nodes."""
+
+
+class Group(NamedTuple):
+    """The stages of one pipeline, by class of nodes; their nodes are still open."""
+
+    tp_degrees: tuple[int, ...]
+    """Devices of every stage, first stage first."""
+    classes: tuple[int, ...]
+    """Class of nodes of every stage."""
+
+
+def place(
+    groups: Sequence[Group], classes: Sequence[int], counts: Sequence[int], order: MappingOrder
+) -> Arrangement | None:
+    """Return an arrangement of the groups, in their order, or None if the nodes can't hold them.
+
+    The widest stages come first. For STAGES_TOGETHER a stage takes the first node with room. For
+    PIPELINES_TOGETHER it stays on the node of the stage before; else it takes the node that all the
+    stages of its class which follow fill best, or the one with the most room.
+
+    Args:
+        groups: The pipelines.
+        classes: Class of every node.
+        counts: Devices of every node.
+        order: What to keep together.
+    """
+    nodes_of: dict[int, list[int]] = {}
+    for node, kind in enumerate(classes):
+        nodes_of.setdefault(kind, []).append(node)
+    is_near = order is MappingOrder.PIPELINES_TOGETHER
+    found = (_pipelines_together if is_near else _stages_together)(groups, nodes_of, list(counts))
+    if found is None:
+        return None
+    return tuple(
+        PipelineNodes(group.tp_degrees, tuple(nodes))
+        for group, nodes in zip(groups, found, strict=True)
+    )
+
+
+def _stages_together(
+    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+) -> list[list[int]] | None:
+    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.classes))]
+    slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[1]))
+    placed = [[-1] * len(group.classes) for group in groups]
+    for g, s in slots:
+        tp_degree = groups[g].tp_degrees[s]
+        candidates = nodes_of.get(groups[g].classes[s], [])
+        # Nodes are filled one after the other; a full one is dropped from the front for good.
+        while candidates and free[candidates[0]] < 1:
+            candidates.pop(0)
+        chosen = next((node for node in candidates if free[node] >= tp_degree), None)
+        if chosen is None:
+            return None
+        free[chosen] -= tp_degree
+        placed[g][s] = chosen
+    return placed
+
+
+def _pipelines_together(
+    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+) -> list[list[int]] | None:
+    placed = [[-1] * len(group.classes) for group in groups]
+    wide_first = sorted(
+        range(len(groups)), key=lambda g: (-max(groups[g].tp_degrees), -sum(groups[g].tp_degrees))
+    )
+    for g in wide_first:
+        group, chosen = groups[g], -1
+        for s, (tp_degree, kind) in enumerate(zip(*group, strict=True)):
+            near = s and group.classes[s - 1] == kind and free[chosen] >= tp_degree
+            if not near:
+                rest = zip(group.tp_degrees[s:], group.classes[s:], strict=True)
+                needed = sum(degree for degree, of in rest if of == kind)
+                room = [node for node in nodes_of.get(kind, []) if free[node] >= tp_degree]
+                if not room:
+                    return None
+                holding = [node for node in room if free[node] >= needed]
+                chosen = (
+                    min(holding, key=free.__getitem__)
+                    if holding
+                    else max(room, key=free.__getitem__)
+                )
+            free[chosen] -= tp_degree
+            placed[g][s] = chosen
+    return placed

@@ -1,0 +1,332 @@
+"""Price new columns: the best pipelines for given dual prices, by a shortest path.
+
+By T a pipeline finishes (T - f)/t + 1 micro-batches, with f the sum of its stages' seconds w. Given
+the duals π of the rows of nodes, μ of the number of pipelines and ρ of room to own, the reduced
+value of a column with bottleneck t is
+
+    T/t + 1 - μ - Σ_stages (w/t + π·uses - ρ·room),    w ≤ t for every stage.
+
+For each level t the sum is least along a shortest path from (0 stages, 0 layers) to (s stages, L
+layers), which places stages from the last to the first: so each stage's position says how many
+micro-batches it holds, hence its memory and recomputation. Levels are exact seconds of some number
+of layers on some stage option. Slow links make circles of stages wait, which no sum over stages
+says; so paths are found for several shares of links in `w ≤ t`, and valued by their exact rates.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.columns import Column, ColumnTimes
+from lightning_hetero.planner.placement import MappingOrder
+from lightning_hetero.planner.stages import Option
+
+__all__ = ["Duals", "Pricing"]
+
+_LEVELS = 16
+"""Levels of the bottleneck priced at once."""
+_SLOW_LINK = 0.02
+"""Links that take so much of a pipeline's seconds decide its composition."""
+_OF_LENGTH = 3
+"""Pipelines of each number of stages that begin a search."""
+_RAISES = 4
+"""Times that a level's prices are raised at most, until its pipeline fits."""
+_CARRY = 0.5
+"""Share of raised prices with which the levels beside a level begin."""
+_STEP = 0.2
+"""Share of the devices' average prices by which a price changes at least."""
+_ENOUGH = 4
+"""Columns that improve the master and spare a closer look at levels."""
+_LOOKS = 2
+"""Times that levels are looked at; layers are balanced for each pipeline that is found."""
+_NEAREST = 5
+"""Levels whose neighbours are looked at."""
+_WAITS = (0.0, 0.5, 1.0)
+"""Shares of its links' seconds that a stage may have to wait for: those of the slowest circle of n
+stages count (n - 1)/n each, none if that circle is elsewhere."""
+_STALE = 3
+"""Positions without a better pipeline after which longer ones are not tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duals:
+    """Prices of what columns take, in sequences."""
+
+    rows: FloatArray
+    """[rows] of each row of nodes."""
+    pipeline: float = 0.0
+    """Of a pipeline."""
+    room: float = 0.0
+    """Of room to own a parameter."""
+
+
+class Pricing:
+    """Finds columns for one number of pipelines and order of placement."""
+
+    def __init__(self, times: ColumnTimes) -> None:
+        self.times, self.stages = times, times.stages
+        self.num_layers = self.stages.num_layers
+        options, ownership = self.stages.options, times.ownership
+        near = times.order is MappingOrder.PIPELINES_TOGETHER
+        self.hops_s = np.array(
+            [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
+        )
+        self.waits: tuple[float, ...] = (0.5,)
+        self._wait = 0.5
+        self.is_wide = False
+        """Whether the best pipelines of every number of stages are found, too."""
+
+        def tables(first: bool, last: bool) -> tuple[FloatArray, FloatArray]:  # noqa: FBT001
+            rows = [self.stages.table(option, ownership, first, last) for option in options]
+            return np.stack([row.total_s for row in rows]), np.stack([row.room for row in rows])
+
+        # [options, variants, in flight, layers] seconds and room.
+        self.inner, self.last = tables(False, False), tables(False, True)
+        self.first, self.only = tables(True, False), tables(True, True)
+        self.first_s = np.stack([times.first_s(option) for option in options])
+        fastest_s = self.inner[0][..., 1:].min()
+        if self.hops_s.max(initial=0.0) > _SLOW_LINK * self.num_layers * fastest_s:
+            self.waits = _WAITS
+
+    def _width(self, option: Option) -> int:
+        return max(self.stages.counts_of_class[option.node_class])
+
+    @cached_property
+    def levels(self) -> list[FloatArray]:
+        """All seconds that a stage may take for a micro-batch, for each share of its links."""
+        found = []
+        for wait in self.waits:
+            links_s = wait * self.hops_s[:, None, None, None]
+            several = [(t[0] + links_s).ravel() for t in (self.inner, self.first, self.last)]
+            every = np.concatenate([*several, self.only[0].ravel()])
+            found.append(np.unique(np.round(every[np.isfinite(every)], 12)))
+        return found
+
+    def columns(
+        self, time_s: float, duals: Duals, least: float, floor: FloatArray
+    ) -> list[tuple[float, Column]]:
+        """Return columns that the nodes can run with a reduced value above `least`, best first.
+
+        Duals of rows with devices to spare are 0, and a pipeline may be worth more than its devices
+        cost with more of them than there are. So each level raises the prices of what its path
+        takes too much of, in steps of `floor`, until the path fits; values are by the duals alone.
+        Prices and values are in sequences, so for each micro-batch they are divided by its size.
+        """
+        size = self.stages.workload.sequences_per_microbatch
+        own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
+        exact: dict[Column, float] = {}
+        for wait in self._waits_in_order():
+            self._find(wait, time_s, own, least / size, floor / size, exact)
+            if sum(value * size > least for value in exact.values()) >= _ENOUGH:
+                self._wait = wait
+                break
+        ranked = sorted(exact.items(), key=lambda item: -item[1])
+        return [(value * size, column) for column, value in ranked if value * size > least]
+
+    def _waits_in_order(self) -> list[float]:
+        """Return the shares of links to try, the one that found columns last before the others."""
+        return sorted(self.waits, key=lambda wait: wait != self._wait)
+
+    def _find(
+        self,
+        wait: float,
+        time_s: float,
+        duals: Duals,
+        least: float,
+        floor: FloatArray,
+        exact: dict[Column, float],
+    ) -> None:
+        """Add columns that fit to `exact`, with their values, for one share of links."""
+        every = self.levels[self.waits.index(wait)]
+        levels = every[every <= time_s]
+        step = max(1, len(levels) // _LEVELS)
+        chosen = np.arange(step // 2, len(levels), step)
+        raised = np.zeros((len(chosen), len(floor)))
+        for _ in range(_LOOKS):
+            if not len(chosen):
+                break
+            values = self._fitting(wait, levels[chosen], time_s, duals, floor, raised, exact)
+            if step == 1 or sum(value > least for value in exact.values()) >= _ENOUGH:
+                break
+            # Levels next to the best ones, at a quarter of the distance, from their prices.
+            step = max(1, step // 4)
+            best = np.argsort(-values, kind="stable")[:_NEAREST]
+            near = np.unique((chosen[best][:, None] + step * np.arange(-3, 4)).ravel())
+            near = np.setdiff1d(near[(near >= 0) & (near < len(levels))], chosen)
+            after = np.clip(np.searchsorted(chosen, near), 0, len(chosen) - 1)
+            chosen, raised = near, _CARRY * raised[after]
+
+    def _fitting(  # noqa: PLR0913
+        self,
+        wait: float,
+        levels: FloatArray,
+        time_s: float,
+        duals: Duals,
+        floor: FloatArray,
+        raised: FloatArray,
+        exact: dict[Column, float],
+    ) -> FloatArray:
+        """Raise prices until columns fit; return the levels' best values."""
+        limits = self.stages.limits
+        values = np.full(len(levels), -np.inf)
+        open_levels = np.arange(len(levels))
+        for attempt in range(_RAISES):
+            prices = (duals.rows + raised[open_levels]) @ self.stages.uses.T
+            found = self._price(wait, levels[open_levels], time_s, duals, prices)
+            left = []
+            fitting = [
+                column for _, column in found if (self.times.uses(column.options) <= limits).all()
+            ]
+            self._value(fitting, time_s, duals, exact)
+            for index, column in found:
+                level = int(open_levels[index])
+                uses = self.times.uses(column.options)
+                over = uses - limits
+                if (over <= 0).all():
+                    worth = max(exact.get(c, -np.inf) for c in self._balanced(column))
+                    values[level] = max(values[level], worth)
+                    if not raised[level].any():
+                        continue
+                # A subgradient step: dearer where too much is taken, cheaper where some is left.
+                moved = np.sign(over) * _STEP + over / limits
+                raised[level] = np.maximum(raised[level] + floor * moved / (1 + attempt), 0.0)
+                left.append(level)
+            open_levels = np.unique(np.array(left, dtype=np.int64))
+            if not len(open_levels):
+                break
+        return values
+
+    def _balanced(self, column: Column) -> list[Column]:
+        """Return a column, and the same stages with balanced layers."""
+        layers = self.times.balance(column.options)
+        return [column] if layers is None else [column, column._replace(layers=layers)]
+
+    def _value(
+        self, columns: list[Column], time_s: float, duals: Duals, exact: dict[Column, float]
+    ) -> None:
+        """Add columns, and ones with balanced layers, to `exact` with their reduced values."""
+        every = dict.fromkeys(item for column in columns for item in self._balanced(column))
+        new = [item for item in every if item not in exact]
+        for item, rate in zip(new, self.times.rates(new), strict=True):
+            if rate is not None:
+                needs = float(rate.uses @ duals.rows) + duals.pipeline - duals.room * rate.room
+                exact[item] = (time_s - rate.fill_s) / rate.slope_s - needs
+
+    def smallest(self) -> Column | None:
+        """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
+        level_s = max((float(every[-1]) for every in self.levels if len(every)), default=0.0)
+        if not level_s:
+            return None
+        degrees = np.array([[1e3 * option.tp_degree for option in self.stages.options]])
+        nothing = Duals(rows=np.zeros(len(self.stages.rows)))
+        found = self._price(0.0, np.array([level_s]), level_s, nothing, degrees)
+        return found[0][1] if found else None
+
+    def _price(
+        self, wait: float, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
+    ) -> list[tuple[int, Column]]:
+        """Return the best column of each level and, for a wide search, of each length.
+
+        Args:
+            wait: Share of its links' seconds that a stage has to wait for.
+            levels: Bottlenecks.
+            time_s: Seconds of an iteration.
+            duals: Prices of a pipeline and of room.
+            prices: [levels, options] of each stage.
+        """
+        count, size = len(levels), self.num_layers + 1
+        best = np.full(count, -np.inf)
+        reached = np.full((1, count, size), np.inf)
+        reached[0, :, 0] = 0.0
+        paths, edges, closing, values = [reached[0]], [], [], []
+        at = np.zeros(count, dtype=np.int64)
+        stale = 0
+        worth = time_s / levels + 1 - duals.pipeline
+        for position in range(self.stages.max_stages):
+            is_last = position == 0
+            ends = self.only if is_last else self.first
+            edge = self._edge(ends, wait, position, levels, prices, duals, is_first=True)
+            total = paths[-1][:, ::-1] + edge[0]
+            value = worth - total.min(axis=1)
+            better = value > best + 1e-12
+            best = np.where(better, value, best)
+            # Until one fits, more stages may yet.
+            stale = 0 if better.any() or np.isinf(best).all() else stale + 1
+            at[better] = position
+            closing.append(edge)
+            values.append(value)
+            middle = self.last if is_last else self.inner
+            if stale > _STALE or position + 1 >= self.stages.max_stages:
+                break
+            edge = self._edge(middle, wait, position, levels, prices, duals, is_first=False)
+            edges.append(edge)
+            paths.append(_joined(paths[-1], edge[0]))
+            if not np.isfinite(paths[-1]).any():
+                break
+        chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
+        for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
+            every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
+            chosen += [(level, position) for level in every if np.isfinite(row[level])]
+        return [
+            (level, self._column(paths, edges, closing[position], level, position))
+            for level, position in dict.fromkeys(chosen)
+        ]
+
+    def _edge(  # noqa: PLR0913
+        self,
+        tables: tuple[FloatArray, FloatArray],
+        wait: float,
+        position: int,
+        levels: FloatArray,
+        prices: FloatArray,
+        duals: Duals,
+        *,
+        is_first: bool,
+    ) -> tuple[FloatArray, IntArray]:
+        """Return [levels, layers] least cost of a stage at a position, and its option."""
+        links_s = self.hops_s[:, None, None] * (not is_first or position > 0)
+        position = min(position, tables[0].shape[2] - 1)
+        seconds, room = (item[:, :, position] for item in tables)
+        end_s = seconds + links_s + self.first_s[:, None] * is_first
+        cost = end_s[None] / levels[:, None, None, None] + prices[:, :, None, None]
+        cost -= duals.room * room
+        busy = seconds + wait * links_s
+        cost = np.where(busy[None] <= levels[:, None, None, None] * (1 + 1e-9), cost, np.inf)
+        cost[..., 0] = np.inf
+        cost = cost.min(axis=2)
+        choice = cost.argmin(axis=1)
+        return np.take_along_axis(cost, choice[:, None], axis=1)[:, 0], choice
+
+    def _column(
+        self,
+        paths: list[FloatArray],
+        edges: list[tuple[FloatArray, IntArray]],
+        first: tuple[FloatArray, IntArray],
+        level: int,
+        position: int,
+    ) -> Column:
+        taken = int(np.argmin(paths[position][level, ::-1] + first[0][level]))
+        options = [int(first[1][level, taken])]
+        layers, left = [taken], self.num_layers - taken
+        for index in range(position - 1, -1, -1):
+            edge, choice = edges[index]
+            total = paths[index][level, left::-1] + edge[level, : left + 1]
+            taken = int(np.argmin(total))
+            options.append(int(choice[level, taken]))
+            layers.append(taken)
+            left -= taken
+        known = self.stages.options
+        size = self.stages.workload.sequences_per_microbatch
+        return Column(tuple(known[index] for index in options), tuple(layers), size)
+
+
+def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
+    """Return the least costs after one more stage, [levels, layers placed]."""
+    found: FloatArray = np.full(reached.shape, np.inf)
+    counts: list[int] = np.flatnonzero(np.isfinite(edge).any(axis=0)).tolist()
+    for count in counts:
+        later = reached[:, : found.shape[1] - count] + edge[:, count][:, None]
+        np.minimum(found[:, count:], later, out=found[:, count:])
+    return found

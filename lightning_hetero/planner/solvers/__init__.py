@@ -1,1 +1,0 @@
-"""Solvers of the search: compositions of device groups, layers of stages, rates of pipelines."""

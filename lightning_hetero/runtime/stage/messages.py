@@ -1,0 +1,239 @@
+"""Pack tensors end to end as bytes, and unpack them by their forms (shape, dtype and the like).
+
+Messages that begin with a header, from which the receiver learns what they hold.
+
+A buffer is as long as the longest message before it was posted. The sender knows how many are
+posted ahead, so it knows how long each is; what doesn't fit follows in a message of its own.
+"""
+
+import pickle
+import struct
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.runtime.clock import ComputeClock
+
+__all__ = [
+    "HEADER_BYTES",
+    "LENGTHS_BYTES",
+    "Form",
+    "Header",
+    "HiddenForm",
+    "Inbox",
+    "Outbox",
+    "form_of",
+    "offsets_of",
+    "packed_behind",
+    "payload_of",
+    "payload_sizes",
+    "tensor_of",
+    "unpack",
+]
+
+_ALIGNMENT_BYTES = 64
+"""Alignment of packed tensors: each can be viewed in its own dtype, and kernels find it aligned."""
+
+
+class Form(NamedTuple):
+    """The form of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Return a tensor's form."""
+    return Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def payload_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the bytes of the first tensor, and those of the others end to end."""
+    parts = [_bytes_of(tensor) for tensor in tensors[:1]]
+    return [*parts, packed_behind(parts[0].new_empty(0), tensors[1:])] if tensors[1:] else parts
+
+
+@lru_cache(maxsize=256)
+def payload_sizes(forms: tuple[Form, ...]) -> tuple[int, ...]:
+    """Return the bytes of each part of a payload; see `payload_of`."""
+    sizes = tuple(form.num_bytes for form in forms[:1])
+    return (*sizes, offsets_of(forms[1:])[-1]) if forms[1:] else sizes
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def packed_behind(start: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of `start`, then those of the tensors at the offsets of `offsets_of`."""
+    parts = [start]
+    for tensor in tensors:
+        part = _bytes_of(tensor)
+        parts += (part,)
+        if part.numel() % _ALIGNMENT_BYTES:
+            parts += (part.new_zeros(-part.numel() % _ALIGNMENT_BYTES),)
+    return torch.cat(parts)
+
+
+def unpack(packed: Tensor, forms: tuple[Form, ...], *, behind: int = 0) -> list[Tensor]:
+    """Return the tensors with these forms that are packed behind so many bytes of `packed`."""
+    return [
+        tensor_of(packed[behind + start : behind + stop], form)
+        for (start, stop), form in zip(_bounds_of(forms), forms, strict=True)
+    ]
+
+
+def tensor_of(content: Tensor, form: Form) -> Tensor:
+    """Return the tensor with this form whose bytes these are, such as the first of a payload."""
+    # To autograd it is no view, so that changing one in place doesn't count for the others.
+    return content.view(form.dtype).view(form.shape).data
+
+
+@lru_cache(maxsize=256)
+def _bounds_of(forms: tuple[Form, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the bytes [first, last + 1) of each packed tensor."""
+    pairs = zip(offsets_of(forms), forms, strict=False)
+    return tuple((start, start + form.num_bytes) for start, form in pairs)
+
+
+@lru_cache(maxsize=256)
+def offsets_of(forms: tuple[Form, ...]) -> tuple[int, ...]:
+    """Return the offset of each packed tensor, and at the end the total length, in bytes."""
+    offsets = [0]
+    for form in forms:
+        offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    return tuple(offsets)
+
+
+HEADER_BYTES = 512
+"""The size of a header is a multiple of this."""
+_LENGTHS = struct.Struct("<QQ")
+"""The start of each message: the bytes of its header's content and of the whole message."""
+LENGTHS_BYTES = _LENGTHS.size
+"""Bytes of the two lengths with which each message begins."""
+_REST_TAG = 1
+"""Tag of what didn't fit into a posted buffer; only on CPUs, whose backend knows tags."""
+
+HiddenForm = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a hidden state."""
+
+
+class Header(NamedTuple):
+    """A handover without the values of its tensors."""
+
+    tensors: tuple[Form, ...]
+    left: tuple[bytes, ...]
+    forms: tuple[HiddenForm, ...]
+    changes_input: bool
+
+
+class Inbox:
+    """The receiving end of messages that begin with a header."""
+
+    def __init__(self) -> None:
+        self._longest = LENGTHS_BYTES
+        self.header_bytes = 0
+        """Bytes of the last message before its tensors."""
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._last: tuple[bytes, Header] | None = None
+
+    @property
+    def num_posted(self) -> int:
+        """Number of posted receives that nobody has waited for."""
+        return len(self._posted)
+
+    def post(self, peer: int, group: dist.ProcessGroup | None) -> None:
+        """Post the receive of a message."""
+        buffer = torch.empty(self._longest, dtype=torch.uint8)
+        work = dist.irecv(buffer, peer, group=group)
+        assert work is not None
+        self._posted.append((work, buffer))
+
+    def receive(
+        self, peer: int, group: dist.ProcessGroup | None, clock: ComputeClock, *, counts: bool
+    ) -> tuple[Header, Tensor]:
+        """Wait for the message posted first; return its header, and the whole message.
+
+        Args:
+            peer: Who sends it.
+            group: Where.
+            clock: Times the wait.
+            counts: Whether it counts as more than a mere header.
+        """
+        work, message = self._posted.popleft()
+        # A message that is only the beginning of a longer one counts as no bytes.
+        is_payload = counts and message.numel() > LENGTHS_BYTES
+        clock.wait_for(work, peer=peer, num_bytes=message.numel() if is_payload else 0)
+        header_length, length = _LENGTHS.unpack_from(message.numpy().data)
+        if length > message.numel():
+            beginning, message = message, torch.empty(length, dtype=torch.uint8)
+            rest = message[beginning.numel() :]
+            message[: beginning.numel()] = beginning
+            of_rest = dist.irecv(rest, peer, group=group, tag=_REST_TAG)
+            assert of_rest is not None
+            clock.wait_for(of_rest, peer=peer, num_bytes=rest.numel() if counts else 0)
+        self._longest = max(self._longest, length)
+        content = bytes(message.numpy().data[LENGTHS_BYTES : LENGTHS_BYTES + header_length])
+        if self._last is None or self._last[0] != content:
+            self._last = content, Header(*pickle.loads(content))
+            self.header_bytes = _header_bytes(content)
+        return self._last[1], message
+
+
+class Outbox:
+    """The sending end of messages that begin with a header."""
+
+    def __init__(self) -> None:
+        self.num_ahead = 1
+        """Buffers that the receiver posts ahead."""
+        self._capacity = LENGTHS_BYTES
+        self._recent: deque[int] = deque()
+        """The lengths of the last messages, before which the next one's buffer was posted."""
+        self._last: tuple[Header, Tensor] | None = None
+
+    def messages(self, header: Header, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the message of a header and tensors, or its beginning and the rest."""
+        if self._last is None or self._last[0] != header:
+            self._last = header, _first_bytes(header, has_tensors=bool(tensors))
+        message = packed_behind(self._last[1], tensors) if tensors else self._last[1]
+        length = message.numel()
+        if len(self._recent) == self.num_ahead:
+            self._capacity = max(self._capacity, self._recent.popleft())
+        self._recent.append(length)
+        if length <= self._capacity:
+            return [message]
+        return [message[: self._capacity], message[self._capacity :]]
+
+    def finish(self) -> None:
+        """Note that all messages have been received, and none is expected ahead."""
+        self._capacity = max(self._capacity, *self._recent, 0)
+        self._recent.clear()
+        self.num_ahead = 1
+
+
+def _first_bytes(header: Header, *, has_tensors: bool) -> Tensor:
+    """Return the beginning of a message: lengths and header."""
+    content = pickle.dumps(tuple(header))
+    start = _header_bytes(content)
+    length = start + offsets_of(header.tensors)[-1] if has_tensors else start
+    made = torch.empty(start, dtype=torch.uint8)
+    made.numpy().data[: LENGTHS_BYTES + len(content)] = (
+        _LENGTHS.pack(len(content), length) + content
+    )
+    return made
+
+
+def _header_bytes(content: bytes) -> int:
+    """Return the bytes that a header with this content takes."""
+    return -(-(LENGTHS_BYTES + len(content)) // HEADER_BYTES) * HEADER_BYTES
