@@ -6,17 +6,12 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.slices import piece_of
-from lightning_hetero.runtime.tensor_parallel import logits as tp_logits
-from lightning_hetero.runtime.tensor_parallel.collectives import TPGroup
-from lightning_hetero.runtime.tensor_parallel.logits import ShardedLogits
 from tests.runtime.runs import MODULES, SEED, Case, Outcome, Recorded, Watch
 from tests.toy import CONTEXT, VOCABULARY, TokenRows, quiet
 
@@ -96,16 +91,15 @@ class ToyLMModule(Recorded):
 
 
 class UnknownToken(ToyLMModule):
-    """One token id, or one label, is beyond the vocabulary."""
+    """One token id is beyond the vocabulary."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        changed = {"unknown id": 0, "unknown label": 1}[self.case.model]
         parts = [part.clone() for part in batch]
-        parts[changed][0, 0] = VOCABULARY + 2
+        parts[0][0, 0] = VOCABULARY + 2
         return super().training_step(parts, batch_idx)
 
 
-OWN_MODULES = {"toy": ToyLMModule, "unknown id": UnknownToken, "unknown label": UnknownToken}
+OWN_MODULES = {"toy": ToyLMModule, "unknown id": UnknownToken}
 
 
 def make_module(case: Case) -> Recorded:
@@ -186,48 +180,6 @@ def predict_sharded(rank: int, case: Case, options: dict[str, Any]) -> list[np.n
     return [(a - b).abs().max().numpy() for a, b in zip(outputs, expected, strict=True)]
 
 
-def use_sharded_logits(rank: int) -> dict[str, float]:
-    """Return how far functions of sharded logits are from those of whole ones, and gathers."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    peers = TPGroup(group=None, degree=2, tp_rank=rank, positions=(0, 1))
-    torch.manual_seed(0)
-    whole = torch.randn(6, VOCABULARY, requires_grad=True)
-    target = torch.tensor([0, 22, 11, -100, 12, 5])
-    gathers = []
-    start, stop = piece_of(VOCABULARY, rank, 2)
-    shard = whole.detach()[:, start:stop].clone().requires_grad_()
-    logits = ShardedLogits.wrap(shard * 1.0, peers, VOCABULARY)
-    original = tp_logits.gather_shards
-
-    def counted(*args: Any) -> Tensor:
-        gathers.append(args)
-        return original(*args)
-
-    tp_logits.gather_shards = counted
-    found = F.cross_entropy(logits.view(2, 3, VOCABULARY).float().reshape(-1, VOCABULARY), target)
-    found.backward()
-    F.cross_entropy(whole, target).backward()
-    assert whole.grad is not None
-    assert shard.grad is not None
-    few_gathers = len(gathers)
-    loss = F.cross_entropy(whole, target)
-    differences = {
-        "loss": abs(float(found - loss)),
-        "gradient": float((whole.grad[:, start:stop] - shard.grad).abs().max()),
-        "softmax": float((logits.softmax(-1) - whole.softmax(-1)).abs().max()),
-        "smoothed": float(
-            F.cross_entropy(logits, target, label_smoothing=0.1)
-            - F.cross_entropy(whole, target, label_smoothing=0.1)
-        ),
-        "rows": float(
-            (torch.cat([logits[2:], logits]) - torch.cat([whole[2:], whole])).abs().max()
-        ),
-        "sizes": float(logits.shape != whole.shape or logits.size(-1) != VOCABULARY),
-    }
-    tp_logits.gather_shards = original
-    return {**differences, "gathers before": few_gathers, "gathers after": len(gathers)}
-
-
 def read_states(rank: int, path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the optimizer's state in a checkpoint, by parameter index."""
     content = torch.load(Path(path), weights_only=True)
@@ -244,5 +196,4 @@ __all__ = [
     "predict_sharded",
     "read_states",
     "train_sharded",
-    "use_sharded_logits",
 ]

@@ -59,9 +59,14 @@ class SideTensors:
         self._parts = [[*layer.modules()] for layer in layers]
         # Only hooks inside: a layer's own hooks run around its forward in any case.
         self._hooks = [
-            [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts[1:]]
+            [
+                (part, hooks)
+                for part in parts[1:]
+                for hooks in (part._forward_pre_hooks, part._forward_hooks)
+            ]
             for parts in self._parts
         ]
+        self._hooks_alone = [[hooks for _, hooks in pairs] for pairs in self._hooks]
         self._kept: dict[int, list[tuple[int, str]]] = {}
         """By layer that has run with gradients: the attributes in which it keeps some."""
 
@@ -94,20 +99,19 @@ class SideTensors:
                 kept.append((place, name, tuple(tensor.shape), tensor.dtype))
         handover.tensors[:1] = [whole]
         handover.forms.append((tuple(whole.shape), whole.dtype))
-        records = {
-            key: [_dump(item, handover.tensors) for item in items[before.get(key, 0) :]]
-            for key, items in _recorded().items()
-        }
-        records = {key: items for key, items in records.items() if items}
-        items = None
+        records = {}
+        for key, items in _recorded().items():
+            added = [_dump(item, handover.tensors) for item in items[before.get(key, 0) :]]
+            records.update({key: added} if added else {})
+        returned = None
         if type(output) is not Tensor:
             given: dict[int, int | str] = {
                 id(value): key for key, value in call.given.items() if type(value) not in _PLAIN
             }
             given[id(hidden_output(output, call.index))] = _HIDDEN
-            items = [_dump(item, handover.tensors, given) for item in output]
-        is_any = items or records or kept
-        handover.left.append(pickle.dumps((items, records, kept)) if is_any else b"")
+            returned = [_dump(item, handover.tensors, given) for item in output]
+        is_any = returned or records or kept
+        handover.left.append(pickle.dumps((returned, records, kept)) if is_any else b"")
 
     def skip(self, call: LayerCall, hidden: int | str, handover: Handover) -> Any:
         """Return what a layer has returned on an earlier stage, and record what it has recorded.
@@ -144,11 +148,12 @@ class SideTensors:
 
     def _show_hooks(self, index: int) -> None:
         """Let hooks inside a skipped layer see unknown tensors."""
+        if not any(self._hooks_alone[index]):
+            return
         unknown = _nothing_known(Origin(f"what layer {index} computes", _OF_HIDDEN))
         calls = [
-            (hook, (part, (unknown,), *output))
-            for part, before, after in self._hooks[index]
-            for hooks, output in ((before, ()), (after, (unknown,)))
+            (hook, (part, (unknown,), *(() if hooks is part._forward_pre_hooks else (unknown,))))
+            for part, hooks in self._hooks[index]
             for hook in hooks.values()
             if not str(getattr(hook, "__module__", "")).startswith(_HARMLESS)
         ]
@@ -203,7 +208,9 @@ def _recorded() -> dict[str, list[Any]]:
     """Return the lists in which a Hugging Face model records outputs now."""
     recorder = sys.modules.get(_RECORDER)
     found = None if recorder is None else recorder._active_collector.get()
-    return {key: item for key, item in (found or {}).items() if type(item) is list}
+    if not found:
+        return {}
+    return {key: item for key, item in found.items() if type(item) is list}
 
 
 def _nothing_known(origin: Origin) -> Unknown:

@@ -34,7 +34,6 @@ from lightning_hetero.runtime.tensor_parallel.collectives import (
 )
 from lightning_hetero.runtime.tensor_parallel.cuts import ShardedModule, is_transposed
 from lightning_hetero.runtime.tensor_parallel.heads import Heads
-from lightning_hetero.runtime.tensor_parallel.logits import ShardedLogits
 from lightning_hetero.runtime.tensor_parallel.styles import ROWS, TPStyle, layer_of
 
 __all__ = ["RegionForward", "ShardedForward", "SharedHeadsForward"]
@@ -55,7 +54,6 @@ class ShardedForward:
         forwards: dict[TPStyle, Callable[..., Any]] = {
             TPStyle.COLWISE: self._colwise,
             TPStyle.GATHERED: self._gathered,
-            TPStyle.VOCAB_LOSS: self._vocab_loss,
             TPStyle.ROWWISE: self._rowwise,
             TPStyle.SPLIT: self._split,
             TPStyle.EMBEDDING: self._embedding,
@@ -103,11 +101,6 @@ class ShardedForward:
     def _gathered(self, peers: TPGroup, tensor: Tensor) -> Tensor:
         output = self._colwise(peers, tensor)
         return gather_shards(output, -1, piece_sizes(self._length, peers.degree), peers)
-
-    def _vocab_loss(self, peers: TPGroup, tensor: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self._gathered(peers, tensor)
-        return ShardedLogits.wrap(self._colwise(peers, tensor), peers, self._length)
 
     def _rowwise(self, peers: TPGroup, tensor: Tensor) -> Tensor:
         output = self._summed(self._linear(tensor, bias=False), peers)
@@ -183,7 +176,7 @@ class ShardedForward:
 
     def _outside(self, rows: Tensor, style: TPStyle, peers: TPGroup) -> Tensor:
         """Return a vector of a layer's output features as the layer returns its outputs."""
-        if style not in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS):
+        if style is not TPStyle.GATHERED:
             return rows
         return gather_shards(rows, 0, piece_sizes(self._length, peers.degree), peers)
 

@@ -17,7 +17,6 @@ rowwise_split_input            the same, the input is whole and is split first (
 embedding_rowwise              token ids sharded
 embedding_colwise              hidden features sharded, gathered
 vocab                          an embedding's token ids or a head's outputs sharded, whole outside
-vocab_loss                     a head whose logits stay sharded until something needs them whole
 moe_tp_experts                 module of expert weights that have styles of their own
 replicated_with_grad_allreduce whole weights used with shards of activations (a norm of each head)
 local_sizes:a,b                attributes that count sharded features, local while the module runs
@@ -99,7 +98,6 @@ class TPStyle(StrEnum):
     EMBEDDING = "embedding_rowwise"
     EMBEDDING_FEATURES = "embedding_colwise"
     VOCAB = "vocab"
-    VOCAB_LOSS = "vocab_loss"
     EXPERTS = "moe_tp_experts"
     PARTIAL = "replicated_with_grad_allreduce"
     LOCAL_SIZES = "local_sizes"
@@ -110,7 +108,7 @@ class TPStyle(StrEnum):
     """A module that scales a sharded layer's outputs: no style that a plan can name."""
 
 
-COLUMNS = (TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.VOCAB)
+COLUMNS = (TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB)
 """Styles of linear layers whose output features are sharded."""
 ROWS = (TPStyle.ROWWISE, TPStyle.SPLIT)
 """Styles of linear layers whose input features are sharded."""

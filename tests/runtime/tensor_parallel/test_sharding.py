@@ -24,7 +24,6 @@ from tests.runtime.tensor_parallel_runs import (
     predict_sharded,
     read_states,
     train_sharded,
-    use_sharded_logits,
 )
 from tests.runtime.test_parity import assert_same_training, assert_same_weights, recomputation
 
@@ -88,31 +87,6 @@ def test_sequence_parallelism_changes_nothing_but_rounding(
     # Packed micro-batches of random lengths: most numbers of tokens are odd.
     case = Case(plan=plan, world_size=world_size, model="packed", tied=True, clip_val=0.2)
     check(pool, case, {"sequence_parallel": True})
-
-
-@pytest.mark.parametrize("model", ["toy", "packed"])
-def test_a_loss_on_sharded_logits_is_the_loss(pool: ProcessPool, model: str) -> None:
-    config = {"packed": {**REFERENCE_PLAN, "lm_head": "vocab_loss"}, "toy": {**TOY_PLAN}}[model]
-    options = {"tp_plan": config | ({"head": "vocab_loss"} if model == "toy" else {})}
-    optimizer = OPTIMIZERS[model]
-    check(pool, Case(plan=STAGED, world_size=4, model=model, optimizer=optimizer), options)
-
-
-@pytest.mark.parametrize(("plan", "world_size"), [(STAGED, 4), (NARROWER, 3)])
-def test_predictions_from_sharded_logits_are_whole(
-    pool: ProcessPool, plan: dict[str, Any], world_size: int
-) -> None:
-    case = Case(plan=plan, world_size=world_size, model="toy")
-    options = {"tp_plan": {**TOY_PLAN, "head": "vocab_loss"}}
-    for differences in pool.run(predict_sharded, world_size, case, options):
-        assert max(differences) < 1e-5
-
-
-def test_sharded_logits_become_whole_only_where_something_needs_that(pool: ProcessPool) -> None:
-    for found in pool.run(use_sharded_logits, 2):
-        assert found.pop("gathers before") == 0
-        assert found.pop("gathers after") > 0
-        assert all(abs(value) < 1e-6 for value in found.values()), found
 
 
 @st.composite
@@ -235,20 +209,10 @@ def test_modules_without_a_plan_and_impossible_sequence_parallelism_are_refused(
     assert "norm1.weight is whole inside a sharded region" in message
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("unknown id", "has 23 rows (0 to 22), but the batch asks for rows 1 to 25"),
-        ("unknown label", "IndexError: Index 25 is out of range: there are 23"),
-    ],
-)
-def test_a_token_beyond_a_sharded_vocabulary_is_refused_on_every_rank(
-    pool: ProcessPool, model: str, message: str
-) -> None:
-    case = Case(plan=plan_of(pipeline(stage([0, 1], 0, 3))), world_size=2, model=model)
-    options = {"tp_plan": {**TOY_PLAN, "head": "vocab_loss"}}
-    for error in pool.run(fit_error, 2, case, options):
-        assert message in error
+def test_a_token_beyond_a_sharded_vocabulary_is_refused_on_every_rank(pool: ProcessPool) -> None:
+    case = Case(plan=plan_of(pipeline(stage([0, 1], 0, 3))), world_size=2, model="unknown id")
+    for error in pool.run(fit_error, 2, case, {"tp_plan": TOY_PLAN}):
+        assert "Index 25 is out of range: there are 23" in error
 
 
 @pytest.mark.parametrize(
