@@ -110,11 +110,6 @@ class PlanRequest:
         stages = 1 if num_stages is None else num_stages
         return cls(plan=plan, num_stages=stages, num_candidate_plans=num_candidate_plans)
 
-    @property
-    def may_use_tensor_parallelism(self) -> bool:
-        """Whether a given plan has a stage of several ranks; a plan to be made is known later."""
-        return isinstance(self.plan, ParallelPlan) and self.plan.has_tensor_parallelism
-
     def check_world_size(self, world_size: int) -> None:
         """Refuse a request that can't run on a number of processes, before these are started.
 

@@ -20,7 +20,6 @@ from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts, is_quantized
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 from lightning_hetero.schedules import Schedule
 
@@ -83,17 +82,6 @@ class EngineOptions:
                 f'exchange="{self.config.exchange}" sums in an order of its own for each rank, so '
                 'a slice and its standby would differ. Use exchange="collectives", or redundancy=0.'
             )
-
-    def check_quantized(self, module: pl.LightningModule) -> None:
-        """Refuse quantized weights that tensor parallelism would cut, before processes are started.
-
-        Weights that `configure_model` makes are checked when they are there.
-
-        Raises:
-            ModelError: There are such weights.
-        """
-        if any(is_quantized(parameter) for parameter in module.parameters()):
-            ModelCuts.of(module, ModelLayout.of(module, layers=self.layers), self.tp_plan)
 
     def gather_facts(
         self,

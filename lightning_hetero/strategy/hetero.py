@@ -305,13 +305,7 @@ class HeteroStrategy(HookedStrategy):
     @override
     def _configure_launcher(self) -> None:
         check = self._request.check_world_size
-        self._launcher = launcher_of(
-            self, self._start_method, self.num_nodes, check, self._check_module
-        )
-
-    def _check_module(self) -> None:
-        if self._request.may_use_tensor_parallelism:
-            self.options.check_quantized(self._module)
+        self._launcher = launcher_of(self, self._start_method, self.num_nodes, check)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -43,7 +43,6 @@ def launcher_of(
     start_method: "StartMethod",
     num_nodes: int,
     check_world_size: Callable[[int], None],
-    check_module: Callable[[], None],
 ) -> "_MultiProcessingLauncher | HeteroLauncher":
     """Return the launcher of this node's other processes, which starts them if nobody else has.
 
@@ -53,8 +52,6 @@ def launcher_of(
         num_nodes: Number of nodes.
         check_world_size: Raises for a number of processes that can't run, before any is started;
             not called for joiners.
-        check_module: Raises for the strategy's module if it can't run; called where processes are
-            started.
     """
     environment = strategy.cluster_environment
     assert environment is not None
@@ -71,7 +68,7 @@ def launcher_of(
             "none (python -c, standard input, a notebook). Give HeteroStrategy("
             'start_method="fork"), or write the code into a file and run that.'
         )
-    return HeteroLauncher(strategy, num_processes, num_nodes, check_module)
+    return HeteroLauncher(strategy, num_processes, num_nodes)
 
 
 class HeteroLauncher(_SubprocessScriptLauncher):
@@ -81,7 +78,6 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         strategy: Whose launcher it is.
         num_processes: Processes of this node.
         num_nodes: Number of nodes.
-        check_module: See `launcher_of`.
     """
 
     def __init__(
@@ -89,18 +85,15 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         strategy: "HookedStrategy",
         num_processes: int,
         num_nodes: int,
-        check_module: Callable[[], None],
     ) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, num_processes, num_nodes)
         self._strategy = strategy
-        self._check_module = check_module
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        self._check_module()
         work = partial(function, *args, **kwargs)
         rule = _rule_of(trainer)
         if is_joiner() and (rule is None or trainer.state.fn != TrainerFn.FITTING):

@@ -1,7 +1,6 @@
-"""Trace one iteration with `torch.profiler`, for a test and for a benchmark that keeps the file."""
+"""Trace one iteration with `torch.profiler`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -49,10 +48,8 @@ class Marked(ToyModule):
         return super().training_step(batch, batch_idx)
 
 
-def trace(
-    rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int, folder: str | None = None
-) -> list[Span]:
-    """Return the ranges of one iteration on this rank; keep the trace in a folder."""
+def trace(rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int) -> list[Span]:
+    """Return the ranges of one iteration on this rank."""
     torch.manual_seed(0)
     parsed = ParallelPlan.from_dict(plan)
     callback = TraceStep()
@@ -63,8 +60,6 @@ def trace(
     )
     rows = TokenRows(batch_size * parsed.num_pipelines * (TRACED_STEP + 1))
     trainer.fit(Marked(options), DataLoader(rows, batch_size=batch_size))
-    if folder is not None:
-        callback.profiler.export_chrome_trace(str(Path(folder) / f"rank{rank}.json"))
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in callback.profiler.events() or ()

@@ -36,7 +36,6 @@ __all__ = [
     "ModelCuts",
     "ShardedModule",
     "find_regions",
-    "is_quantized",
     "is_transposed",
     "with_partial_gradients",
 ]
@@ -95,7 +94,7 @@ class ModelCuts:
                 found = [_cut_of_slot(styled, modules, slot, spec) for slot in slots]
                 cuts[spec.name] = _agree(spec, slots, found, modules)
         for spec in cuts.values():
-            if spec.tp_dim is not None and is_quantized(layout.slots[spec.name][0].current):
+            if spec.tp_dim is not None and _is_quantized(layout.slots[spec.name][0].current):
                 raise ModelError(_QUANTIZED.format(spec.name))
         columns = [name for name, item in modules.items() if item.style is TPStyle.COLWISE]
         heads = find_heads(root, {layer_of(name) for name in columns}, cuts.values())
@@ -110,7 +109,7 @@ _QUANTIZED = (
 )
 
 
-def is_quantized(current: nn.Parameter) -> bool:
+def _is_quantized(current: nn.Parameter) -> bool:
     """Whether a parameter, or what stands in for it, is of a class that can't be cut."""
     if isinstance(current, StandIn):
         return isinstance(current.store.frozen.sources.get(current.parameter), Opaque)

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_hetero.core.errors import ModelError
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import (
     PeftCase,
-    fit,
     refusal,
     save_adapters,
     train,
@@ -187,18 +185,3 @@ def test_quantized_layers_are_refused(pool: ProcessPool, quantized: str) -> None
     for message in pool.run(refusal, 2, replace(case_of("pair"), quantized=quantized)):
         assert "is quantized" in message
         assert "degree 1" in message
-
-
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
-)
-def test_quantized_layers_are_refused_before_processes_are_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("bitsandbytes")
-    started = []
-    monkeypatch.setattr("subprocess.Popen", lambda *args, **_: started.append(args))
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    with pytest.raises(ModelError, match=r"is quantized.*degree 1"):
-        fit(replace(case_of("pair"), quantized="nf4"))
-    assert not started
