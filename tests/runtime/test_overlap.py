@@ -51,11 +51,3 @@ def test_a_layer_waits_only_for_its_own_weights(traces: list[list[Span]]) -> Non
             assert forward.start < wait.start < wait.stop < forward.stop
         for wait, following in pairwise(waits):
             assert between(spans, wait, following, ("aten::addmm",))
-
-
-def test_no_step_waits_for_weights_before_it_calls_the_model(traces: list[list[Span]]) -> None:
-    for spans, outer in zip(traces, ((-1, 3), (-1,), (3,)), strict=True):
-        before = min((s for s in spans if s.name == "before the model"), key=lambda s: s.start)
-        for unit in outer:
-            wait = only(spans, f"pull.wait {unit}")
-            assert only(spans, "F0").start < before.stop < wait.start

@@ -28,10 +28,7 @@ def test_a_plan_is_gone_before_an_iteration_makes_another_one_ready(pool: Proces
 
 @pytest.mark.slow
 def test_changes_of_plan_leave_memory_flat(pool: ProcessPool) -> None:
-    """100 changes here; `python -m tests.benchmarks plan_changes` holds 1,000 to 1 MB.
-
-    What leaks is seen all the same: a plan's weights are 0.3 MB of a process, 33 MB after 100.
-    """
+    """A leak is seen: a plan's weights are 0.3 MB of a process, 33 MB after 100 changes."""
     pool.run(change_often, 2, 100, 0)  # Until caches have what they need.
     for left in pool.run(change_often, 2, 100, 0, "messages", 5):
         assert left.most_alive == 0

@@ -1,7 +1,6 @@
-"""Trace one iteration with `torch.profiler`, for a test and for a benchmark that keeps the file."""
+"""Trace one iteration with `torch.profiler`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -40,19 +39,8 @@ class TraceStep(L.Callback):
             self.profiler.stop()
 
 
-class Marked(ToyModule):
-    """Has a range of its own before it calls the model."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        with torch.profiler.record_function("before the model"):
-            pass
-        return super().training_step(batch, batch_idx)
-
-
-def trace(
-    rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int, folder: str | None = None
-) -> list[Span]:
-    """Return the ranges of one iteration on this rank; keep the trace in a folder."""
+def trace(rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int) -> list[Span]:
+    """Return the ranges of one iteration on this rank."""
     torch.manual_seed(0)
     parsed = ParallelPlan.from_dict(plan)
     callback = TraceStep()
@@ -62,9 +50,7 @@ def trace(
         **quiet(devices=len(parsed.ranks), max_steps=TRACED_STEP + 1),
     )
     rows = TokenRows(batch_size * parsed.num_pipelines * (TRACED_STEP + 1))
-    trainer.fit(Marked(options), DataLoader(rows, batch_size=batch_size))
-    if folder is not None:
-        callback.profiler.export_chrome_trace(str(Path(folder) / f"rank{rank}.json"))
+    trainer.fit(ToyModule(options), DataLoader(rows, batch_size=batch_size))
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in callback.profiler.events() or ()
