@@ -5,7 +5,7 @@ are needed here are listed in `lightning_hetero.private_names`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from lightning_hetero.strategy.connected import ConnectedStrategy
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import RestoredState
-from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers
+from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
 if TYPE_CHECKING:
@@ -276,13 +276,12 @@ class HookedStrategy(ConnectedStrategy):
     ) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored.checkpoint  # The file was for the first start.
-        if type(self.checkpoint_io) is TorchCheckpointIO and Path(str(checkpoint_path)).is_file():
-            with suppress(RuntimeError):  # Mapped, a rank reads only the pages of its slices.
-                loaded: dict[str, Any] = torch.load(
-                    checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only
-                )
-                return loaded
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return read_checkpoint(
+            checkpoint_path,
+            weights_only=weights_only,
+            by_pages=type(self.checkpoint_io) is TorchCheckpointIO,
+            otherwise=super().load_checkpoint,
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -4,8 +4,10 @@ Checkpoint files are ones that plain Lightning reads, whatever plan cut the para
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.digests import StandbyCheck
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.slices.known_by_shape import Awaited
     from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["SlicedState", "move_buffers"]
+__all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
 
 
 class SlicedState:
@@ -322,3 +325,40 @@ def move_buffers(module: pl.LightningModule, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = buffer.to(device)
+
+
+def read_checkpoint(
+    checkpoint_path: str | Path,
+    *,
+    weights_only: bool | None,
+    by_pages: bool,
+    otherwise: Callable[[str | Path, bool | None], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return what a whole checkpoint's file holds.
+
+    Args:
+        checkpoint_path: The file.
+        weights_only: See `torch.load`.
+        by_pages: Whether the file may be mapped, so that a rank reads only the pages of its slices.
+        otherwise: Reads a file that can't be mapped.
+
+    Raises:
+        CheckpointError: The file holds more than tensors and plain values.
+    """
+    path = Path(str(checkpoint_path))
+    try:
+        if by_pages and path.is_file():
+            with suppress(RuntimeError):
+                loaded: dict[str, Any] = torch.load(
+                    path, map_location="cpu", mmap=True, weights_only=weights_only
+                )
+                return loaded
+        return otherwise(checkpoint_path, weights_only)
+    except UnpicklingError as error:
+        # Lightning hands `weights_only` to no strategy that restores after setup.
+        raise CheckpointError(
+            f"{checkpoint_path} holds more than tensors and plain values, and reading that can "
+            f"run code: {str(error).splitlines()[0]} Allow its classes by "
+            "torch.serialization.add_safe_globals, or, if you trust the file, set "
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 for this run."
+        ) from error

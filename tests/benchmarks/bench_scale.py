@@ -1,11 +1,7 @@
 """What one rank does itself in runs of 8 to 4,096 ranks: flat or logarithmic where it can be.
 
 The engine's figures are those of `lone_rank`: the peer of a figure at 1,024 ranks is the same at
-64, and the note has all sizes. Sockets are counted in real processes, 8 to 32 of them, which meet
-and talk as in a run; their growth is logarithmic (a tree, gloo's own trees and rings), so a line
-through them gives those at 1,024 ranks. Rank 0 has two more for each rank, whose store it serves.
-Not among them is the exchange of a run on CPUs, for which a rank needs one to each rank that holds
-its layers, too; on GPUs that is NCCL's. Rank 0 watches for stragglers by made-up times.
+64, and the note has all sizes. Rank 0 watches for stragglers by made-up times.
 
 Where a unit has no circles a rank's table grows with the ranks; it is computed here by itself.
 
@@ -18,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from math import log2
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
 
@@ -42,12 +37,11 @@ from tests.benchmarks.lone_rank import (
     Figures,
     measure,
 )
-from tests.processes import ProcessPool, fork_server
+from tests.processes import fork_server
 from tests.runtime.generation.virtual_time import form_next
-from tests.runtime.ranks.control_traffic import CountingStore, count_sockets, heartbeats
+from tests.runtime.ranks.control_traffic import CountingStore, heartbeats
 
 SIZES = (8, 64, 1024, 4096)
-PROCESSES = (8, 16, 32)
 NUM_WATCHED = 50
 """Iterations."""
 REPEATS = 3
@@ -69,7 +63,7 @@ _Found = TypeVar("_Found")
 
 
 def run(only: str = "") -> list[Row]:
-    rows = [_store_calls(), *_sockets(), *_forming()] if only in "control traffic" else []
+    rows = [_store_calls(), *_forming()] if only in "control traffic" else []
     rows += _watching() if only in "control traffic" else []
     rows += _tables() if only in "tables" else []
     rows += _fits() if only in "whole fits" else []
@@ -243,27 +237,6 @@ def _forming() -> list[Row]:
         _row_of_sizes(
             "the same after the limit of 2 s, four ranks frozen", "s", late, 2.0, "simulated"
         ),
-    ]
-
-
-def _sockets() -> list[Row]:
-    pool = ProcessPool()
-    counts = {n: pool.run(partial(count_sockets, is_lazy=True), n) for n in PROCESSES}
-    pool.close()
-    others = {n: max(found[1:]) for n, found in counts.items()}
-    server = {n: found[0] - 2 * n for n, found in counts.items()}
-    law = statistics.linear_regression([log2(n) for n in PROCESSES], [*others.values()])
-    of_server = statistics.linear_regression([log2(n) for n in PROCESSES], [*server.values()])
-
-    def at(line: statistics.LinearRegression, size: int) -> float:
-        return float(line.intercept + line.slope * log2(size))
-
-    found = others | {size: at(law, size) for size in SIZES if size not in others}
-    server_found = {n: float(counts[n][0]) for n in PROCESSES}
-    server_found |= {s: at(of_server, s) + 2 * s for s in SIZES if s not in counts}
-    return [
-        _row_of_sizes("sockets of a rank for control", "", found, 1024 / 8),
-        _row_of_sizes("sockets of rank 0, which serves the store", "", server_found, 2304),
     ]
 
 
