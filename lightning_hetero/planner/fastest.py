@@ -22,7 +22,7 @@ from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, Simulation
 
-__all__ = ["FastestPlans", "Task", "priced"]
+__all__ = ["FastestPlans", "SearchTask", "priced"]
 
 _NEAR = 1.06
 """A master may end so much above the best one, and its plans are placed and simulated."""
@@ -51,7 +51,7 @@ _SAME_ORDER = 3e-3
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """What is searched for, and with which costs."""
 
     cost: CostModel
@@ -69,7 +69,7 @@ class Task:
 class FastestPlans:
     """A search for the fastest plans on some devices of each node."""
 
-    def __init__(self, task: Task, stages: dict[int, Stages]) -> None:
+    def __init__(self, task: SearchTask, stages: dict[int, Stages]) -> None:
         self.task, self.stages = task, stages
         is_free = task.options.objective is Objective.THROUGHPUT
         # Nodes that only own would have to be paid for as well.

@@ -23,7 +23,6 @@ __all__ = [
     "at_level",
     "idle_capacity",
     "own_microbatches",
-    "owned_capacity",
     "room_to_own",
     "settle_memory",
 ]
@@ -101,7 +100,7 @@ class _Stage:
     def capacity(self, level: int) -> float:
         """Return the parameters that each rank has room to own; below 0 if nothing fits."""
         tokens = sum(self.microbatch)
-        return owned_capacity(
+        return _owned_capacity(
             self.cost, self.at(level), self.num_pipelines, tokens * self.num_in_flight, tokens
         )
 
@@ -126,7 +125,7 @@ class _Stage:
         return low
 
 
-def owned_capacity(
+def _owned_capacity(
     cost: CostModel, shape: StageShape, num_pipelines: int, held_tokens: int, longest: int
 ) -> float:
     """Return the parameters that a rank of a stage has room to own; below 0 if it has none.

@@ -14,7 +14,7 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.bound import bound_price, bound_time_s
-from lightning_hetero.planner.fastest import FastestPlans, Task, priced
+from lightning_hetero.planner.fastest import FastestPlans, SearchTask, priced
 from lightning_hetero.planner.hosts import candidates_on_hosts, cost_on_hosts
 from lightning_hetero.planner.judge import Judge
 from lightning_hetero.planner.node_sets import likeliest_node_sets
@@ -116,7 +116,7 @@ def _search(
             "in the cluster file, or plan for throughput."
         )
     degrees = valid_tp_degrees(cost, workload, options)
-    task = Task(cost, workload, options, degrees, progress or (lambda _what, _share: None))
+    task = SearchTask(cost, workload, options, degrees, progress or (lambda _what, _share: None))
     found = _Search(task, sizes).run(start)
     relaxed = cost_on_hosts(cost)
     if relaxed is None or (found is not None and found.gap < _HOSTS_GAP):
@@ -153,7 +153,7 @@ _HOSTS_GAP = 0.1
 class _Search:
     """One search over sizes of micro-batches and, for cost, over sets of nodes."""
 
-    def __init__(self, task: Task, sizes: Sequence[int]) -> None:
+    def __init__(self, task: SearchTask, sizes: Sequence[int]) -> None:
         self.task, self.sizes = task, tuple(sizes)
         self.is_cost = task.options.objective is Objective.COST
         self.num_columns = 0
