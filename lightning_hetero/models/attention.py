@@ -15,6 +15,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lightning_hetero.core.errors import BatchError, ModelError
 
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
 __all__ = ["varlen_attention"]
 
 _KERNEL_MAX_HEAD_DIM = 256
@@ -33,7 +38,8 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
 ) -> Tensor:
     """Attend inside each packed sequence; query head h reads key head h // (H / KV heads).
 
-    16-bit tensors on CUDA take torch's varlen kernel, all others SDPA for each sequence.
+    16-bit tensors on CUDA take flash-attn's kernel if it is installed (extra `flash`), else torch's
+    own one; all others take SDPA for each sequence.
 
     Args:
         query_THD: Queries, (T, H, D).
@@ -55,15 +61,32 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
             f"{num_heads} query heads can't share {num_kv_heads} key heads. Use a number of heads "
             "that is a multiple of num_kv_heads."
         )
+    reach = -1 if window is None else window - 1
+    window_size = (reach, 0 if causal else reach)
+    is_for_kernel = _kernel_takes(query_THD)
+    if is_for_kernel and flash_attn_varlen_func is not None:
+        offsets = cu_seqlens.to(query_THD.device, torch.int32)
+        found: Tensor = flash_attn_varlen_func(
+            query_THD,
+            key_THD,
+            value_THD,
+            offsets,
+            offsets,
+            max_seqlen,
+            max_seqlen,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window_size,
+        )
+        return found
     repeats = num_heads // num_kv_heads
     if repeats > 1:
         key_THD, value_THD = (t.repeat_interleave(repeats, dim=1) for t in (key_THD, value_THD))
     packed = (query_THD, key_THD, value_THD)
-    if not _kernel_takes(query_THD):
+    if not is_for_kernel:
         output: Tensor = _sdpa_each(packed, cu_seqlens, causal=causal, window=window, scale=scale)
         return output
     offsets = cu_seqlens.to(query_THD.device, torch.int32)
-    reach = -1 if window is None else window - 1
     attended = varlen_attn(
         *packed,
         offsets,
@@ -71,7 +94,7 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
         max_seqlen,
         max_seqlen,
         scale=scale,
-        window_size=(reach, 0 if causal else reach),
+        window_size=window_size,
     )
     assert isinstance(attended, Tensor)
     return attended

@@ -23,6 +23,7 @@ __all__ = [
     "at_level",
     "idle_capacity",
     "own_microbatches",
+    "owned_capacity",
     "room_to_own",
     "settle_memory",
 ]

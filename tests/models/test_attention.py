@@ -159,3 +159,23 @@ def test_heads_that_do_not_divide_are_refused():
 def test_offsets_that_miss_tokens_are_refused():
     with pytest.raises(BatchError, match="covers 5 tokens but the batch has 7"):
         varlen_attention(*random_packed([7]), offsets([2, 3]), max_seqlen=3)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, 3)])
+def test_flash_attn_gets_lengths_scale_and_what_is_visible(monkeypatch, causal, window):
+    seen = {}
+
+    def kernel(query, key, value, *offsets, **options):
+        seen.update(options, offsets=offsets, heads=key.shape[1])
+        return query
+
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
+    query, key = torch.zeros(7, 4, 8), torch.zeros(7, 2, 8)
+    starts = torch.tensor([0, 5, 7], dtype=torch.int32)
+    options = {"max_seqlen": 5, "causal": causal, "window": window, "scale": 0.2}
+    attention.varlen_attention(query, key, key, starts, **options)
+    assert seen["offsets"][2:] == (5, 5)
+    assert seen["heads"] == 2
+    assert (seen["softmax_scale"], seen["causal"]) == (0.2, causal)
+    assert seen["window_size"] == ((-1, 0) if causal else (2, 2))
