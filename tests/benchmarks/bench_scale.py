@@ -39,7 +39,6 @@ from tests.benchmarks.lone_rank import (
 )
 from tests.processes import fork_server
 from tests.runtime.generation.virtual_time import form_next
-from tests.runtime.ranks.control_traffic import CountingStore, heartbeats
 
 SIZES = (8, 64, 1024, 4096)
 NUM_WATCHED = 50
@@ -63,7 +62,7 @@ _Found = TypeVar("_Found")
 
 
 def run(only: str = "") -> list[Row]:
-    rows = [_store_calls(), *_forming()] if only in "control traffic" else []
+    rows = _forming() if only in "control traffic" else []
     rows += _watching() if only in "control traffic" else []
     rows += _tables() if only in "tables" else []
     rows += _fits() if only in "whole fits" else []
@@ -206,17 +205,6 @@ def _mixed(world_size: int) -> ParallelPlan:
         for first, degree in zip(firsts, degrees, strict=False)
     ]
     return ParallelPlan(pipelines=tuple(PipelinePlan(stages=(stage,)) for stage in stages))
-
-
-def _store_calls() -> Row:
-    found = {}
-    for size in SIZES:
-        store = CountingStore()
-        ranks = heartbeats(store, size)
-        for heartbeat in ranks:
-            heartbeat._round()
-        found[size] = store.calls.total() / size
-    return _row_of_sizes("calls of the store for each rank and interval", "", found, 3.0)
 
 
 def _forming() -> list[Row]:
