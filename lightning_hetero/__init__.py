@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_hetero.autoplan import AutoPlan
     from lightning_hetero.callbacks import (
+        CollectGarbage,
         ElasticRestart,
         LayerwiseCheckpoint,
         RunLog,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoPlan",
+    "CollectGarbage",
     "ElasticRestart",
     "HeteroDataModule",
     "HeteroStrategy",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "AutoPlan": "autoplan",
+    "CollectGarbage": "callbacks",
     "ElasticRestart": "callbacks",
     "HeteroDataModule": "data",
     "HeteroStrategy": "strategy",

@@ -1,5 +1,6 @@
 """Callbacks for Lightning's Trainer: slices in checkpoints, restarts elsewhere, stragglers."""
 
+from lightning_hetero.callbacks.collect_garbage import CollectGarbage
 from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
 from lightning_hetero.callbacks.run_log import RunLog, read_log
@@ -8,6 +9,7 @@ from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
 from lightning_hetero.callbacks.trace_operations import TraceOperations
 
 __all__ = [
+    "CollectGarbage",
     "ElasticRestart",
     "LayerwiseCheckpoint",
     "RunLog",
