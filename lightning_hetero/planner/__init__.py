@@ -23,13 +23,13 @@ many micro-batches it holds, hence its memory and the least recomputation that f
 seconds of pulls, pushes and steps depend on D, so there is a master for each D worth trying, and
 for each of two orders of placement: what stays on a node decides how slow links count (`columns`).
 
-Whole mixes are placed on nodes (`placement`), micro-batches are dealt to them (`dealing`), memory
+Whole mixes are placed on nodes (`placement`), micro-batches are dealt to them (`pace`), memory
 is settled (`memory`, `hosts`), and the simulator judges (`judge`). One local search improves the
 best plans (`improve`): a layer, a micro-batch, a device, a degree, two places swapped. The plan
 that runs, `plan(start=...)`, is among those that are judged, so no worse plan is returned. `bound`
 prices a master without links and exchange to optimality: no plan is faster.
 
-Read in this order: `workload`, `stages`, `columns`, `pricing`, `master`, `placement`, `dealing`,
+Read in this order: `workload`, `stages`, `columns`, `pricing`, `master`, `placement`, `pace`,
 `memory`, `judge`, `improve`, `fastest`, `bound`, `search`. `proposing` uses the same columns for
 samples of varied lengths (Hydraulis §7).
 """

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,20 +18,18 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.dealing import Pace
+from lightning_hetero.planner.pace import Pace, finish_1f1b_s, layers_moved, steady_round_s
 from lightning_hetero.planner.placement import Group, MappingOrder
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
-__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate", "finish_1f1b_s", "steady_round_s"]
+__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
 
-_ROUNDS = 4
-"""Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
 
 _LEVELS, _LOOSEST = 24, 12.0
 """Bottlenecks for which layers are split, and the highest in units of the least one, less 1."""
 
-_MOVES, _FEW_STAGES = 8, 10
-"""Moves of layers after that, at most, and stages up to which layers move anywhere."""
+_MOVES = 8
+"""Moves of layers after that, at most."""
 
 FEW_MICROBATCHES = 4
 """Micro-batches of a pipeline up to which each of them is timed."""
@@ -289,7 +287,7 @@ class ColumnTimes:
             if not ends_s[index] < best_s * (1 - 1e-6):
                 break
             best, best_s = splits[index], float(ends_s[index])
-            splits = best + _moves(len(options))
+            splits = best + layers_moved(len(options))
             splits = splits[(splits > 0).all(axis=1)]
         return tuple(best.tolist())
 
@@ -396,96 +394,3 @@ class ColumnTimes:
             hidden_s = times_s[1, count] * (1 - 1 / (count + 1))
             found[count] = pull[0] + max(push[0], push[1] - hidden_s) + step
         return found
-
-
-def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
-    """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
-
-    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
-    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
-    sets the pace, or a link that is busy for longer.
-
-    Args:
-        work_s: Forward and backward of each stage, [pipelines, stages].
-        there_s: Messages from each stage to the next, [pipelines, stages - 1].
-        back_s: Messages back from it.
-    """
-    first, last = _circles(work_s.shape[1])
-    done_s = np.pad(np.cumsum(work_s, axis=1), ((0, 0), (1, 0)))
-    passed_s = np.pad(np.cumsum(there_s + back_s, axis=1), ((0, 0), (1, 0)))
-    circle_s = done_s[:, last + 1] - done_s[:, first] + passed_s[:, last] - passed_s[:, first]
-    slowest: FloatArray = (circle_s / (last - first + 1)).max(axis=1)
-    for links_s in (there_s, back_s):
-        slowest = np.maximum(slowest, links_s.max(axis=1, initial=0.0))
-    return slowest
-
-
-def finish_1f1b_s(
-    work_s: tuple[FloatArray, FloatArray],
-    messages_s: tuple[FloatArray, FloatArray],
-    start_s: FloatArray,
-    num_microbatches: int,
-    round_s: FloatArray,
-) -> FloatArray:
-    """Return when each stage ends in 1F1B with equal micro-batches, [pipelines, stages].
-
-    These are the rounds of `simulator.propagate`, for many pipelines at once; rounds after the
-    first few of them take `round_s` each.
-
-    Args:
-        work_s: Forward and backward of each stage, [pipelines, stages] each.
-        messages_s: Messages to the next stage, and back, [pipelines, stages - 1] each.
-        start_s: When each stage may begin.
-        num_microbatches: Micro-batches of every pipeline.
-        round_s: Seconds of a round in the long run, [pipelines].
-    """
-    (forward_s, backward_s), (there_s, back_s) = work_s, messages_s
-    num, last = start_s.shape[0], start_s.shape[1] - 1
-    free_s, arrived_s = start_s.copy(), np.zeros_like(start_s)
-    link_s = np.zeros_like(there_s), np.zeros_like(back_s)
-    # A gradient passes stages and links in turn, from the last stage to the first.
-    chain = np.empty((num, 2 * last + 1))
-    chain[:, ::2], chain[:, 1::2] = backward_s[:, ::-1], back_s[:, ::-1]
-    passed_s = np.cumsum(chain, axis=1)
-    ready_s = np.empty_like(chain)
-    skipped = max(0, num_microbatches - last - _ROUNDS * (last + 1))
-    resume = num_microbatches - skipped
-    for index in range(resume + last):
-        begin, end = max(0, index - resume + 1), min(last, index) + 1
-        free_s[:, begin:end] = np.maximum(free_s[:, begin:end], arrived_s[:, begin:end])
-        free_s[:, begin:end] += forward_s[:, begin:end]
-        end = min(end, last)
-        link_s[0][:, begin:end] = np.maximum(free_s[:, begin:end], link_s[0][:, begin:end])
-        link_s[0][:, begin:end] += there_s[:, begin:end]
-        arrived_s[:, begin + 1 : end + 1] = link_s[0][:, begin:end]
-        if index >= last:
-            ready_s[:, ::2], ready_s[:, 1::2] = free_s[:, ::-1], link_s[1][:, ::-1]
-            ready_s += chain - passed_s
-            np.maximum.accumulate(ready_s, axis=1, out=ready_s)
-            ready_s += passed_s
-            free_s, link_s = ready_s[:, ::-2].copy(), (link_s[0], ready_s[:, -2::-2].copy())
-        if index == resume - 1 and skipped:
-            for row in (free_s, arrived_s, *link_s):
-                row += (skipped * round_s)[:, None]
-    return free_s
-
-
-@lru_cache
-def _moves(num_stages: int) -> IntArray:
-    """Return [moves, stages] layers that stages take from others: 1, 2 or 4 of them.
-
-    Of many stages, only neighbours give layers to each other.
-    """
-    rows = []
-    for giver, taker in itertools.permutations(range(num_stages), 2):
-        for number in (1, 2, 4) if num_stages <= _FEW_STAGES or abs(giver - taker) == 1 else ():
-            row = [0] * num_stages
-            row[giver], row[taker] = -number, number
-            rows.append(row)
-    return np.array(rows)
-
-
-@lru_cache
-def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
-    """Return the first and the last stage of every circle."""
-    return np.triu_indices(num_stages)

@@ -12,10 +12,10 @@ import numpy as np
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.columns import Column
-from lightning_hetero.planner.dealing import deal
 from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.master import Master, Mix
+from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, PipelineNodes, place
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
 from lightning_hetero.planner.stages import Option, Ownership, Stages

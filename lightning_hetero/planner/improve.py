@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_hetero.planner.columns import Column, Rate
-from lightning_hetero.planner.dealing import deal
 from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, PipelineNodes
 from lightning_hetero.planner.stages import Ownership
 

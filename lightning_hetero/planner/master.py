@@ -15,7 +15,7 @@ cost, with whole micro-batches where each pipeline runs few.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,7 +25,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.memory import idle_capacity
-from lightning_hetero.planner.pricing import Duals, Pricing
+from lightning_hetero.planner.pricing import Duals, Pricing, even_options
 from lightning_hetero.planner.stages import Option
 
 __all__ = ["Master", "Mix"]
@@ -35,8 +35,6 @@ _ROUNDS = 8
 _MOST_EVEN, _FEW_EVEN = 1_000, 150
 """Even pipelines that begin a search, or a further master; three classes with four degrees each
 make 750."""
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Stages of even pipelines on one class of nodes that begin a search."""
 _ADDED = 24
 """Columns that join in a round: about half of the levels that are priced."""
 _LACKING = 30.0
@@ -51,9 +49,8 @@ _WHOLE = 200
 """Columns of least reduced cost among which whole numbers are chosen."""
 _NODES = 60
 """Nodes of branch and bound for whole numbers: half a second at most."""
-_MOVES, _FEW_STAGES, _FEW_BLOCKS = 24, 10, 3
-"""Moves of layers in a column at most; stages up to which layers move anywhere; blocks of equal
-stages up to which every order is tried."""
+_FEW_BLOCKS = 3
+"""Blocks of equal stages up to which every order is tried."""
 _SHIFTED = 6
 """Columns of least reduced cost whose layers are moved."""
 _ALIKE = 3
@@ -176,7 +173,7 @@ class Master:
         most = _MOST_EVEN if is_first else _FEW_EVEN
         for times in self.times.values():
             size = times.stages.workload.sequences_per_microbatch
-            every = itertools.islice(self._even_options(is_wide=is_first), most)
+            every = itertools.islice(even_options(self.stages, self.most, is_wide=is_first), most)
             rows = [(options, times.balance(options)) for options in every]
             self.add([Column(options, layers, size) for options, layers in rows if layers])
         if is_first:
@@ -185,27 +182,6 @@ class Master:
             self.add([column for _, column in self._price(time_s, duals, -np.inf)])
             for pricing in self.pricing:
                 pricing.is_wide = False
-
-    def _even_options(self, *, is_wide: bool) -> Iterator[tuple[Option, ...]]:
-        """Yield pipelines of one class of nodes, and ones with an even share of several classes.
-
-        Stages of a class are next to each other and have one degree.
-        """
-        stages, most = self.stages, self.stages.max_stages
-        choices: list[list[tuple[Option, ...]]] = []
-        for kind, count in stages.devices.items():
-            own = [option for option in stages.options if option.node_class == kind]
-            shares = [(o, min(most, count // (self.most * o.tp_degree))) for o in own]
-            for option, share in shares:
-                yield from ((option,) * n for n in (*_LENGTHS, share) if 0 < n <= share)
-            rows = {(o,) * n for o, share in shares for n in (share, is_wide * 1) if 0 < n <= share}
-            choices.append([(), *sorted(rows)])
-        for blocks in itertools.product(*choices):
-            used = [block for block in blocks if block]
-            for order in itertools.permutations(used):
-                options = tuple(itertools.chain.from_iterable(order))
-                if len(used) > 1 and len(options) <= most:
-                    yield options
 
     def _newton(self) -> Duals | None:
         """Step T down to where the pool's columns just finish; return the duals there."""
@@ -349,36 +325,15 @@ class Master:
         return Mix(tuple(pairs), (self.total + before) / per_s)
 
     def _shifted(self, column: Column, share: float) -> Column:
-        """Return the column with the order of stages and the layers that end `share` soonest.
-
-        From each of the best three orders, layers move from stage to stage: of all moves of 8, 4,
-        2 or 1 layers the best one each time.
-        """
+        """Return the column with the order of stages and the layers that end `share` soonest."""
         times, count = self.times[column.size], max(1, round(share))
-
-        def ends_s(items: Sequence[Column]) -> list[float]:
-            rates = times.rates(items)
-            return [r.ends_s(count) if r else np.inf for r in rates]
-
-        turned = [
-            column._replace(options=options, layers=layers)
-            for options in _turned(column.options)
-            for layers in (times.balance(options), times.split(options, None, count))
-            if layers
-        ]
-        begin = [column, *_best(turned, ends_s(turned), 2)]
-        climbed = []
-        for item in begin:
-            best, best_s = item, ends_s([item])[0]
-            for _ in range(_MOVES):
-                moved = _layers_moved(best)
-                seconds = ends_s(moved)
-                if min(seconds, default=np.inf) >= best_s * (1 - 1e-6):
-                    break
-                best_s = min(seconds)
-                best = moved[seconds.index(best_s)]
-            climbed.append(best)
-        return _best(climbed, ends_s(climbed), 1)[0]
+        found = [column]
+        for options in _turned(column.options):
+            layers = times.split(options, None, count)
+            if layers:
+                found.append(column._replace(options=options, layers=layers))
+        ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]
+        return found[ends_s.index(min(ends_s))]
 
     def _whole(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
         slope = _slopes(columns, rates)
@@ -421,27 +376,6 @@ class Master:
                     used = x * (value > 0)
                     found.append(_mix(columns, used, middle_s))
         return found
-
-
-def _best(items: Sequence[Column], seconds: Sequence[float], number: int) -> list[Column]:
-    order = sorted(range(len(items)), key=seconds.__getitem__)
-    return [items[index] for index in order[:number]]
-
-
-def _layers_moved(column: Column) -> list[Column]:
-    """Return the column with 8, 4, 2 or 1 layers moved from any stage to another one.
-
-    Of many stages, only neighbours give layers to each other.
-    """
-    found, few = [], len(column.layers) <= _FEW_STAGES
-    for giver, taker in itertools.permutations(range(len(column.layers)), 2):
-        for number in (8, 4, 2, 1) if few or abs(giver - taker) == 1 else ():
-            if number < column.layers[giver]:
-                layers = list(column.layers)
-                layers[giver] -= number
-                layers[taker] += number
-                found.append(column._replace(layers=tuple(layers)))
-    return found
 
 
 def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:

@@ -13,6 +13,8 @@ of layers on some stage option. Slow links make circles of stages wait, which no
 says; so paths are found for several shares of links in `w ≤ t`, and valued by their exact rates.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,9 +23,12 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
 from lightning_hetero.planner.placement import MappingOrder
-from lightning_hetero.planner.stages import Option
+from lightning_hetero.planner.stages import Option, Stages
 
-__all__ = ["Duals", "Pricing"]
+__all__ = ["Duals", "Pricing", "even_options"]
+
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Stages of even pipelines on one class of nodes that begin a search."""
 
 _LEVELS = 16
 """Levels of the bottleneck priced at once."""
@@ -330,3 +335,30 @@ def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
         later = reached[:, : found.shape[1] - count] + edge[:, count][:, None]
         np.minimum(found[:, count:], later, out=found[:, count:])
     return found
+
+
+def even_options(stages: Stages, number: int, *, is_wide: bool) -> Iterator[tuple[Option, ...]]:
+    """Yield pipelines of one class of nodes, and ones with an even share of several classes.
+
+    Stages of a class are next to each other and have one degree.
+
+    Args:
+        stages: All stage options.
+        number: Pipelines that share the nodes.
+        is_wide: Whether single stages of a class are tried, too.
+    """
+    most = stages.max_stages
+    choices: list[list[tuple[Option, ...]]] = []
+    for kind, count in stages.devices.items():
+        own = [option for option in stages.options if option.node_class == kind]
+        shares = [(o, min(most, count // (number * o.tp_degree))) for o in own]
+        for option, share in shares:
+            yield from ((option,) * n for n in (*_LENGTHS, share) if 0 < n <= share)
+        rows = {(o,) * n for o, share in shares for n in (share, is_wide * 1) if 0 < n <= share}
+        choices.append([(), *sorted(rows)])
+    for blocks in itertools.product(*choices):
+        used = [block for block in blocks if block]
+        for order in itertools.permutations(used):
+            options = tuple(itertools.chain.from_iterable(order))
+            if len(used) > 1 and len(options) <= most:
+                yield options

@@ -16,7 +16,7 @@ from itertools import pairwise
 from lightning_hetero.core.neighbours import deal_pieces
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.transfers import TransferTable
-from lightning_hetero.planner.dealing import Pace, deal
+from lightning_hetero.planner.pace import Pace, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
 

@@ -22,8 +22,8 @@ import numpy as np
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.columns import Column
-from lightning_hetero.planner.dealing import deal
 from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import Group, MappingOrder, place
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.planner.workload import valid_tp_degrees

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.planner.columns import finish_1f1b_s, steady_round_s
+from lightning_hetero.planner.pace import finish_1f1b_s, steady_round_s
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 
 seconds = st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(1e-3, 10.0))

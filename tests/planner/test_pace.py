@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.planner.dealing import Pace, deal
+from lightning_hetero.planner.pace import Pace, deal
 
 seconds = st.floats(0.1, 5.0)
 

@@ -1,0 +1,202 @@
+"""When pipelines end, and how micro-batches are dealt to them so that the last one ends soonest.
+
+K micro-batches take a pipeline `fill + slope·K` seconds. Pipelines that are alike are dealt to
+together, so thousands of them take no longer than their kinds.
+"""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+
+__all__ = ["Pace", "deal", "finish_1f1b_s", "layers_moved", "steady_round_s"]
+
+_FEW_STAGES = 10
+"""Stages up to which layers move anywhere."""
+_ROUNDS = 4
+"""Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """When a pipeline ends, by its micro-batches."""
+
+    slope_s: float
+    """Seconds of each further micro-batch."""
+    fill_s: float
+    """All other seconds of an iteration."""
+    early_s: tuple[float, ...] = ()
+    """Exact ends of 1, 2, ... micro-batches, where pipelines run few."""
+
+    def ends_s(self, count: int) -> float:
+        """Return when so many micro-batches have ended."""
+        if count <= len(self.early_s):
+            return self.early_s[count - 1]
+        return self.fill_s + self.slope_s * count
+
+
+def deal(
+    rates: Sequence[Pace], sizes: Sequence[int], total: int, *, equally: bool = False
+) -> list[int] | None:
+    """Return micro-batches of each pipeline so that the last one ends soonest; None if none does.
+
+    Args:
+        rates: Slopes and fills of the pipelines.
+        sizes: Sequences of their micro-batches.
+        total: Sequences of an iteration.
+        equally: Whether all get as many micro-batches, but for one more of some.
+    """
+    num = len(rates)
+    if equally:
+        base, rest = divmod(total // sizes[0], num)
+        order = sorted(range(num), key=lambda i: rates[i].ends_s(base))
+        return [base + (i in order[:rest]) for i in range(num)] if base else None
+    return _dealt_freely(rates, sizes, total)
+
+
+def _dealt_freely(rates: Sequence[Pace], sizes: Sequence[int], total: int) -> list[int] | None:
+    kinds: dict[tuple[Pace, int], list[int]] = {}
+    for index, kind in enumerate(zip(rates, sizes, strict=True)):
+        kinds.setdefault(kind, []).append(index)
+    time_s = _common_end_s({kind: len(members) for kind, members in kinds.items()}, total)
+    counts, left = [0] * len(rates), total
+    for (rate, size), members in kinds.items():
+        # Some too few, and the rest one after another.
+        early = max(1, int((time_s - rate.fill_s) / rate.slope_s) - 2)
+        for index in members:
+            counts[index] = early
+        left -= early * size * len(members)
+    while left < 0:
+        more = [kind for kind, members in kinds.items() if counts[members[0]] > 1]
+        if not more:
+            return None
+        kind = max(more, key=lambda kind: kind[0].ends_s(counts[kinds[kind][0]]))
+        for index in kinds[kind]:
+            counts[index] -= 1
+            left += kind[1]
+    queue = [(kind[0].ends_s(counts[m[0]] + 1), m[0], kind) for kind, m in kinds.items()]
+    heapq.heapify(queue)
+    while left and queue:
+        _, first, (rate, size) = heapq.heappop(queue)
+        members = kinds[rate, size][: left // size]
+        for index in members:
+            counts[index] += 1
+        left -= size * len(members)
+        if members:
+            heapq.heappush(queue, (rate.ends_s(counts[first] + 1), first, (rate, size)))
+    return None if left else counts
+
+
+def _common_end_s(kinds: dict[tuple[Pace, int], int], total: int) -> float:
+    """Return when all pipelines end if parts of micro-batches count, and each runs one at least."""
+    busy, rest, time_s = dict(kinds), total, 0.0
+    while busy:
+        per_s = sum(number * size / rate.slope_s for (rate, size), number in busy.items())
+        before = sum(
+            number * size * rate.fill_s / rate.slope_s for (rate, size), number in busy.items()
+        )
+        time_s = (rest + before) / per_s
+        late = [kind for kind in busy if time_s < kind[0].ends_s(1)]
+        if not late:
+            break
+        for kind in late:
+            rest -= busy.pop(kind) * kind[1]
+    return time_s
+
+
+def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
+    """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
+
+    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
+    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
+    sets the pace, or a link that is busy for longer.
+
+    Args:
+        work_s: Forward and backward of each stage, [pipelines, stages].
+        there_s: Messages from each stage to the next, [pipelines, stages - 1].
+        back_s: Messages back from it.
+    """
+    first, last = _circles(work_s.shape[1])
+    done_s = np.pad(np.cumsum(work_s, axis=1), ((0, 0), (1, 0)))
+    passed_s = np.pad(np.cumsum(there_s + back_s, axis=1), ((0, 0), (1, 0)))
+    circle_s = done_s[:, last + 1] - done_s[:, first] + passed_s[:, last] - passed_s[:, first]
+    slowest: FloatArray = (circle_s / (last - first + 1)).max(axis=1)
+    for links_s in (there_s, back_s):
+        slowest = np.maximum(slowest, links_s.max(axis=1, initial=0.0))
+    return slowest
+
+
+def finish_1f1b_s(
+    work_s: tuple[FloatArray, FloatArray],
+    messages_s: tuple[FloatArray, FloatArray],
+    start_s: FloatArray,
+    num_microbatches: int,
+    round_s: FloatArray,
+) -> FloatArray:
+    """Return when each stage ends in 1F1B with equal micro-batches, [pipelines, stages].
+
+    These are the rounds of `simulator.propagate`, for many pipelines at once; rounds after the
+    first few of them take `round_s` each.
+
+    Args:
+        work_s: Forward and backward of each stage, [pipelines, stages] each.
+        messages_s: Messages to the next stage, and back, [pipelines, stages - 1] each.
+        start_s: When each stage may begin.
+        num_microbatches: Micro-batches of every pipeline.
+        round_s: Seconds of a round in the long run, [pipelines].
+    """
+    (forward_s, backward_s), (there_s, back_s) = work_s, messages_s
+    num, last = start_s.shape[0], start_s.shape[1] - 1
+    free_s, arrived_s = start_s.copy(), np.zeros_like(start_s)
+    link_s = np.zeros_like(there_s), np.zeros_like(back_s)
+    # A gradient passes stages and links in turn, from the last stage to the first.
+    chain = np.empty((num, 2 * last + 1))
+    chain[:, ::2], chain[:, 1::2] = backward_s[:, ::-1], back_s[:, ::-1]
+    passed_s = np.cumsum(chain, axis=1)
+    ready_s = np.empty_like(chain)
+    skipped = max(0, num_microbatches - last - _ROUNDS * (last + 1))
+    resume = num_microbatches - skipped
+    for index in range(resume + last):
+        begin, end = max(0, index - resume + 1), min(last, index) + 1
+        free_s[:, begin:end] = np.maximum(free_s[:, begin:end], arrived_s[:, begin:end])
+        free_s[:, begin:end] += forward_s[:, begin:end]
+        end = min(end, last)
+        link_s[0][:, begin:end] = np.maximum(free_s[:, begin:end], link_s[0][:, begin:end])
+        link_s[0][:, begin:end] += there_s[:, begin:end]
+        arrived_s[:, begin + 1 : end + 1] = link_s[0][:, begin:end]
+        if index >= last:
+            ready_s[:, ::2], ready_s[:, 1::2] = free_s[:, ::-1], link_s[1][:, ::-1]
+            ready_s += chain - passed_s
+            np.maximum.accumulate(ready_s, axis=1, out=ready_s)
+            ready_s += passed_s
+            free_s, link_s = ready_s[:, ::-2].copy(), (link_s[0], ready_s[:, -2::-2].copy())
+        if index == resume - 1 and skipped:
+            for row in (free_s, arrived_s, *link_s):
+                row += (skipped * round_s)[:, None]
+    return free_s
+
+
+@lru_cache
+def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
+    """Return the first and the last stage of every circle."""
+    return np.triu_indices(num_stages)
+
+
+@lru_cache
+def layers_moved(num_stages: int) -> IntArray:
+    """Return [moves, stages] layers that stages take from others: 1, 2 or 4 of them.
+
+    Of many stages, only neighbours give layers to each other.
+    """
+    rows = []
+    for giver, taker in itertools.permutations(range(num_stages), 2):
+        for number in (1, 2, 4) if num_stages <= _FEW_STAGES or abs(giver - taker) == 1 else ():
+            row = [0] * num_stages
+            row[giver], row[taker] = -number, number
+            rows.append(row)
+    return np.array(rows)
