@@ -216,9 +216,10 @@ class Adapter:
             )
         targets, saved = data.get("target_modules"), data.get("modules_to_save") or []
         lists = isinstance(targets, list) or targets == "all-linear", isinstance(saved, list)
-        is_known = data.get("peft_type") == "LORA" and type(rank) is int and all(lists)
+        is_known = data.get("peft_type") == "LORA" and all(lists)
         names = set(map(str, saved))
-        if not is_known or any(map(data.get, _UNCOUNTED)) or names - _EMBEDDINGS - _HEADS:
+        is_known &= not any(map(data.get, _UNCOUNTED)) and names <= _EMBEDDINGS | _HEADS
+        if not isinstance(rank, int) or not is_known:
             raise ModelError(
                 f"{_ADAPTER} has peft_type {show(data.get('peft_type'))}, r {show(rank)}, "
                 f"target_modules {show(targets)}, modules_to_save {show(saved)}. Sizes are known "
