@@ -50,7 +50,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         required=True,
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes, a Hugging "
-        "Face config folder, or the name of a Hugging Face model in "
+        "Face config folder, the folder of a PEFT adapter, or the name of a Hugging Face model in "
         "the local cache",
     )
     parser.add_argument(

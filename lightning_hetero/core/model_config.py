@@ -1,4 +1,4 @@
-"""What the `config.json` of a Hugging Face model says: sizes, and how weights are stored.
+"""What a Hugging Face folder says of its model: sizes, how weights are stored, what trains.
 
 LoRA (Hu et al. 2021) adds adapters to frozen matrices; QLoRA (Dettmers et al. 2023) stores these in
 4 bits, with scales for blocks of 64 values. Embedding, head and norms aren't quantized.
@@ -6,16 +6,18 @@ LoRA (Hu et al. 2021) adds adapters to frozen matrices; QLoRA (Dettmers et al. 2
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.reading import readable
-from lightning_hetero.core.texts import show
+from lightning_hetero.core.texts import load_file, parse_json, show
 
 __all__ = [
     "DEFAULT_RANK",
     "QUANTIZATIONS",
+    "Adapter",
     "FineTuning",
     "cached_config",
     "read_quantization",
@@ -163,3 +165,99 @@ def cached_config(name: str) -> Path | None:
     except (ImportError, ValueError):  # Without the library, or no name of a model.
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+_ADAPTER = "adapter_config.json"
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_SAME_AS = {"out_proj": "o_proj", "fc1": "up_proj", "fc2": "down_proj"}
+_EMBEDDINGS, _HEADS = {"embed_tokens", "wte"}, {"lm_head"}
+_UNCOUNTED = ("use_dora", "rank_pattern", "layers_to_transform", "exclude_modules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """LoRA of one rank, as asked for or as the folder of a PEFT adapter says."""
+
+    rank: int
+    """Rank of the adapters, 1 or more."""
+    base: str = ""
+    """Folder or name of the base model."""
+    targets: frozenset[str] | None = None
+    """Names of the matrices that have adapters; None means all."""
+    saves_embedding: bool = False
+    """Whether the embedding trains, too."""
+    saves_head: bool = False
+    """Whether the head trains, too."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ModelError(f"LoRA has rank {self.rank}; it must be 1 or more.")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the adapter of a folder; None if the folder has a model or no adapter.
+
+        Raises:
+            ModelError: It isn't LoRA whose size is known, or its base is missing.
+        """
+        if not _is_adapter(folder):
+            return None
+        return load_file(folder / _ADAPTER, "adapter", ModelError, cls._parse)
+
+    @classmethod
+    def _parse(cls, text: str) -> Self:
+        data = parse_json(text, "adapter", ModelError)
+        data = data if isinstance(data, Mapping) else {}
+        base, rank = data.get("base_model_name_or_path"), data.get("r")
+        if not isinstance(base, str) or not base or _is_adapter(Path(base)):
+            raise ModelError(
+                f"{_ADAPTER} has base_model_name_or_path {show(base)}. Write the folder or name of "
+                "the model that the adapter was trained on there."
+            )
+        targets, saved = data.get("target_modules"), data.get("modules_to_save") or []
+        lists = isinstance(targets, list) or targets == "all-linear", isinstance(saved, list)
+        is_known = data.get("peft_type") == "LORA" and all(lists)
+        names = set(map(str, saved))
+        is_known &= not any(map(data.get, _UNCOUNTED)) and names <= _EMBEDDINGS | _HEADS
+        if not isinstance(rank, int) or not is_known:
+            raise ModelError(
+                f"{_ADAPTER} has peft_type {show(data.get('peft_type'))}, r {show(rank)}, "
+                f"target_modules {show(targets)}, modules_to_save {show(saved)}. Sizes are known "
+                "of LORA with a whole r, a list or 'all-linear', embedding and head saved, without "
+                f"{', '.join(_UNCOUNTED)}. Plan its base with --model {base} --lora-rank instead."
+            )
+        chosen = frozenset(map(str, targets)) if isinstance(targets, list) else None
+        outside = {"saves_embedding": bool(names & _EMBEDDINGS), "saves_head": "lm_head" in names}
+        return cls(base=base, rank=rank, targets=chosen, **outside)
+
+    def added_to(
+        self, tuning: FineTuning | None, matrices: tuple[tuple[int, int], ...], table: int
+    ) -> FineTuning:
+        """Return what trains beside a layer's frozen matrices and tables of `table` parameters."""
+        before = tuning or FineTuning(method="")
+        added = self.rank * sum(map(sum, self._chosen(matrices)))
+        return replace(
+            before,
+            layer_params=added,
+            added_params=added,
+            embedding_params=table if self.saves_embedding else before.embedding_params,
+            head_params=table if self.saves_head else before.head_params,
+            method=f"{before.method.partition('LoRA')[0].strip()} LoRA r {self.rank}".strip(),
+        )
+
+    def _chosen(self, matrices: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """Return those of a layer's matrices that have adapters; ModelError on unknown names."""
+        if self.targets is None:
+            return matrices
+        names = _ATTENTION + _MLP[-(len(matrices) - len(_ATTENTION)) :]
+        found = {_SAME_AS.get(name, name) for name in self.targets}
+        if not found or not found <= set(names):
+            raise ModelError(
+                f"{_ADAPTER} has target_modules {sorted(self.targets)}; matrices of {self.base} "
+                f"are {list(names)}. Plan it with --model {self.base} --lora-rank {self.rank}."
+            )
+        return tuple(size for name, size in zip(names, matrices, strict=True) if name in found)
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file()

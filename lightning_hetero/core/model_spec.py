@@ -16,6 +16,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.model_config import (
     DEFAULT_RANK,
     QUANTIZATIONS,
+    Adapter,
     FineTuning,
     cached_config,
     sizes_of_config,
@@ -283,18 +284,17 @@ class ModelSpec:
         """
         tuning = self.tuning
         if quantize is not None:
-            tuning = FineTuning(stored_bits=QUANTIZATIONS[quantize], method=quantize.upper())
+            kept = tuning if tuning and tuning.added_params else FineTuning(method="")
+            method = f"{quantize.upper()} {''.join(kept.method.partition('LoRA')[1:])}".strip()
+            tuning = replace(kept, stored_bits=QUANTIZATIONS[quantize], method=method)
         if lora_rank is None and tuning is not None and not tuning.layer_params:
             lora_rank = DEFAULT_RANK
-        if lora_rank is None:
-            return self
-        if lora_rank < 1:
-            raise ModelError(f"LoRA has rank {lora_rank}; it must be 1 or more.")
-        added = lora_rank * sum(map(sum, self.matrices))
-        before = tuning or FineTuning(method="")
-        method = f"{before.method} LoRA r {lora_rank}".strip()
-        tuning = replace(before, layer_params=added, added_params=added, method=method)
-        return replace(self, tuning=tuning)
+        tuned = replace(self, tuning=tuning)
+        return tuned if lora_rank is None else tuned._with(Adapter(rank=lora_rank))
+
+    def _with(self, adapter: Adapter) -> Self:
+        table = self.vocab_size * self.hidden_size
+        return replace(self, tuning=adapter.added_to(self.tuning, self.matrices, table))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes that differ from their defaults."""
@@ -321,8 +321,9 @@ class ModelSpec:
 
         Args:
             name_or_path: A known name; a YAML file of sizes; a Hugging Face folder or its
-                `config.json`; the name of a Hugging Face model in the local cache, such as
-                `Qwen/Qwen3-8B`. Nothing is downloaded.
+                `config.json`; the folder of a PEFT adapter by LoRA, which names its base; the name
+                of a Hugging Face model in the local cache, such as `Qwen/Qwen3-8B`. Nothing is
+                downloaded.
 
         Raises:
             ModelError: It is none of these.
@@ -331,6 +332,9 @@ class ModelSpec:
         if known is not None:
             return cls(**asdict(known))
         path = Path(name_or_path)
+        adapter = Adapter.read(path)
+        if adapter is not None:
+            return cls.load(adapter.base)._with(adapter)
         name = path.resolve().name if path.is_dir() else path.resolve().parent.name
         config = path / "config.json" if path.is_dir() else path
         if not config.is_file():

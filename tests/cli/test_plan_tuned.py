@@ -16,7 +16,7 @@ CASES = {
 
 
 def planned(tmp_path, capsys, model, *more):
-    devices, precision = CASES[model]
+    devices, precision = CASES.get(model, CASES["llama-13b"])
     lines = [f"  - {{device: {name}, count: {count}}}" for name, count in devices.items()]
     (tmp_path / "cluster.yaml").write_text("nodes:\n" + "\n".join(lines) + "\n")
     sizes = ["--sequence-length", "1024", "--global-batch-size", "16", "--precision", precision]
@@ -48,6 +48,16 @@ def test_qlora_of_a_model_that_fits_no_card_is_planned_as_counted_by_hand(tmp_pa
     assert sum(row["owned_bytes"] for row in rows) == pytest.approx(
         16 * adapters * sizes.num_layers, rel=1e-3
     )
+
+
+def test_the_folder_of_an_adapter_is_planned_as_its_base_with_lora(tmp_path, capsys):
+    config = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+    config["base_model_name_or_path"] = "llama-13b"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    quantized = ["--quantize", "nf4"]
+    code, found = planned(tmp_path, capsys, str(tmp_path), *quantized)
+    _, same = planned(tmp_path, capsys, "llama-13b", *quantized, "--lora-rank", "16")
+    assert (code, found["stages"]) == (0, same["stages"])
 
 
 def test_a_backward_of_frozen_layers_takes_as_long_as_their_forward():

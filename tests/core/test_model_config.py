@@ -48,6 +48,52 @@ def test_what_trains_is_what_peft_trains(base, family):
     assert found.num_frozen_params == plain.num_params
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+        {"target_modules": ["k_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+)
+def test_the_folder_of_an_adapter_trains_what_peft_trains(base, tmp_path, settings):
+    folder, model = base(quantization_config=FOUR_BITS)
+    peft = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    peft.peft_config["default"].base_model_name_or_path = str(folder)
+    peft.peft_config["default"].save_pretrained(tmp_path / "lora")
+    found = ModelSpec.load(tmp_path / "lora")
+    assert found.num_params == sum(p.numel() for p in peft.parameters() if p.requires_grad)
+    assert found.tuned() == found
+    assert (found.tuning.stored_bits, found.tuning.method) == (4.5, "NF4 LoRA r 4")
+    other = found.tuned(quantize="int8")
+    assert (other.num_params, other.tuning.method) == (found.num_params, "INT8 LoRA r 4")
+    assert found.tuned(lora_rank=8).tuning.method == "NF4 LoRA r 8"
+
+
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"peft_type": "IA3"}, r"peft_type 'IA3'.*Plan its base with --model llama-7b"),
+        ({"use_dora": True}, "without use_dora"),
+        ({"r": "4"}, "a whole r"),
+        ({"r": 0}, "it must be 1 or more"),
+        ({"target_modules": ["c_attn"]}, "matrices of llama-7b are"),
+        ({"modules_to_save": ["score"]}, "modules_to_save"),
+        ({"base_model_name_or_path": None}, "Write the folder or name of the model"),
+        ({"base_model_name_or_path": "nowhere"}, "Unknown model 'nowhere'"),
+    ],
+)
+def test_an_adapter_whose_size_is_unknown_is_refused(tmp_path, changed, message):
+    config = LORA | {"base_model_name_or_path": "llama-7b"} | changed
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.load(tmp_path)
+
+
 def test_a_quantized_folder_stores_layers_in_its_bits_and_trains_adapters(base):
     folder, model = base(quantization_config=FOUR_BITS)
     found, plain = ModelSpec.load(folder).tuned(), ModelSpec.load("llama-7b")
