@@ -5,7 +5,7 @@ stages in order, each with a class of nodes, a TP degree and layers. It is a *co
 bottleneck t and fill f it finishes (T - f)/t micro-batches by T.
 
 The *master* (`master`) chooses how often each column runs. For D pipelines and M micro-batches it
-finds the least T at which
+finds the least T at which::
 
     maximise    Σ_p x_p·(T - f_p)/t_p
     subject to  Σ_p x_p·devices_p ≤ devices of each class, and the same for groups of each degree,
@@ -14,7 +14,7 @@ finds the least T at which
 
 reaches M, by Newton steps on T; HiGHS solves the programme, first with fractions, then with whole
 numbers. *Pricing* (`pricing`) finds the columns: for dual prices π of devices, μ of a pipeline and
-ρ of room the best pipeline of a bottleneck t minimises
+ρ of room the best pipeline of a bottleneck t minimises::
 
     Σ_stages (w/t + π·devices - ρ·room),    w ≤ t,
 
