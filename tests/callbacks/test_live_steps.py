@@ -178,9 +178,17 @@ def test_averages_and_what_hooks_save_are_of_the_same_step(lose: Any) -> None:
 
 
 def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any, monkeypatch: Any) -> None:
+    class Changes(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                with torch.no_grad():
+                    next(module.parameters()).add_(1.0)
+
     # The optimizer has stepped, and the step hasn't ended.
     state, _ = lose("on_train_batch_end", 2)
     assert "in the middle of an optimizer's step" in state.why
+    state, _ = lose("on_train_batch_start", 2, Changes())
+    assert "weights or buffers have changed" in state.why
     # As an abort leaves it where the device still waited for another rank.
     monkeypatch.setattr(StepEnd, "__init__", lambda self: setattr(self, "is_reached", False))
     state, _ = lose("on_train_batch_start", 2)

@@ -11,8 +11,9 @@ If a module or a callback has a hook `on_save_checkpoint`, it is called after ea
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -50,6 +51,8 @@ from lightning_hetero.runtime.random_state import RandomState
 __all__ = ["LiveSteps"]
 
 _T = TypeVar("_T")
+_version_of = attrgetter("_version")
+
 _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
 _AT_END = NothingLive("the end of an epoch, or of training, follows its last step")
 _IN_EVALUATION = NothingLive("it was in a validation that its last step doesn't call for")
@@ -58,6 +61,7 @@ _NO_COPIES = NothingLive("the run has no redundancy")
 _PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
 _CUT_SHORT = NothingLive("its device hadn't come to the end of the step when it was cut off")
 _BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
+_CHANGED = NothingLive("weights or buffers have changed since the end of its last step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,8 @@ class _Noted:
     step: int
     num_changes: int
     """How often an optimizer had begun to change the slices."""
+    versions: int
+    """`LiveSteps._versions` of the tensors that must not have changed since."""
     metadata: dict[str, Any]
     """Entries of a checkpoint that an iteration changes; all, if hooks had to be called."""
     groups: list[list[dict[str, Any]]]
@@ -83,6 +89,8 @@ class LiveSteps:
         self.state: LiveState | NothingLive | NothingYet = NothingYet()
         """The step to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
+        self._watched: list[tuple[dict[str, Any], str]] = []
+        """Dict and key of each tensor that must not change between steps."""
         self._ended: _Noted | None = None
         """The last step of an epoch whose end is under way."""
 
@@ -138,9 +146,12 @@ class LiveSteps:
         else:
             of_loops = {"epoch": trainer.current_epoch, "loops": dump_loops(trainer)}
             metadata = {**of_loops, **dump_changing(trainer)}
+        if not self._watched:
+            self._watched = list(_places_of(trainer))
         return _Noted(
             step=trainer.global_step,
             num_changes=strategy.num_changes,
+            versions=self._versions(),
             metadata=_copied(metadata),
             groups=_copied(_groups_of(trainer)),
             random_state=RandomState.now(),
@@ -177,6 +188,7 @@ class LiveSteps:
             except Exception as error:
                 # An error of a user's object mustn't end a rank that can go on from a checkpoint.
                 self.state = NothingLive(f"{type(error).__name__}: {error}")
+        self._watched = []
         return isinstance(self.state, LiveState)
 
     def _kept(
@@ -188,6 +200,8 @@ class LiveSteps:
             return _IN_STEP
         if not strategy.engine.comms.step_end.is_reached:
             return _CUT_SHORT
+        if self._versions() != noted.versions:
+            return _CHANGED
         owned, metadata = OwnedState(trainer), noted.metadata
         if "state_dict" not in metadata:
             metadata = {**dump_metadata(trainer, owned), "global_step": noted.step, **metadata}
@@ -212,6 +226,26 @@ class LiveSteps:
             rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
             self.state = live  # Nobody may go on from a state later than that checkpoint any more.
         return live
+
+    def _versions(self) -> int:
+        """Return a number that changes whenever a watched tensor is changed or replaced."""
+        tensors = [registered[name] for registered, name in self._watched]
+        # A new tensor has another id; one made in inference mode has no version.
+        try:
+            versions: int = sum(map(_version_of, tensors))
+        except RuntimeError:
+            versions = sum(item._version for item in tensors if not item.is_inference())
+        return sum(map(id, tensors)) + versions
+
+
+def _places_of(trainer: pl.Trainer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield (dict, key) under which each master, average and buffer is registered."""
+    for root in (trainer.lightning_module, *(model.module for model in average_models(trainer))):
+        for module in root.modules():
+            for registered in (module._parameters, module._buffers):
+                yield from (
+                    (registered, name) for name, item in registered.items() if item is not None
+                )
 
 
 def _groups_of(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
