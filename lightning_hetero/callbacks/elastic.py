@@ -26,7 +26,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
     is_epoch_ending,
 )
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
     PreemptionNotice,
@@ -35,6 +34,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.strategy.run import SavesSlices
@@ -43,8 +43,6 @@ __all__ = ["ElasticRestart"]
 
 _log = logging.getLogger(__name__)
 
-_AGAIN_S = 60.0
-"""Seconds for which joiners wait where a save for them wasn't safe."""
 _SETTLE_S = 5.0
 """Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
 
@@ -280,7 +278,9 @@ class ElasticRestart(Callback):
             saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
-                self._lets_in_at_s = time.monotonic() + _AGAIN_S
+                self._lets_in_at_s = (
+                    time.monotonic() + 2 * self._drain_timeout_s
+                )  # Not at once again.
                 rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
                 return
         reason = f"{len(leaving)} ranks leave on a notice" if leaving else "joiners are let in"
