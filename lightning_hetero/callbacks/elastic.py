@@ -233,9 +233,14 @@ class ElasticRestart(Callback):
     @property
     def is_leaving(self) -> bool:
         """Whether this process was told to go; all ranks know one step later."""
-        notices = (self._sigterm, self._watcher)
-        told = any(item is not None and item.pending() is not None for item in notices)
-        return told or self._is_excluded
+        is_told = self._sigterm is not None and self._sigterm.pending() is not None
+        return is_told or self._loses_machine
+
+    @property
+    def _loses_machine(self) -> bool:
+        """Whether all processes of this machine are to go."""
+        is_told = self._watcher is not None and self._watcher.pending() is not None
+        return is_told or self._is_excluded
 
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without the machines of `exclude` would have.
@@ -264,9 +269,8 @@ class ElasticRestart(Callback):
         Saves only if the ranks that stay don't hold all rows; all leave if those couldn't go on.
         """
         assert self._checkpoint is not None
-        notice = self._is_excluded or (self._watcher is not None and self._watcher.pending())
         ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
-        rows = ranks.gather((self.is_leaving, bool(notice)))
+        rows = ranks.gather((self.is_leaving, self._loses_machine))
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
@@ -317,8 +321,7 @@ class ElasticRestart(Callback):
         rank_zero_info(f"ElasticRestart: all ranks leave with {saved.id} to be started again.")
         drain_s = time.monotonic() - start_s
         note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
-        goes = self._is_excluded or (self._watcher is not None and self._watcher.pending())
-        if goes and self._is_first_of_node and is_torchelastic_launched():
+        if self._loses_machine and self._is_first_of_node and is_torchelastic_launched():
             # Else the agent would bring this machine back into the run that it is about to leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit
