@@ -54,8 +54,9 @@ class StragglerMonitor(Callback):
         recheck_share: Share of the time that may be spent on probing a known slow link again.
         admission: Ratio from which a device that is slower than others of its type, by a product of
             matrices or a copy in its memory, is named before training, and left out if an
-            `ElasticRestart` can do that; 1.3 is sensible. The probes run whenever training begins,
-            with new ranks, too, and take well below two seconds. None admits all devices.
+            `ElasticRestart` can do that; 1.3 is sensible. So is a link that is slower than others
+            inside or between machines, from 1.5 on. The probes run whenever training begins, with
+            new ranks, too, and take well below two seconds. None admits all.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ every iteration, and the costs paid are at most OPT(n), because B_k ≤ B_k + L_
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,7 +161,8 @@ def restart_mitigation(
 ) -> PossibleMitigation | None:
     """Return S4, a restart without the slow ranks' machines: the others take over their work.
 
-    For a slow link its second rank is left out. None if no rank would be left.
+    Of a slow link the end is left out that has more slow links, or else the second. None if no rank
+    would be left.
 
     Args:
         findings: The slow devices and links.
@@ -168,7 +170,8 @@ def restart_mitigation(
         world_size: Number of ranks.
         num_left: Returns how many ranks a restart without some ranks would have.
     """
-    exclude = tuple(sorted({finding.ranks[-1] for finding in findings}))
+    named = Counter(rank for finding in findings for rank in finding.ranks)
+    exclude = tuple(sorted({max(f.ranks, key=lambda rank: (named[rank], rank)) for f in findings}))
     left = num_left(exclude)
     if not exclude or not left:
         return None

@@ -247,6 +247,9 @@ def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
     assert found.exclude == (3,)
     assert found.iteration_s == pytest.approx(4.0)
     assert restart_mitigation(findings, **facts, num_left=lambda exclude: 0) is None
+    links = [Finding(kind=FindingKind.LINK, ranks=r, ratio=5.0) for r in ((0, 1), (1, 2))]
+    found = restart_mitigation(links, **facts, num_left=lambda exclude: 4 - len(exclude))
+    assert found.exclude == (1,), "both slow links are rank 1's"
 
 
 @pytest.mark.parametrize(

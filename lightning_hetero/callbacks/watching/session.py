@@ -43,7 +43,7 @@ class StragglerSession:
         config: How eagerly to watch.
         report: Gets events; called on rank 0.
         say: Gets lines for people; called on rank 0.
-        admission: Ratio to its like above which a device isn't admitted; None admits all.
+        admission: Ratio to its like above which a device or link is named; None admits all.
     """
 
     def __init__(
@@ -80,16 +80,17 @@ class StragglerSession:
         return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
 
     def _admit(self, least_ratio: float) -> tuple[Finding, ...]:
-        """Name devices that are slower than their like; leave them out if the run can; collective.
+        """Name devices and links that are slower than their like; collective.
 
-        The slower paces of devices that stay count as theirs when plans are changed.
+        They are left out if the run can. The paces of those that stay count as theirs when plans
+        are changed.
         """
         clock, device = self._run.clock, self._run.device
         within = None if clock is None else clock.probing()
         copies_s = dict(enumerate(self._ranks.gather(probe_memory(device, within=within))))
-        kinds = self._ranks.gather(describe_device(device).name)
-        probes = self._healthy.device_s, copies_s
-        findings = self._ranks.share(slow_of_their_kind(probes, kinds, least_ratio=least_ratio))
+        types = self._ranks.gather(describe_device(device).name)
+        slow = slow_of_their_kind(copies_s, self._healthy, types, least_ratio=least_ratio)
+        findings = self._ranks.share(slow)
         possible = self._run.find_mitigations(findings, (), healthy_s=1.0) if findings else ()
         choice = self._ranks.share(next(iter(possible), None))
         if choice is not None:
