@@ -120,7 +120,7 @@ def test_epochs_are_counted_on_however_often_a_run_resumes_where_one_ends(tmp_pa
     epochs = Epochs()
     for epochs.fails_at in (2, 4, 7, 8):
         with pytest.raises(RuntimeError, match="on purpose"):
-            train(tmp_path, 12, epochs, every=1)
+            train(tmp_path, 12, epochs, every_n_train_steps=1)
     assert epochs.found == [step // 2 for step in range(8)]
 
 
@@ -132,7 +132,7 @@ class Stops(L.Callback):
 
 
 def test_the_last_step_of_a_run_that_stops_early_is_saved(tmp_path: Path) -> None:
-    assert len(train(tmp_path, 12, Stops(), every=100)) == 2
+    assert len(train(tmp_path, 12, Stops(), every_n_train_steps=100)) == 2
     assert train(tmp_path, 2) == []
 
 
@@ -232,7 +232,7 @@ def test_a_relative_folder_is_where_training_began(
             os.chdir(tmp_path / f"at-{trainer.global_step}")
 
     monkeypatch.chdir(tmp_path)
-    train("run", 3, Wanders(), every=1)
+    train("run", 3, Wanders(), every_n_train_steps=1)
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
     assert not list(tmp_path.glob("at-*/*"))
 

@@ -4,6 +4,7 @@ import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,11 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
+from lightning_hetero.checkpoint.inspection import prune
 from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
+    FileEntry,
+    PartManifest,
     manifest_name,
 )
 from lightning_hetero.checkpoint.tiers import checkpoints_in, pull_part
@@ -123,6 +127,10 @@ def test_training_goes_on_in_a_damaged_folder_and_never_loses_its_newest_checkpo
     kind, originals = saved
     for seed in SEEDS[::3]:
         stores = copies(originals, seed)
+        before = step_of(stores, kind)
+        for store in stores:
+            prune(Tier(kind=TierKind.REMOTE, store=store, keep=1))
+        assert step_of(stores, kind) == before, f"{seed}: pruning by hand has lost it"
         save(stores, kind, [5], keep=1 + seed % 2, attempt=1)
         assert step_of(stores, kind) == 5, seed
 
@@ -181,6 +189,33 @@ def test_the_remote_tier_is_pruned_while_a_disk_is_the_first_to_have_each() -> N
     assert [item.step for item in checkpoints_in(remote.files)] in ([3, 4], [4])
     writer.close()
     assert [item.step for item in checkpoints_in(remote.files)] == [4]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"files": (FileEntry(name, None, 0, ()),)}
+            for name in ("../../../x", "/x", "a/b", "..", ".hidden", "part-00001.json", "confirmed")
+        ),
+        {"part": 2},
+        {"block_bytes": 0},
+        {"id": CheckpointId(1, 0, "../x")},
+        {"files": ()},
+    ],
+)
+def test_a_crafted_manifest_neither_reads_nor_writes_outside_of_its_own_files(
+    changes: dict[str, Any],
+) -> None:
+    store, target = MemoryStore(), MemoryStore()
+    save([store], TierKind.REMOTE, [1], keep=1, attempt=0)
+    name = manifest_name(CheckpointId(1), 0)
+    crafted = replace(PartManifest.decode(store.files[name]), **changes)
+    store.files[name] = crafted.encode()
+    with pytest.raises(CheckpointError, match="can't have been written by a rank"):
+        pull_part(store, target, CheckpointId(1), 0, Progress())
+    assert target.files == {}
+    assert step_of([store], TierKind.REMOTE) is None
 
 
 def test_a_rank_takes_another_ranks_own_part_of_this_checkpoint_alone() -> None:
