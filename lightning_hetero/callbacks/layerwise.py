@@ -49,7 +49,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.live import NothingLive
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.strategy.run import run_of
+from lightning_hetero.strategy.run import note, run_of
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -291,6 +291,7 @@ class LayerwiseCheckpoint(Checkpoint):
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
         self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
+        note(trainer, "checkpoint", complete=writer.complete_steps)
         return self.saved
 
     def _wait_for_snapshot(self) -> None:
@@ -304,6 +305,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if self._access is not None:
             # Raises, so that shared memory isn't freed, unless another place has the newest.
             self._access.close()
+            note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()

@@ -18,7 +18,8 @@ since the epoch. `read_log` reads all of it, `lightning-hetero stragglers` the e
 - `ended`: training is done.
 
 Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the state came from
-(`recovered`; `is_live` if ranks went on from their own slices, else `why_not_live`),
+(`recovered`; `is_live` if ranks went on from their own slices, else `why_not_live`) and the newest
+step of which each tier has a checkpoint as another one begins (`checkpoint`),
 `ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did (`change`,
 `finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults (`faults`).
 """

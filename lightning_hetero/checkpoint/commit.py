@@ -103,7 +103,12 @@ class Committer:
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """The newest checkpoint of which each kind of own tier has all parts."""
+        """The newest checkpoint of which each kind of tier has all parts."""
+
+    @property
+    def complete_steps(self) -> dict[str, int]:
+        """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
+        return {kind.name.lower(): id_.step for kind, id_ in sorted(self._sound.items())}
 
     def write(self, task: SaveTask) -> None:
         """Write one checkpoint; communicates.
@@ -223,6 +228,7 @@ class Committer:
         uploaded = self.uploads.newest_everywhere(statuses)
         if uploaded is not None:
             self.lasting.reach(uploaded)  # A disk may have been the first.
+            self._sound[TierKind.REMOTE] = uploaded
             if self._rank == 0:
                 self.uploads.confirm_later(uploaded)
 
