@@ -355,6 +355,7 @@ def begin_run(
     node: str = "node",
     peers: Peers | None = None,
     skip_unreadable: bool = False,
+    anew: bool = False,
 ) -> CheckpointId:
     """Return the run's identity and the attempt number of this start's checkpoints, as an id.
 
@@ -368,6 +369,7 @@ def begin_run(
         node: Name of this rank's node.
         peers: The ranks; None for a single one.
         skip_unreadable: Go on without tiers that can't be read.
+        anew: Whether a new run begins, whatever the tiers hold.
 
     Returns:
         Step 0 of the attempt.
@@ -376,14 +378,17 @@ def begin_run(
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
     search = _Search.open(tiers, node, peers)
-    if recovered is None:
-        search.look()
-        choice = choose(search.inventory, skip_unreadable=skip_unreadable)
-        proposals = search.peers.gather(new_run())
-        run = proposals[0] if choice.run is None else choice.run
-        attempt = choice.attempt
-    else:
+    if recovered is not None:
         run, attempt = recovered.id.run, recovered.report.attempt
+    else:
+        run, attempt = search.peers.gather(new_run())[0], 0
+        if not anew:
+            search.look()
+            choice = choose(search.inventory, skip_unreadable=skip_unreadable)
+            run = run if choice.run is None else choice.run
+            attempt = choice.attempt
     own = search.looked_after
-    search.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
+    # Places that know the state's run have its mark: whoever goes on needn't wait for them.
+    may_fail = skip_unreadable or recovered is not None
+    search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
     return CheckpointId(0, attempt, run)

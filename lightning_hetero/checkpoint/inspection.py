@@ -1,4 +1,4 @@
-"""Checkpoints outside of training: list them, look into them, verify them, export them.
+"""Checkpoints outside of training: list, look into, verify, export, reject and delete them.
 
 Export puts all slices together into one file with `state_dict`, `optimizer_states` and whatever the
 metadata holds, which `LightningModule.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` on one
@@ -7,6 +7,7 @@ device read. Optimizer state is keyed by parameter names here and by running num
 
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_hetero.checkpoint.inventory import (
     Manifests,
     choose_run,
     complete_checkpoints,
+    locations_of_files,
     take_inventory,
 )
 from lightning_hetero.checkpoint.manifest import (
@@ -41,15 +43,18 @@ from lightning_hetero.checkpoint.tiers import (
     Location,
     Tier,
     checkpoints_in,
+    remove_checkpoints,
 )
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.texts import format_table
 
 __all__ = [
     "View",
+    "describe_layers",
     "export_checkpoint",
     "list_checkpoints",
     "look",
+    "prune",
     "reject",
     "verify",
 ]
@@ -142,6 +147,47 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
     header = ("step", "attempt", "parts", "complete", "in", *(("run",) if several else ()))
     table = format_table(header, rows) if rows else "no checkpoints"
     return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
+
+
+def describe_layers(view: View) -> str:
+    """Return a table of layers × places: the share of a layer's bytes that each place has."""
+    sizes: dict[int, dict[Location | None, int]] = defaultdict(lambda: defaultdict(int))
+    for (part, name), locations in locations_of_files(view.inventory, view.manifests).items():
+        entry = view.manifests[part].file(name)
+        if entry.unit is not None:
+            for location in (None, *locations):
+                sizes[entry.unit][location] += entry.size_bytes
+    places = sorted({at for found in sizes.values() for at in found if at is not None})
+    num_layers = next(iter(view.manifests.values())).num_layers
+    rows = [
+        (
+            name_of_unit(unit, num_layers),
+            f"{found[None] / 1e6:.2f}",
+            *(f"{found[at] / found[None]:.0%}" for at in places),
+        )
+        for unit, found in sorted(sizes.items())
+    ]
+    table = format_table(("layer", "MB", *map(str, places)), rows)
+    return f"{view.id}, saved by {view.world_size} ranks\n{table}"
+
+
+def prune(tier: Tier) -> list[CheckpointId]:
+    """Delete what is older than each run's newest `tier.keep` complete ones; return what it was.
+
+    Args:
+        tier: A place that holds all ranks' parts.
+    """
+    inventory, files = take_inventory([tier], node=_NODE), tier.store.list()
+    complete: dict[str, list[CheckpointId]] = defaultdict(list)
+    for item in complete_checkpoints(inventory):
+        complete[item.run].append(item)
+    gone = [
+        item
+        for item in checkpoints_in(files)
+        if any(item < oldest for oldest in complete[item.run][tier.keep - 1 : tier.keep])
+    ]
+    remove_checkpoints(tier.store, files, gone)
+    return gone
 
 
 def reject(tiers: Sequence[Tier], step: int) -> list[str]:

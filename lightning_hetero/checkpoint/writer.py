@@ -141,6 +141,11 @@ class CheckpointWriter:
             _remote=task.uploaded,
         )
 
+    @property
+    def complete_steps(self) -> dict[str, int]:
+        """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
+        return self._committer.complete_steps
+
     def _take(self, content: CheckpointContent) -> Snapshot | None:
         """Start to copy the state, once the last checkpoint is written; None if that hangs."""
         try:

@@ -118,15 +118,15 @@ class Probes:
         """Return the expected time of each link: its own, or that of others of its kind."""
         by_kind: dict[bool, list[float]] = {True: [], False: []}
         for pair, seconds in self.link_s.items():
-            by_kind[self._is_inside(pair)].append(seconds)
+            by_kind[self.is_inside(pair)].append(seconds)
         usual = {kind: statistics.median(times) for kind, times in by_kind.items() if times}
         fallback = statistics.median(usual.values()) if usual else 1.0
         return {
-            pair: self.link_s.get(pair, usual.get(self._is_inside(pair), fallback))
-            for pair in pairs
+            pair: self.link_s.get(pair, usual.get(self.is_inside(pair), fallback)) for pair in pairs
         }
 
-    def _is_inside(self, pair: Pair) -> bool:
+    def is_inside(self, pair: Pair) -> bool:
+        """Return whether both ends of a link are on one machine."""
         return self.hosts[pair[0]] == self.hosts[pair[1]] if self.hosts else True
 
 
@@ -229,22 +229,30 @@ def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
 
 
 def slow_of_their_kind(
-    probes: Sequence[Mapping[int, float]], kinds: Sequence[str], *, least_ratio: float
+    copies_s: Mapping[int, float], probes: Probes, types: Sequence[str], *, least_ratio: float
 ) -> tuple[Finding, ...]:
-    """Return devices that are slower than others of their type, the slowest first.
+    """Return devices and links that are slower than others of their type, the slowest first.
 
     Args:
-        probes: Seconds by rank, of each kind of probe; a device's worst one counts.
-        kinds: The type of each rank's device.
-        least_ratio: Least ratio to the median of its type.
+        copies_s: Seconds of a copy in each rank's memory; a device's worst probe counts.
+        probes: Measurements of products of matrices, and of links inside and between machines.
+        types: The type of each rank's device.
+        least_ratio: Least ratio of a device to the median of its type; a link's is 1.5 or more.
     """
-    ratios: dict[int, float] = {}
-    for kind, times_s in itertools.product(set(kinds), probes):
-        like = {rank: seconds for rank, seconds in times_s.items() if kinds[rank] == kind}
-        for rank, ratio in find_suspects(like, least_ratio=least_ratio).items():
-            ratios[rank] = max(ratio, ratios.get(rank, 0.0))
-    ranks = sorted(ratios, key=lambda rank: -ratios[rank])
-    return tuple(Finding(kind=FindingKind.DEVICE, ranks=(r,), ratio=ratios[r]) for r in ranks)
+    ratios: dict[tuple[int, ...], float] = {}
+    for times_s in (copies_s, probes.device_s):
+        for kind in set(types):
+            like = {(rank,): seconds for rank, seconds in times_s.items() if types[rank] == kind}
+            for ranks, ratio in find_suspects(like, least_ratio=least_ratio).items():
+                ratios[ranks] = max(ratio, ratios.get(ranks, 0.0))
+    for inside in (True, False):
+        links: dict[tuple[int, ...], float] = {
+            pair: s for pair, s in probes.link_s.items() if probes.is_inside(pair) == inside
+        }
+        ratios.update(find_suspects(links, least_ratio=max(least_ratio, _LEAST_LINK_RATIO)))
+    kinds = FindingKind.DEVICE, FindingKind.LINK
+    found = [Finding(kind=kinds[len(r) - 1], ranks=r, ratio=ratio) for r, ratio in ratios.items()]
+    return tuple(sorted(found, key=lambda finding: -finding.ratio))
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from examples.slow_parts import Fault, InjectFaults
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
+from lightning_hetero.core.plan import PipelinePlan
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
 from lightning_hetero.testing import EmulatedDevices
@@ -33,6 +35,8 @@ class Drill:
     num_layers: int = 1
     """More than a stage needs would take no longer in virtual time."""
     num_stages: int = 1
+    cuts: tuple[int, ...] = ()
+    """Layers of the stages; none cuts them evenly."""
     num_microbatches: int = 8
     num_steps: int = 48
     strategy: str = "hetero"
@@ -70,6 +74,8 @@ class Seen:
     iteration_s: list[float]
     plans: list[tuple[tuple[tuple[int, ...], int | None], ...]]
     """For each step (ranks, micro-batches) of every pipeline."""
+    layers: list[list[int]]
+    """For each step the layers of the first pipeline's stages."""
     said: list[str]
     events: tuple[Event, ...]
 
@@ -81,6 +87,7 @@ class Notes(L.Callback):
         self.time = time
         self.iteration_s: list[float] = []
         self.plans: list[Any] = []
+        self.layers: list[list[int]] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.start_s = self.time.wall_s
@@ -90,6 +97,7 @@ class Notes(L.Callback):
         if isinstance(trainer.strategy, HeteroStrategy):
             pipelines = trainer.strategy.plan.pipelines
             self.plans.append(tuple((p.ranks, p.num_microbatches) for p in pipelines))
+            self.layers.append([len(stage.layers) for stage in pipelines[0].stages])
 
 
 class Candidates(L.Callback):
@@ -131,6 +139,7 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         patch.setattr(straggler_monitor, "rank_zero_info", said.append)
         kind = PackedVirtualTime if drill.is_packed else VirtualTime
         time = kind(patch, seed=rank)
+        time.num_layers = drill.num_layers if drill.cuts else 0
         notes = Notes(time)
         callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
         if drill.strategy == "hetero":
@@ -150,6 +159,7 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         losses=module.losses,
         iteration_s=notes.iteration_s,
         plans=notes.plans,
+        layers=notes.layers,
         said=said,
         events=read_events(path) if rank == 0 and path.exists() else (),
     )
@@ -160,6 +170,12 @@ def strategy_of(drill: Drill) -> Any:
         return drill.strategy
     sizes = {"num_layers": drill.num_layers, "num_stages": drill.num_stages}
     plan = ParallelPlan.even(world_size=drill.world_size, **sizes)
+    if drill.cuts:
+        bounds = [*pairwise([0, *accumulate(drill.cuts)])]
+        (pipeline,) = plan.pipelines
+        cut = zip(pipeline.stages, bounds, strict=True)
+        stages = tuple(replace(stage, layers=range(*layers)) for stage, layers in cut)
+        plan = ParallelPlan(pipelines=(PipelinePlan(stages=stages),))
     return HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
 
 
@@ -170,7 +186,7 @@ def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedMo
         trainer.fit(
             packed,
             datamodule=HeteroDataModule(
-                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, num_ahead=2
+                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, num_ahead=0
             ),
         )
         return packed

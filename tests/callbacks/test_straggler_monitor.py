@@ -128,6 +128,25 @@ def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_
     check_losses(pool, drill, tmp_path, seen)
 
 
+def test_badly_cut_stages_are_cut_anew_and_then_again_around_a_slow_rank(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    slow = SlowRank(start=50, duration=16, global_rank=0, slowdown=3.0)
+    drill = Drill(
+        faults=(slow,), num_layers=6, num_stages=2, cuts=(5, 1), world_size=2, num_steps=84
+    )
+    seen = watch(pool, drill, tmp_path / "watched")
+    assert [cut for cut, _ in groupby(seen.layers)] == [[5, 1], [3, 3], [1, 5], [3, 3]]
+    assert actions(seen) == [
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.UNDO, Mitigation.REPLAN),
+    ]
+    assert middle(seen, 40, 48) <= 0.75 * middle(seen, 4, 30)
+    assert "S2b cut stages to 3+3 layers instead of 5+1" in seen.said[0]
+    check_losses(pool, drill, tmp_path, seen)
+
+
 def test_a_monitor_that_may_do_nothing_only_names_the_slow_rank(
     pool: ProcessPool, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.straggler import FindingKind
 from lightning_hetero.straggler.locate import (
+    Probes,
     find_suspects,
     ring_rounds,
     slow_of_their_kind,
@@ -58,12 +59,18 @@ def test_nothing_slow_gives_no_finding():
     assert ring_rounds([5]) == ring_rounds([]) == ()
 
 
-def test_a_device_is_compared_with_its_like_alone_and_its_worst_probe_counts():
-    kinds = ["a", "a", "a", "b", "b", "c"]
-    products = dict(enumerate((1.0, 1.0, 1.4, 5.0, 5.1, 9.0)))
+def test_devices_and_links_are_compared_with_their_like_alone_and_the_worst_probe_counts():
+    types, hosts = ["a", "a", "a", "b", "b", "c"], ("x", "x", "x", "y", "y", "y")
     copies = dict(enumerate((1.0, 2.0, 1.0, 3.0, 3.0, 9.0)))
-    found = slow_of_their_kind([products, copies], kinds, least_ratio=1.3)
+    probes = Probes(
+        device_s=dict(enumerate((1.0, 1.0, 1.4, 5.0, 5.1, 9.0))),
+        link_s={(0, 1): 1.0, (1, 2): 1.4, (2, 3): 8.0, (3, 4): 1.7, (4, 5): 1.0, (0, 5): 5.0},
+        hosts=hosts,
+    )
+    found = slow_of_their_kind(copies, probes, types, least_ratio=1.3)
     assert [(f.kind, f.ranks, f.ratio) for f in found] == [
         (FindingKind.DEVICE, (1,), 2.0),
+        (FindingKind.LINK, (3, 4), 1.7),
+        (FindingKind.LINK, (2, 3), 1.6),
         (FindingKind.DEVICE, (2,), 1.4),
     ]

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,35 @@ def test_slow_ranks_come_to_share_a_pipeline():
     assert swapped.place(0).pipeline_index == swapped.place(3).pipeline_index
 
 
+def cut_as(plan: ParallelPlan) -> list[list[int]]:
+    return [[len(stage.layers) for stage in p.stages] for p in plan.pipelines]
+
+
+@pytest.mark.parametrize("head_s", [0.0, 0.5, 1.0])
+def test_stages_are_cut_anew_for_slow_ranks_and_for_what_the_last_stage_has_besides(head_s):
+    plan = even(2, world_size=2)
+    last = PlaceTimes(forward_s=0.3 + 0.3 * head_s, backward_s=0.7 + 0.7 * head_s)
+    facts = measured(plan, places={0: PlaceTimes(forward_s=0.3, backward_s=0.7), 1: last})
+    # A layer takes half a second.
+    for slow, rank in ((3.0, 0), (1.0, 0), (3.0, 1)):
+        slowness = Slowness(ranks={rank: slow} if slow > 1 else {})
+        model = RunPrediction(facts, slowness)
+        cut = model.with_layers_moved(plan)
+        factors = (slow, 1.0) if rank == 0 else (1.0, slow)
+        times = [
+            max(factors[0] * n / 2, factors[1] * ((NUM_LAYERS - n) / 2 + head_s))
+            for n in range(1, NUM_LAYERS)
+        ]
+        assert times[cut_as(cut)[0][0] - 1] == pytest.approx(min(times))
+        steps = {m.mitigation: m for m in mitigations_of([facts], slowness)}
+        if cut != plan:
+            found = steps[Mitigation.REPLAN]
+            assert found.plans == (cut,)
+            assert found.iteration_s <= model.iteration_s(plan)
+            assert "cut stages to" in found.effect
+    assert cut_as(RunPrediction(facts).with_layers_moved(plan)) == [[3, 1] if head_s else [2, 2]]
+
+
 def test_a_slow_boundary_moves_micro_batches_to_the_other_pipeline():
     plan, slowness = even(2), Slowness(links={(0, 1): 2000.0})
     model = RunPrediction(measured(plan), slowness)
@@ -204,7 +234,7 @@ def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
     facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
     model = RunPrediction(facts, Slowness(ranks={1: 2.0}))
     run = WatchedPlans(plans=(even(2),), models=(model,), has_room=bool)
-    found = run.mitigation(Mitigation.SWAP, {0: 1, 1: 0}, "")
+    found = run.mitigation(Mitigation.SWAP, partial(move_ranks, taken_by={0: 1, 1: 0}), "")
     assert found.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
     assert found.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
 
@@ -217,6 +247,9 @@ def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
     assert found.exclude == (3,)
     assert found.iteration_s == pytest.approx(4.0)
     assert restart_mitigation(findings, **facts, num_left=lambda exclude: 0) is None
+    links = [Finding(kind=FindingKind.LINK, ranks=r, ratio=5.0) for r in ((0, 1), (1, 2))]
+    found = restart_mitigation(links, **facts, num_left=lambda exclude: 4 - len(exclude))
+    assert found.exclude == (1,), "both slow links are rank 1's"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class Simulated:
     step: int = 0
     look_s: float = 0.01
     refusal: str | None = None
+    better: tuple[PossibleMitigation, ...] = ()
+    """Plans that are better without any fault."""
     works: tuple[float, ...] = (1.0,)
     """How much there is to do in an iteration, in turns."""
 
@@ -66,6 +68,8 @@ class Simulated:
             if order is Order.LOOK:
                 self.looks.append(self.step)
                 self.watch.found(findings, lambda: measures, where="pipeline 1", look_s=self.look_s)
+            if order is Order.JUDGE:
+                self.watch.judge(self.better)
             if order is not Order.GO_ON and (act := self.watch.next_decision()) is not None:
                 self.acts.append(act)
                 self.watch.began(0.02, refusal=self.refusal)
@@ -238,3 +242,46 @@ def test_a_steady_run_is_never_looked_at(seed):
     run.run(300, 1.0)
     assert run.looks == []
     assert run.said == []
+
+
+S2B = replace(S2, mitigation=Mitigation.REPLAN, iteration_s=0.6)
+
+
+@pytest.mark.parametrize(("then_s", "kinds"), [(0.6, ["apply"]), (1.4, ["apply", "undo"])])
+def test_a_better_plan_stays_if_it_is_better(then_s, kinds):
+    run = Simulated(config(), better=(S2, S2B))
+    run.run(33, 1.0)
+    run.better = ()
+    assert [act.choice.mitigation for act in run.acts] == [Mitigation.REPLAN]
+    run.run(600, then_s)
+    assert [act.kind.value for act in run.acts] == kinds
+    assert "S2b moved, iteration 1.0" in run.said[0]
+    run.run(40, 3 * then_s, rank_3=2.0, findings=[DEVICE])
+    run.run(40, then_s)
+    assert [act.kind.value for act in run.acts] == [*kinds, "apply", "undo"]
+
+
+@pytest.mark.parametrize("iteration_s", [0.95, 0.8])
+def test_a_plan_that_gains_little_or_costs_more_than_it_has_gained_is_left(iteration_s):
+    better = replace(S2B, iteration_s=iteration_s)
+    run = Simulated(replace(config(), policy=PolicyConfig(swap_cost_s=10.0)), better=(better,))
+    run.run(100, 1.0)
+    assert run.acts == []
+    run.run(40, 1.0)
+    assert len(run.acts) == (iteration_s == 0.8)  # After 128 iterations it would have paid.
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing():
+    run = Simulated(replace(config(), dry_run=True), better=(S2B,))
+    run.run(40, 1.0)
+    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+    run.run(20, 1.0)
+    assert run.acts == []
+    done = [e for e in run.of(ActionEvent) if e.kind is not DecisionKind.KEEP]
+    assert [(e.kind.value, e.mitigation.value, e.dry_run) for e in done] == [
+        ("apply", "S2b", True),
+        ("apply", "S2", True),
+        ("undo", "S2", True),
+    ]
+    assert (done[1].before_s, done[1].after_s) == (pytest.approx(2.0, rel=0.03), 1.2)
+    assert "dry run, nothing changed: S2 moved, iteration 2.0" in run.said[2]

@@ -207,7 +207,7 @@ class HeteroRun(PlainRun):
                 self._last_before = self._trainer.fit_loop.total_batch_idx + num_left
         except (PlanError, ConfigurationError) as error:
             return str(error)
-        self._first_plans = () if undoes else choice.first_plans
+        self._first_plans = () if undoes or choice.is_lasting else choice.first_plans
         self._wanted = plans[0]
         return None
 
