@@ -126,7 +126,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "strategy/test_precision.py::test_steps_compute_in_the_dtypes_of_lightning",
         "strategy/test_loss_scale.py::",
     ),
-    "frozen weights, which never travel": ("runtime/test_peft.py::",),
+    "frozen weights, which never travel": (
+        "runtime/test_adapters.py::test_only_adapters_are_owned_and_travel",
+    ),
     "consolidated checkpoints": (
         "strategy/test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",
         "strategy/test_sliced.py::test_a_trainer_goes_on_behind_a_run_as_on_a_single_device",
@@ -135,11 +137,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "ordinary data loaders": ("data/test_dealing.py::",),
     "tensor parallelism in a stage": (
         "runtime/tensor_parallel/test_sharding.py::test_any_small_plan_with_degrees_trains_as_a_single_device_does",
-        "runtime/tensor_parallel/test_key_heads.py::",
-        "runtime/tensor_parallel/test_adapters.py::",
+        "runtime/test_huggingface.py::test_key_heads_are_shared_out_to_groups_of_any_degree",
+        "runtime/test_adapters.py::test_lora",
     ),
     "Hugging Face models": (
-        "runtime/test_huggingface_parity.py::",
+        "runtime/test_huggingface.py::",
         "models/huggingface/test_training.py::",
         "models/huggingface/test_architectures.py::",
     ),

@@ -211,38 +211,25 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
     return module
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What a rank owns, sends and receives in an iteration, in elements."""
-
-    owned: int
-    pulled: int
-    pushed: int
-    adapters: int
-    """Elements of all adapters."""
-
-
 class Count(L.Callback):
-    """Counts what the running plan moves."""
-
-    moved: Moved
+    """Counts the elements that a rank owns, sends and receives in an iteration, and all trained."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         table, rank = engine.plans.running.table, trainer.global_rank
-        self.moved = Moved(
-            owned=sum(item.numel() for item in engine.store.masters.values()),
-            pulled=sum(item.numel for item in pulls_of(table, rank)),
-            pushed=sum(item.numel for item in pushes_of(table, rank)),
-            adapters=sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
+        self.counts = (
+            sum(item.numel() for item in engine.store.masters.values()),
+            sum(item.numel for item in pulls_of(table, rank)),
+            sum(item.numel for item in pushes_of(table, rank)),
+            sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
         )
 
 
-def train_and_count(rank: int, case: PeftCase) -> Moved:
+def train_and_count(rank: int, case: PeftCase) -> tuple[int, ...]:
     """Train a case on one of its ranks; return what moved."""
     count = Count()
     train(rank, case, count)
-    return count.moved
+    return count.counts
 
 
 def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcome:
@@ -281,20 +268,3 @@ def refusal(rank: int, case: PeftCase) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-class Change(L.Callback):
-    """Runs other plans after some steps."""
-
-    def __init__(self, plans: dict[int, Any]) -> None:
-        self.plans = plans
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        plan = self.plans.get(trainer.global_step)
-        if plan is not None:
-            trainer.strategy.change_plan(ParallelPlan.from_dict(plan))  # type: ignore[attr-defined]
-
-
-def train_and_change(rank: int, case: PeftCase, plans: dict[int, Any]) -> PeftOutcome:
-    """Train a case under other plans after some steps."""
-    return train(rank, case, Change(plans))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
+from lightning_hetero.runtime.results.step_logs import StepLogs
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import COPIES, STAGES, TinyModule, check
 
@@ -67,24 +67,6 @@ def replayed(ranks: list[list[tuple[float, dict[str, Any]]]], batch_size: int = 
     return {name: (value, options) for name, value, options in module.reached}
 
 
-def test_means_are_weighted_by_target_tokens_over_microbatches_and_ranks() -> None:
-    found = replayed([[(1, {"loss": 2.0}), (3, {"loss": 6.0})], [(4, {"loss": torch.tensor(1.0)})]])
-    assert found["loss"][0] == pytest.approx((2 + 18 + 4) / 8)
-
-
-@pytest.mark.parametrize(
-    ("reduce_fx", "expected"),
-    [("sum", 9.0), ("max", 6.0), ("min", 1.0), (max, 6.0), (torch.amin, 1.0), (sum, 9.0)],
-)
-def test_other_reductions_ignore_weights(reduce_fx: Any, expected: float) -> None:
-    options = {"reduce_fx": reduce_fx}
-    ranks = [
-        [(1, {"x": (2.0, options)}), (3, {"x": (6.0, options)})],
-        [(4, {"x": (1.0, options)})],
-    ]
-    assert replayed(ranks)["x"][0] == expected
-
-
 def test_a_key_of_some_microbatches_is_averaged_over_those() -> None:
     ranks: list[Any] = [
         [(1, {"loss": 1.0}), (2, {"loss": 1.0, "rare": 5.0})],
@@ -94,17 +76,6 @@ def test_a_key_of_some_microbatches_is_averaged_over_those() -> None:
     found = replayed(ranks)
     assert found["rare"][0] == 5.0
     assert found["loss"][0] == pytest.approx((1 + 2 + 21) / 10)
-
-
-def test_a_microbatch_without_targets_counts_nothing() -> None:
-    found = replayed([[(0, {"loss": float("nan")}), (2, {"loss": 4.0})]])
-    assert found["loss"][0] == 4.0
-    both = replayed([[(0, {"loss": 3.0})], [(2, {"loss": 4.0})]])
-    assert both["loss"][0] == pytest.approx(4.0)
-
-
-def test_a_key_logged_without_any_target_still_is_logged() -> None:
-    assert replayed([[(0, {"count": 3.0})]])["count"][0] == 3.0
 
 
 def test_options_come_through_and_the_iterations_samples_weigh_the_epoch() -> None:
@@ -132,17 +103,6 @@ def test_outside_of_steps_the_module_logs_as_ever() -> None:
         raise RuntimeError("boom")
     module.log("after", 1.0)
     assert [(name, value) for name, value, _ in module.reached] == [("after", 1.0)]
-
-
-def test_a_logged_value_is_cut_off_from_the_graph() -> None:
-    value = torch.ones((), requires_grad=True) * 2
-    assert replayed([[(1, {"loss": value})]])["loss"][0] == 2.0
-
-
-def test_entries_are_the_same_if_their_names_are() -> None:
-    one = LogEntry("loss", (("batch_size", 3),))
-    assert one == LogEntry("loss", (("batch_size", 4),))
-    assert one != LogEntry("loss", (), metric="accuracy")
 
 
 class LogsAll(TinyModule):

@@ -72,20 +72,6 @@ def in_stages(model: Model, boundary: StageBoundary, x: Tensor) -> Tensor:
     raise AssertionError("the last stage ended the step")
 
 
-@pytest.fixture(params=[False, True], ids=["with gradients", "inference"])
-def _inference(request: pytest.FixtureRequest) -> Any:
-    with torch.inference_mode(mode=request.param):
-        yield
-
-
-def test_a_skipped_layer_does_not_run() -> None:
-    model = Model()
-    boundary = StageBoundary(model.layers)
-    for num_passes, size in enumerate((5, 7, 6), 1):
-        assert in_stages(model, boundary, torch.randn(size, 3)).shape == (size, 2)
-        assert model.layers[0].calls == num_passes
-
-
 def test_what_layers_keep_as_attributes_is_unknown_where_they_are_skipped() -> None:
     model = Model("attribute")
     boundary = StageBoundary(model.layers)
@@ -103,18 +89,6 @@ def test_a_layer_that_keeps_gradients_in_a_list_is_refused() -> None:
         in_stages(model, StageBoundary(model.layers), torch.randn(5, 3))
 
 
-@pytest.mark.usefixtures("_inference")
-def test_hooks_inside_layers_see_unknown_tensors() -> None:
-    model, outputs = Model(), list[Any]()
-    for layer in model.layers:
-        layer.linear.register_forward_hook(lambda *args: outputs.append(args[2]))
-    boundary = StageBoundary(model.layers)
-    for _ in range(2):
-        outputs.clear()
-        in_stages(model, boundary, torch.randn(5, 3))
-        assert [isinstance(item, Unknown) for item in outputs] == [False, True, False, False]
-
-
 @pytest.mark.parametrize("with_kwargs", [False, True])
 def test_hooks_inside_layers_that_need_values_are_refused(*, with_kwargs: bool) -> None:
     model = Model()
@@ -124,19 +98,6 @@ def test_hooks_inside_layers_that_need_values_are_refused(*, with_kwargs: bool) 
         )
     with pytest.raises(ModelError, match=r"hooks inside it see unknown tensors"):
         in_stages(model, StageBoundary(model.layers), torch.randn(5, 3))
-
-
-@pytest.mark.usefixtures("_inference")
-def test_tuples_come_in_the_form_of_each_call() -> None:
-    model = Model("tuple")
-    boundary = StageBoundary(model.layers)
-    for size in (5, 2):
-        in_stages(model, boundary, torch.randn(size, 3))
-        hidden, first, width, scale = model.seen[0]
-        assert isinstance(hidden, Unknown)
-        assert not isinstance(first, Unknown)  # It came from where it was made.
-        assert (tuple(first.shape), width) == ((size, 1), 4)
-        assert torch.equal(scale, torch.ones(1))
 
 
 def test_pieces_of_a_sequence_may_not_be_returned() -> None:
