@@ -79,21 +79,18 @@ _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
-    """A run's plans from before a fault, and models that predict iteration times under it."""
+    """A run's plans from before a fault, and a model that predicts iteration times under it."""
 
     plans: tuple[ParallelPlan, ...]
     """One plan, or those among which a data module chooses."""
-    models: tuple[RunPrediction, ...]
-    """A model of each plan that ran, the one that ran most often first."""
+    model: RunPrediction
+    """A model of the plan that ran, of several the one that ran most often."""
     has_room: Callable[[ParallelPlan], bool]
     """Tells whether each rank's memory suffices for its place in a plan."""
 
     def predict_s(self, change: _Change) -> float:
         """Return the predicted seconds of an iteration under changed plans."""
-        return sum(
-            model.run.share * model.iteration_s(model.balanced(change(model.run.plan)))
-            for model in self.models
-        )
+        return self.model.iteration_s(self.model.balanced(change(self.model.run.plan)))
 
     def fits(self, change: _Change) -> bool:
         """Return whether ranks have room for the changed plans."""
@@ -101,7 +98,7 @@ class WatchedPlans:
 
     def mitigation(self, step: Mitigation, change: _Change, effect: str) -> PossibleMitigation:
         """Return the mitigation that changes all plans alike, with micro-batches moved."""
-        model = self.models[0]
+        model = self.model
         before, after = (model.paces(p) for p in (model.run.plan, change(model.run.plan)))
         slowdowns: dict[int, float] = {}
         for plan in self.plans:
@@ -124,7 +121,7 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
     S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. S2b and
     S3 also move micro-batches, so their predicted times are never worse than that of S2.
     """
-    model, found = run.models[0], []
+    model, found = run.model, []
     plan, cut_anew = model.run.plan, model.with_layers_moved
     steps: list[tuple[Mitigation, str, _Change]] = [(Mitigation.REBALANCE, "", _keep)]
     # A data module's plans cost what they were planned for.
@@ -203,7 +200,7 @@ _Moves = dict[int, int]
 
 def _best_swaps(run: WatchedPlans, slowness: Slowness) -> _Moves:
     """Return who takes whose place in the best plan found by swaps, one after another."""
-    plan = run.models[0].run.plan
+    plan = run.model.run.plan
     best: _Moves = {}
     best_s = run.predict_s(partial(move_ranks, taken_by=best))
     for _ in range(_MOST_SWAPS):

@@ -144,6 +144,10 @@ class RunWatch:
         known = math.isfinite(self._healthy_s)
         return self._healthy_s if known else self._levels.before_s(self.since_step)
 
+    def excess_s(self) -> float:
+        """Return by how much iterations have become longer, seconds; NaN if it isn't known."""
+        return self._levels.since_s(self.since_step) - self.base_s()
+
     def see(
         self,
         step: int,

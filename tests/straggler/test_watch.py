@@ -17,7 +17,7 @@ from lightning_hetero.straggler import (
     PolicyConfig,
 )
 from lightning_hetero.straggler.mitigation import Decision, PossibleMitigation
-from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote
+from lightning_hetero.straggler.paces import Observation, RankHistory
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 PLAN = ParallelPlan.even(world_size=4, num_layers=4)
@@ -78,11 +78,9 @@ class Simulated:
     def note(self, rank, iteration_s, pace):
         history = self.histories[rank]
         own = Observation(step=self.step, forward_s=pace * self.rng.gauss(1, 0.02))
-        change = history.observe(own)
-        onset = 0 if change is None else history.step_of(change.onset_step)
         work = self.works[self.step % len(self.works)]
         seconds = work * iteration_s * self.rng.gauss(1, 0.01)
-        return RankNote(*RankNote.of(seconds, work, change, onset))
+        return history.observe(own, seconds)._replace(load_s=work)
 
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
