@@ -39,7 +39,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     is_complete,
     restore,
 )
-from lightning_hetero.callbacks.run import note, run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
@@ -50,6 +49,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.live import NothingLive
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.strategy.run import note, run_of
 
 __all__ = ["LayerwiseCheckpoint"]
 

@@ -34,9 +34,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan

@@ -28,13 +28,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec

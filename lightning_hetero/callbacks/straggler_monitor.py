@@ -22,7 +22,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.callbacks.watching.session import StragglerSession
 from lightning_hetero.callbacks.watching.step_times import StepTimes
 from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
@@ -31,6 +30,7 @@ from lightning_hetero.core.event_log import append_event
 from lightning_hetero.straggler import Event, IterationEvent, Mitigation, PolicyConfig
 from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.watch import WatchConfig
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 __all__ = ["StragglerMonitor"]
 

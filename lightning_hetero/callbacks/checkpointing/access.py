@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from lightning_hetero.callbacks.checkpointing.places import Places
-from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
@@ -26,6 +25,7 @@ from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.checkpoint.serving import own_host
 from lightning_hetero.checkpoint.store import check_store
 from lightning_hetero.core.process import Progress
+from lightning_hetero.strategy.run import run_of
 
 __all__ = ["Access", "peers_of", "probe"]
 

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import (
     LocalStore,
     Peers,
@@ -37,6 +36,7 @@ from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import machine_namespace, write_whole
+from lightning_hetero.strategy.run import note
 
 __all__ = [
     "FinishedStep",

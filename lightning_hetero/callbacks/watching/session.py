@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from lightning_hetero.callbacks.run import Ranks
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.setup.detect import describe_device
@@ -31,6 +30,7 @@ from lightning_hetero.straggler.paces import Observation, RankHistory
 from lightning_hetero.straggler.prediction import true_causes
 from lightning_hetero.straggler.probe import probe_device, probe_links, probe_memory
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
+from lightning_hetero.strategy.run import Ranks
 
 __all__ = ["StragglerSession"]
 
