@@ -5,18 +5,13 @@ comes with its predicted time. Slices keep their owners when ranks swap places, 
 relieved for good only if both its ends leave the layers that they own: hence moves of both ends at
 once.
 
-When to take one is Greyhound's Algorithm 1, *ski rental*: begin with the cheapest step, S1 (do
-nothing), and climb when the time lost so far reaches what the next step costs. How long the fault
-lasts is unknown; this rule pays at most twice the best decision made in hindsight, where
-
-- a decision in hindsight climbs to step k at once and pays the costs of all steps up to k,
-  B_k = c_2 + … + c_k; with L_k(n) the time that n slow iterations lose under step k, the best one
-  pays OPT(n) = min_k B_k + L_k(n);
-- before slow iteration n we climb to the highest minimiser k of B_k + L_k(n), at once or not: the
-  step is taken as soon as the time it would have saved reaches its cost.
-
-Then the lost time is at most OPT(n), because OPT grows by at least the present step's loss in
-every iteration, and the costs paid are at most OPT(n), because B_k ≤ B_k + L_k(n).
+When to take one is Greyhound's Algorithm 1, *ski rental*: begin with S1 (do nothing), and climb
+when the time lost so far reaches what the next step costs. How long the fault lasts is unknown;
+this pays at most twice the best decision made in hindsight. That one climbs to step k at once, for
+the costs of all steps up to k, B_k = c_2 + … + c_k, and pays OPT(n) = min_k B_k + L_k(n), where
+L_k(n) is what n slow iterations lose under step k. We climb before iteration n to the highest
+minimiser. So the time lost is at most OPT(n), which grows by the present step's loss in every
+iteration, and the costs are at most OPT(n), because B_k ≤ B_k + L_k(n).
 """
 
 import math
@@ -42,6 +37,8 @@ __all__ = [
 ]
 
 _Change = Callable[[ParallelPlan], ParallelPlan]
+_Moves = dict[int, int]
+"""{rank: taker} of places that another rank takes."""
 _LADDER = tuple(Mitigation)
 _MOST_SWAPS = 4
 _PREDICTIONS = 64
@@ -79,21 +76,18 @@ _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
-    """A run's plans from before a fault, and models that predict iteration times under it."""
+    """A run's plans from before a fault, and a model that predicts iteration times under it."""
 
     plans: tuple[ParallelPlan, ...]
     """One plan, or those among which a data module chooses."""
-    models: tuple[RunPrediction, ...]
-    """A model of each plan that ran, the one that ran most often first."""
+    model: RunPrediction
+    """A model of the plan that ran, of several the one that ran most often."""
     has_room: Callable[[ParallelPlan], bool]
     """Tells whether each rank's memory suffices for its place in a plan."""
 
     def predict_s(self, change: _Change) -> float:
         """Return the predicted seconds of an iteration under changed plans."""
-        return sum(
-            model.run.share * model.iteration_s(model.balanced(change(model.run.plan)))
-            for model in self.models
-        )
+        return self.model.iteration_s(self.model.balanced(change(self.model.run.plan)))
 
     def fits(self, change: _Change) -> bool:
         """Return whether ranks have room for the changed plans."""
@@ -101,7 +95,7 @@ class WatchedPlans:
 
     def mitigation(self, step: Mitigation, change: _Change, effect: str) -> PossibleMitigation:
         """Return the mitigation that changes all plans alike, with micro-batches moved."""
-        model = self.models[0]
+        model = self.model
         before, after = (model.paces(p) for p in (model.run.plan, change(model.run.plan)))
         slowdowns: dict[int, float] = {}
         for plan in self.plans:
@@ -124,9 +118,11 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
     S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. S2b and
     S3 also move micro-batches, so their predicted times are never worse than that of S2.
     """
-    model, found = run.models[0], []
+    model, found = run.model, []
     plan, cut_anew = model.run.plan, model.with_layers_moved
-    steps: list[tuple[Mitigation, str, _Change]] = [(Mitigation.REBALANCE, "", _keep)]
+    steps: list[tuple[Mitigation, str, _Change]] = [
+        (Mitigation.REBALANCE, "", partial(move_ranks, taken_by={}))
+    ]
     # A data module's plans cost what they were planned for.
     cut = plan if model.run.is_assigned else cut_anew(plan)
     if cut != plan and run.fits(cut_anew):
@@ -140,10 +136,6 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
         if effects:
             found.append(run.mitigation(step, change, " and ".join(effects)))
     return tuple(found)
-
-
-def _keep(plan: ParallelPlan) -> ParallelPlan:
-    return plan
 
 
 def _sizes(plan: ParallelPlan) -> str:
@@ -197,28 +189,24 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
 
 
-_Moves = dict[int, int]
-"""{rank: taker} of places that another rank takes."""
-
-
 def _best_swaps(run: WatchedPlans, slowness: Slowness) -> _Moves:
     """Return who takes whose place in the best plan found by swaps, one after another."""
-    plan = run.models[0].run.plan
-    best: _Moves = {}
+    plan = run.model.run.plan
+    best = {rank: rank for rank in plan.ranks}
     best_s = run.predict_s(partial(move_ranks, taken_by=best))
     for _ in range(_MOST_SWAPS):
         tried = []
         for move in islice(_moves(move_ranks(plan, best), slowness), _PREDICTIONS):
-            now = {rank: best.get(rank, rank) for rank in best | move}
-            takers = {rank: move.get(present, present) for rank, present in now.items()}
+            takers = {rank: move.get(taker, taker) for rank, taker in best.items()}
             tried.append((run.predict_s(partial(move_ranks, taken_by=takers)), takers))
-        good = [item for item in tried if item[0] <= best_s * (1.0 - _LEAST_GAIN)]
-        good.sort(key=lambda item: item[0])
-        fitting = (item for item in good if run.fits(partial(move_ranks, taken_by=item[1])))
-        found = next(fitting, None)
-        if found is None:
+        tried.sort(key=lambda item: item[0])
+        enough_s, present = best_s * (1.0 - _LEAST_GAIN), best
+        for seconds, takers in tried:
+            if seconds <= enough_s and run.fits(partial(move_ranks, taken_by=takers)):
+                best_s, best = seconds, takers
+                break
+        if best is present:
             break
-        best_s, best = found
     return {rank: taker for rank, taker in best.items() if rank != taker}
 
 
@@ -358,8 +346,7 @@ class MitigationPolicy:
         self._num_slow += 1
         choices = {item.mitigation: item for item in possible}
         self._charge(unmitigated_s, choices)
-        present = self.mitigation
-        totals = self._totals(choices)
+        present, totals = self.mitigation, self._totals(choices)
         best = min(totals, key=lambda step: (totals[step], -_LADDER.index(step)))
         lost = f"{self._lost_s[Mitigation.IGNORE]:.2f} s lost over {self._num_slow} slow iterations"
         if _LADDER.index(best) > _LADDER.index(present):
@@ -367,9 +354,8 @@ class MitigationPolicy:
             reason = f"{lost}, of which {self._saved(present, best)}: it pays"
             return Decision(kind=DecisionKind.APPLY, choice=choices[best], reason=reason)
         above = [step for step in totals if _LADDER.index(step) > _LADDER.index(present)]
-        saved = [self._saved(present, step) for step in above]
-        why = f"of which {' and '.join(saved)}" if saved else "and no further step is possible"
-        reason = f"{lost}, {why}"
+        saved = " and ".join(self._saved(present, step) for step in above)
+        reason = f"{lost}, {f'of which {saved}' if saved else 'and no further step is possible'}"
         return Decision(kind=DecisionKind.KEEP, choice=self._in_force, reason=reason)
 
     def _saved(self, present: Mitigation, step: Mitigation) -> str:

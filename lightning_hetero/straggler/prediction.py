@@ -9,6 +9,7 @@ ranks take other places. The rest of the measured iteration (optimizer, data, lo
 constant.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,7 +67,7 @@ class MeasuredRun:
     """Measurements of a run while nothing was slow."""
 
     plan: ParallelPlan
-    """The plan that ran."""
+    """The plan that ran, of several the one that ran most often."""
     counts: tuple[int, ...]
     """Micro-batches of each pipeline."""
     iteration_s: float
@@ -84,8 +85,6 @@ class MeasuredRun:
     """Returns a plan's transfer table."""
     is_assigned: bool = False
     """Whether a data module assigns samples so that the pipelines end together."""
-    share: float = 1.0
-    """Share of the iterations that ran the plan."""
 
 
 class RunPrediction:
@@ -318,7 +317,9 @@ def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
     )
 
 
-def true_causes(findings: Sequence[Finding], runs: Sequence[MeasuredRun]) -> tuple[Finding, ...]:
+def true_causes(
+    findings: Sequence[Finding], run: MeasuredRun | None, *, excess_s: float = math.nan
+) -> tuple[Finding, ...]:
     """Return those findings that explain a tenth of the slowdown, or more.
 
     A finding's share is the mean of what is saved by removing only it, and of what is lost by
@@ -326,20 +327,21 @@ def true_causes(findings: Sequence[Finding], runs: Sequence[MeasuredRun]) -> tup
 
     Args:
         findings: What was found slow.
-        runs: Measurements of each plan that ran while nothing was slow; none believe all.
+        run: Measurements while nothing was slow; None believes all findings.
+        excess_s: By how much iterations have become longer, seconds; NaN if unknown.
     """
+    if run is None:
+        return tuple(findings)
 
     def predict_s(findings: Sequence[Finding]) -> float:
-        slowness = Slowness.of(findings)
-        return sum(run.share * RunPrediction(run, slowness).iteration_s(run.plan) for run in runs)
+        return RunPrediction(run, Slowness.of(findings)).iteration_s(run.plan)
 
     healthy_s, slow_s = predict_s(()), predict_s(findings)
-    if len(findings) < 2 or slow_s <= healthy_s:
-        return tuple(findings)
+    least_s = _LEAST_SHARE * max(slow_s - healthy_s, excess_s if math.isfinite(excess_s) else 0.0)
     found = []
     for finding in findings:
         removed_s = slow_s - predict_s([other for other in findings if other is not finding])
         kept_s = predict_s([finding]) - healthy_s
-        if removed_s + kept_s >= 2 * _LEAST_SHARE * (slow_s - healthy_s):
+        if removed_s + kept_s >= 2 * least_s:
             found.append(finding)
     return tuple(found)

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -144,6 +145,10 @@ class RunWatch:
         known = math.isfinite(self._healthy_s)
         return self._healthy_s if known else self._levels.before_s(self.since_step)
 
+    def excess_s(self) -> float:
+        """Return by how much iterations have become longer, seconds; NaN if it isn't known."""
+        return self._levels.since_s(self.since_step) - self.base_s()
+
     def see(
         self,
         step: int,
@@ -267,7 +272,7 @@ class RunWatch:
         was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
         self._decision = decision if was_done and not self._config.dry_run else None
         if self._decision is None:
-            self._report(self._event_of(decision))
+            self._report(_event_of(decision, self._step, dry_run=self._config.dry_run))
             self._say(format_message(self._change))
 
     def _decide(self) -> bool:
@@ -277,18 +282,16 @@ class RunWatch:
             return self._take(decision, self._slow_s)
         if not self._said_why:
             self._said_why = True
-            self._report(self._event_of(decision))
+            self._report(_event_of(decision, self._step, dry_run=self._config.dry_run))
         return False
 
     def _take(self, decision: Decision, now_s: float) -> bool:
         """Let the ranks carry out a decision; only say so in a dry run, and return False."""
-        if not self._config.dry_run:
-            self._decision = decision
-            return True
-        choice, event = decision.choice, self._event_of(decision)
-        event = replace(event, before_s=now_s, after_s=choice.iteration_s)
-        self._finish(event, is_lasting=choice.is_lasting)
-        return False
+        if self._config.dry_run:
+            self._finish(decision, before_s=now_s, after_s=decision.choice.iteration_s)
+            return False
+        self._decision = decision
+        return True
 
     def next_decision(self) -> Decision | None:
         """Return the decision that all ranks are to carry out now, only once; None if none."""
@@ -308,16 +311,15 @@ class RunWatch:
         change = self._transition
         assert change is not None
         change.call_s = call_s
-        event = self._event_of(change.decision)
         if refusal is not None:
-            self._transition = None
+            self._transition, self._plan_since = None, -math.inf
             self._possible = tuple(item for item in self._possible if not item.plans)
-            self._report(event)
+            self._report(event := _event_of(change.decision, self._step))
             self._say(f"{event.mitigation.value} can't be done here. {refusal}")
         elif not change.decision.choice.plans:
             # A restart: this run won't see what it gains.
             self._transition = None
-            self._finish(replace(event, before_s=change.before_s))
+            self._finish(change.decision, before_s=change.before_s)
 
     def _follow(self, change: _Transition, iteration_s: float) -> None:
         """Collect the new plan's iteration times; once there are enough, report gain and cost."""
@@ -326,42 +328,41 @@ class RunWatch:
             return
         self._transition = None
         first_s, *others_s = change.times_s
-        after_s = statistics.median(others_s)
+        before_s, after_s = change.before_s, statistics.median(others_s)
         cost_s = change.call_s + max(0.0, first_s - after_s)
-        event = self._event_of(change.decision)
+        decision, choice = change.decision, change.decision.choice
         if cost_s > 0.0:
-            self._policy.record_cost(event.mitigation, cost_s)
+            self._policy.record_cost(choice.mitigation, cost_s)
         self._levels.settle()
         if not self.known:
             self._levels.forget()
             self._healthy_s = math.nan
-        is_lasting = change.decision.choice.is_lasting
-        event = replace(event, before_s=change.before_s, after_s=after_s, cost_s=cost_s)
-        self._finish(event, is_lasting=is_lasting)
-        if is_lasting:
-            self._plan_since = self._step
-            if event.kind is DecisionKind.UNDO or after_s > change.before_s:
-                self._plan_since = -math.inf  # No more looks at the plan.
-            if event.kind is DecisionKind.APPLY and after_s > change.before_s:
+        self._finish(decision, before_s=before_s, after_s=after_s, cost_s=cost_s)
+        if choice.is_lasting:
+            is_kept = decision.kind is DecisionKind.APPLY and after_s <= before_s
+            self._plan_since = self._step if is_kept else -math.inf
+            if decision.kind is DecisionKind.APPLY and not is_kept:
                 reason = "iterations have become longer"
-                self._decision = replace(change.decision, kind=DecisionKind.UNDO, reason=reason)
+                self._decision = replace(decision, kind=DecisionKind.UNDO, reason=reason)
 
-    def _finish(self, event: ActionEvent, *, is_lasting: bool = False) -> None:
+    def _finish(self, decision: Decision, **figures: float) -> None:
         """Report a mitigation that was applied or undone, or would have been in a dry run."""
+        event = _event_of(decision, self._step, dry_run=self._config.dry_run, **figures)
         self._report(event)
-        if is_lasting or self._change is None:
+        if decision.choice.is_lasting or self._change is None:
             self._say(f"step {self._step}: {event} ({event.reason})")
         else:
             self._say(format_message(replace(self._change, step=self._step), self.known, event))
 
-    def _event_of(self, decision: Decision) -> ActionEvent:
-        """Return the event of a decision; gain and cost are filled in once known."""
-        is_done = decision.kind is DecisionKind.APPLY
-        return ActionEvent(
-            step=self._step,
-            kind=decision.kind,
-            mitigation=decision.choice.mitigation,
-            reason=decision.reason,
-            effect=decision.choice.effect if is_done else "",
-            dry_run=self._config.dry_run,
-        )
+
+def _event_of(decision: Decision, step: int, **more: Any) -> ActionEvent:
+    """Return the event of a decision, with its gain and cost as far as they are known."""
+    is_done = decision.kind is DecisionKind.APPLY
+    return ActionEvent(
+        step=step,
+        kind=decision.kind,
+        mitigation=decision.choice.mitigation,
+        reason=decision.reason,
+        effect=decision.choice.effect if is_done else "",
+        **more,
+    )

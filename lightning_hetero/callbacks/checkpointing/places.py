@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,7 +214,7 @@ class Found:
 
 
 def report_recovery(
-    trainer: pl.Trainer, found: Found, places: Places, peers: Peers, began_s: float
+    trainer: pl.Trainer, found: Found, places: Places, peers: Peers, phases: Mapping[str, float]
 ) -> None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
@@ -222,9 +223,11 @@ def report_recovery(
         found: The state.
         places: This node's.
         peers: All ranks.
-        began_s: When this start began, in seconds since the epoch.
+        phases: When each phase of this start began, in seconds since the epoch; in order.
     """
-    recovered, seconds = found.recovered, {"start": time.time() - began_s}
+    recovered, begins = found.recovered, [*phases.values(), time.time()]
+    spans = zip(phases, pairwise(begins), strict=True)
+    seconds = {name: end - begin for name, (begin, end) in spans}
     own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
     rows = peers.gather({"bytes": own, "finished": places.last_finished()})
     sources: Counter[Source] = Counter()
@@ -238,12 +241,12 @@ def report_recovery(
     if finished is not None:
         # Not below 0: the rank that notes steps may have been lost before it noted its last one.
         lost_steps = max(0, finished.step - recovered.id.step)
-        seconds["restart"] = began_s - finished.at_s
-        lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
+        seconds = {"restart": begins[0] - finished.at_s, **seconds}
+        lost = f" {lost_steps} steps lost;"
+    took = ", ".join(f"{value:.2f} s to {name}" for name, value in seconds.items())
     rank_zero_info(
         f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
-        f"{seconds['start']:.2f} s to start; {trainer.world_size} ranks, {recovered.world_size} "
-        "had saved it."
+        f"{took}; {trainer.world_size} ranks, {recovered.world_size} had saved it."
     )
     note(
         trainer,

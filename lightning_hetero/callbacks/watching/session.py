@@ -20,12 +20,13 @@ from lightning_hetero.straggler.locate import (
     Suspicion,
     diagnose,
     probe_rounds,
-    ring_rounds,
+    ring_of,
+    rounds_of,
     slow_of_their_kind,
     suspect,
 )
 from lightning_hetero.straggler.mitigation import Decision, PossibleMitigation
-from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote
+from lightning_hetero.straggler.paces import Observation, RankHistory
 from lightning_hetero.straggler.prediction import true_causes
 from lightning_hetero.straggler.probe import probe_device, probe_links, probe_memory
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
@@ -67,7 +68,8 @@ class StragglerSession:
         # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
         self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
         self._hosts = tuple(ranks.gather(socket.gethostname()))
-        self._healthy = self._probe(ring_rounds(range(ranks.world_size)), devices=True)
+        ring = rounds_of(ring_of(range(ranks.world_size)))
+        self._healthy = self._probe(ring, devices=True)
         if admission is not None and ranks.world_size > 1:
             for finding in self._admit(admission):
                 if ranks.leads:
@@ -91,7 +93,7 @@ class StragglerSession:
         types = self._ranks.gather(describe_device(device).name)
         slow = slow_of_their_kind(copies_s, self._healthy, types, least_ratio=least_ratio)
         findings = self._ranks.share(slow)
-        possible = self._run.find_mitigations(findings, (), healthy_s=1.0) if findings else ()
+        possible = self._run.find_mitigations(findings, None, healthy_s=1.0) if findings else ()
         choice = self._ranks.share(next(iter(possible), None))
         if choice is not None:
             why = "slower than its like before training"
@@ -115,11 +117,7 @@ class StragglerSession:
         is_changing = self._run.is_changing()
         if not is_changing:
             self._arrive()
-        change = self._history.observe(observation)
-        onset_step = 0 if change is None else self._history.step_of(change.onset_step)
-        load_s = self._history.load_s(observation)
-        note = RankNote.of(iteration_s, load_s, change, onset_step)
-        rows = self._ranks.to_leader(note)
+        rows = self._ranks.to_leader(self._history.observe(observation, iteration_s))
         order, since_step = Order.GO_ON, 0
         if self._watch is not None:
             order = self._watch.see(
@@ -151,7 +149,8 @@ class StragglerSession:
             return
         healthy_s = watch.base_s()
         measured = self._run.measure(reports, healthy_s, self._healthy)
-        findings = true_causes(diagnose(suspicion, probes, self._healthy), measured)
+        slow = diagnose(suspicion, probes, self._healthy)
+        findings = true_causes(slow, measured, excess_s=watch.excess_s())
 
         def possible() -> Sequence[PossibleMitigation]:
             return self._run.find_mitigations(findings, measured, healthy_s=healthy_s)
