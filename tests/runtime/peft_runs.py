@@ -9,11 +9,16 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero import ParallelPlan
 from lightning_hetero.models.huggingface import add_adapters, load_pretrained
 from tests.core.message_lists import pulls_of, pushes_of
-from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule, auto_class
-from tests.toy import quiet
+from tests.runtime.huggingface_runs import (
+    SEED,
+    HuggingFaceCase,
+    HuggingFaceModule,
+    auto_class,
+    run,
+)
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
@@ -23,12 +28,10 @@ TARGETS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeftCase:
+class PeftCase(HuggingFaceCase):
     """What is trained and how; without a plan, by plain Lightning in one process."""
 
     model: str = "llama"
-    plan: dict[str, Any] | None = None
-    world_size: int = 1
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
     folder: str | None = None
@@ -43,12 +46,7 @@ class PeftCase:
     """Class of the config."""
     more_adapters: int = 0
     """Adapters beside the first one; all are active."""
-    config: tuple[tuple[str, Any], ...] = ()
-    """Changes of the model's configuration."""
-    batch_size: int = 4
     max_steps: int = 4
-    precision: Any = "32-true"
-    strategy: dict[str, Any] = field(default_factory=dict)
     validates: bool = False
     """Whether it validates before it trains, and after each epoch."""
 
@@ -140,8 +138,7 @@ class PeftModule(HuggingFaceModule):
     """What a user writes around a model with adapters."""
 
     def __init__(self, case: PeftCase) -> None:
-        base = HuggingFaceCase(model=case.model, batch_size=case.batch_size, config=case.config)
-        super().__init__(base)
+        super().__init__(case)
         if case.quantized:
             for part in self.model.modules():
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
@@ -160,9 +157,6 @@ class PeftModule(HuggingFaceModule):
 
     def validation_step(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 @dataclass(frozen=True)
@@ -188,26 +182,10 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
     """Train a case, and return its module."""
     L.seed_everything(SEED, verbose=False)
     module = PeftModule(case)
-    options: dict[str, Any] = {"devices": 1}
-    if case.plan is not None:
-        plan = ParallelPlan.from_dict(case.plan)
-        given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
-        options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
-    if case.plan is not None and case.plans:
-        callbacks = (*callbacks, ChangePlans(case.plans))
-    trainer = L.Trainer(
-        **quiet(
-            max_epochs=1,
-            max_steps=case.max_steps,
-            precision=case.precision,
-            callbacks=list(callbacks),
-            enable_checkpointing=bool(callbacks),
-        ),
-        **options,
-        use_distributed_sampler=False,
-    )
+    changes = [ChangePlans(case.plans)] if case.plan is not None and case.plans else []
+    how: dict[str, Any] = {"enable_checkpointing": bool(callbacks), "max_steps": case.max_steps}
     validated = module.train_dataloader() if case.validates else None
-    trainer.fit(module, val_dataloaders=validated, ckpt_path=ckpt_path)
+    run(module, case, *callbacks, *changes, val_dataloaders=validated, ckpt_path=ckpt_path, **how)
     return module
 
 

@@ -88,9 +88,7 @@ def case_of(plan: str, model: str = "llama", max_steps: int = 2, **more: Any) ->
 
 
 def check(pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None) -> None:
-    alone = alone or replace(
-        case, plan=None, world_size=1, batch_size=4, strategy={}, validates=False
-    )
+    alone = alone or replace(case.on_single_device(), validates=False)
     expected = pool.run_alone(train, alone)
     assert len(set(expected.losses)) == len(expected.losses) == case.max_steps
     for found in pool.run(train, case.world_size, case):
@@ -169,8 +167,8 @@ def test_dropout_shared_key_heads_and_sequence_parallelism_change_nothing(
     dropping = {"lora_dropout": 0.5, "use_dora": use_dora}
     check(pool, case_of("pair", adapters=dropping), case_of("one", adapters=dropping))
     check(pool, case_of("four", adapters={"use_dora": use_dora}, config=SHARED_HEADS))
-    cut = {"sequence_parallel": True}
-    check(pool, case_of("pair", adapters={"use_dora": use_dora}, strategy=cut))
+    cut = (("sequence_parallel", True),)
+    check(pool, case_of("pair", adapters={"use_dora": use_dora}, options=cut))
 
 
 def test_degrees_change_between_steps(pool: ProcessPool) -> None:
@@ -189,7 +187,7 @@ def test_only_adapters_are_owned_and_travel(pool: ProcessPool) -> None:
 
 def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Path) -> None:
     case = case_of("unequal")
-    alone = replace(case, plan=None, world_size=1, batch_size=4)
+    alone = case.on_single_device()
     pool.run(save_adapters, 4, case, tmp_path / "many")
     pool.run(save_adapters, 1, alone, tmp_path / "one")
     many, one = (load_file(tmp_path / i / "adapter_model.safetensors") for i in ("many", "one"))
