@@ -104,8 +104,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/results/test_step_logs.py::test_what_steps_log_is_what_one_device_logs",
     ),
     "`torch.utils.checkpoint` in the model": (
-        "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
-        "runtime/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
+        "runtime/stage/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
+        "runtime/stage/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
         "strategy/test_refused.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
     ),
     "`configure_optimizers` by name or whole shape": (
@@ -122,7 +122,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/steps/test_hooks.py::test_hooks_and_steps_that_would_differ_between_ranks_are_refused",
     ),
     "`32-true`, `bf16-mixed`": (
-        "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
+        "runtime/iteration/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
         "strategy/test_precision.py::test_steps_compute_in_the_dtypes_of_lightning",
         "strategy/test_loss_scale.py::",
     ),
@@ -147,15 +147,15 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "plans that change from one iteration": (
         "runtime/test_change_plan.py::test_losses_and_weights_do_not_depend_on_changes_of_plan",
-        "runtime/test_schedules.py::test_random_plans_change_no_bit",
+        "runtime/iteration/test_schedules.py::test_random_plans_change_no_bit",
         "callbacks/test_elastic.py::test_nodes_come_and_go_and_the_loss_curve_stays",
     ),
     "a rank that dies or freezes": (
         "callbacks/test_in_place.py::test_lost_ranks_leave_the_losses_and_the_samples_as_they_were",
         "callbacks/test_in_place.py::test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_again",
         "runtime/generation/test_joiners.py::",
-        "runtime/test_redundancy.py::test_copies_are_equal_bit_for_bit_and_train_as_one_device",
-        "runtime/test_redundancy.py::test_a_changed_copy_is_found_and_named_on_every_rank",
+        "runtime/exchange/test_redundancy.py::test_copies_are_equal_bit_for_bit_and_train_as_one_device",
+        "runtime/exchange/test_redundancy.py::test_a_changed_copy_is_found_and_named_on_every_rank",
         "accelerator/test_accelerator.py::test_slices_on_the_host_are_stepped_there",
     ),
     "gloo": (
