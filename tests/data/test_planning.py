@@ -20,10 +20,10 @@ from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import Ticket, TicketDealer
-from lightning_hetero.data.order import Cursor, EpochOrder
+from lightning_hetero.data.order import Cursor, EpochOrder, StreamOrder
 from lightning_hetero.straggler.prediction import move_ranks
 from tests.core.sample_plans import random_plan
-from tests.data.rows import dealers, equal_candidates, lengths_of
+from tests.data.rows import Rows, dealers, equal_candidates, lengths_of
 
 
 @st.composite
@@ -129,11 +129,17 @@ def test_an_iteration_is_assigned_alike_wherever_a_run_began_and_however_far_it_
 
 def test_ranks_that_draw_different_samples_are_told() -> None:
     orders = [EpochOrder(lengths_of(50), tokens_per_step=100, seed=seed) for seed in (0, 1)]
-    store = AssignmentStore()
-    first, second = (dealers(order, equal_candidates(2), 2, store)[0] for order in orders)
-    assert next(first.deal(Cursor()))
-    with pytest.raises(BatchError, match="different samples for the same iteration"):
-        next(second.deal(Cursor()))
+    rows = [Rows([9] * 50).rows for _ in range(2)]
+    streams = [
+        StreamOrder(items, tokens_per_step=100, context_length=20)
+        for items in (rows[0], rows[1][::-1])
+    ]
+    for sources in (orders, streams):
+        store = AssignmentStore()
+        first, second = (dealers(s, equal_candidates(2), 2, store)[0] for s in sources)
+        assert next(first.deal(Cursor()))
+        with pytest.raises(BatchError, match="different samples for the same iteration"):
+            next(second.deal(Cursor()))
 
 
 @pytest.mark.parametrize("kind", ["memory", "torch"])
