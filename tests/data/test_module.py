@@ -133,7 +133,7 @@ def test_what_is_planned_and_not_trained_is_counted_in_short_and_in_resumed_epoc
 def test_validation_takes_every_sample_once_in_order_each_time() -> None:
     passes: list[list[int]] = []
     module = Collects()
-    module.validation_step = lambda batch, _: passes.append(batch)  # type: ignore[assignment]
+    module.validation_step = lambda batch, batch_idx: passes.append(batch)  # type: ignore[assignment]
     trainer = L.Trainer(**quiet(max_epochs=2, devices=1, num_sanity_val_steps=2))
     trainer.fit(module, data(val_dataset=Rows(LENGTHS)))
     half = len(passes[2:]) // 2
