@@ -102,7 +102,9 @@ def find_neighbours(
 
 def stage_edges(plan: ParallelPlan) -> tuple[Edge, ...]:
     """Return each queue of a plan's activations and of their gradients, once."""
-    ways = (way for pipeline in plan.pipelines for both in _pieces_between(pipeline) for way in both)
+    ways = (
+        way for pipeline in plan.pipelines for both in _pieces_between(pipeline) for way in both
+    )
     pieces = (piece for way in ways for piece in way)
     return tuple(dict.fromkeys(piece.edge for piece in pieces if not piece.is_local))
 

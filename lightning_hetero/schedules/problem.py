@@ -130,7 +130,9 @@ class ScheduleProblem:
         each = tuple(sizes) or (1.0,) * num_microbatches
         runs = tuple(workers) or tuple(range(num_stages))
         num_workers = max(runs) + 1
-        usual = range(num_stages, 0, -1) if num_workers == num_stages else [num_workers] * num_workers
+        usual = (
+            range(num_stages, 0, -1) if num_workers == num_stages else [num_workers] * num_workers
+        )
         held = tuple(most_held) or tuple(map(float, usual))
         whole = [sum(itertools.compress(forward_s, [w == own for w in runs])) for own in runs]
         shares = [s / all_s if all_s else 1.0 for s, all_s in zip(forward_s, whole, strict=True)]

@@ -221,7 +221,7 @@ class StageTimes:
     """The link to the next stage, both ways."""
 
 
-def solve_actions(
+def solve_actions(  # noqa: PLR0913 - what a schedule depends on
     stages: Sequence[StageTimes],
     num_microbatches: int,
     *,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from lightning_hetero.core.neighbours import deal_pieces
+from lightning_hetero.core.places import workers_of
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.planner.pace import Pace, deal
@@ -132,11 +133,15 @@ class _ObservedCosts:
                 backward_message_s=tuple(self._message_s(b, a) for a, b in hops),
                 num_microbatches=count,
             )
-            self._ends_s[key] = max(propagate(times, [0.0] * len(stages)).end_s)
+            workers = workers_of([stage.ranks for stage in stages])
+            ends_s = propagate(times, [0.0] * len(stages), workers=workers).end_s
+            self._ends_s[key] = max(ends_s)
         return self._ends_s[key]
 
     def _message_s(self, sender: StagePlan, receiver: StagePlan) -> float:
         """Return the seconds of an activation; a sender's pieces go one after another."""
+        if sender.ranks == receiver.ranks:
+            return 0.0
         by_sender: dict[int, float] = defaultdict(float)
         for piece in deal_pieces(sender.ranks, receiver.ranks):
             seconds = self._run.hidden_bytes * self._s_per_byte(piece.sender, piece.receiver)

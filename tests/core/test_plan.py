@@ -30,7 +30,7 @@ def pipeline(*stages: StagePlan, num_microbatches: int | None = None) -> Pipelin
 
 @given(rng=st.randoms(use_true_random=False), data=st.data())
 def test_every_plan_survives_json(rng, data):
-    plan, world_size = random_plan(rng, max_ranks=24)
+    plan, world_size = random_plan(rng, max_ranks=24, has_chunks=True)
     counts = data.draw(
         st.lists(
             st.none() | st.integers(1, 9),
@@ -54,14 +54,19 @@ def test_every_plan_survives_json(rng, data):
 
 @given(rng=st.randoms(use_true_random=False))
 def test_place_finds_each_rank_where_the_plan_names_it(rng):
-    plan, world_size = random_plan(rng, max_ranks=24)
+    plan, world_size = random_plan(rng, max_ranks=24, has_chunks=True)
     named = set()
     for pipeline_index, stage_index, item in plan.iter_stages():
         for tp_rank, rank in enumerate(item.ranks):
             named.add(rank)
-            assert plan.place(rank) == RankPlace(
-                pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
+            place = plan.place(rank)
+            assert place == RankPlace(
+                pipeline_index=pipeline_index,
+                stage_index=place.chunks[0],
+                tp_rank=tp_rank,
+                chunks=place.chunks,
             )
+            assert stage_index in place.chunks
     assert plan.ranks == tuple(sorted(named))
     assert all(plan.place(rank) is None for rank in set(range(world_size)) - named)
 

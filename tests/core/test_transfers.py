@@ -28,7 +28,7 @@ def rows_of(message: Message) -> Counter[tuple[str, int]]:
 
 @given(rng=random, tied=st.booleans(), rule=RULES, trainable_only=st.booleans())
 def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, trainable_only):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -57,7 +57,7 @@ def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, tra
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, rule):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -88,7 +88,7 @@ def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, ru
 
 @given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans())
 def test_all_ranks_agree_on_messages_and_their_order(rng, tied, rule, push):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     # Every rank computes the table by itself.
@@ -130,7 +130,7 @@ def test_the_table_tells_holders_and_sizes():
 def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
     rng, tied, rule, push, some
 ):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -152,7 +152,7 @@ def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_members_of_a_unit_are_who_takes_part_and_circles_share_what_they_own(rng, tied, rule):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     for unit in TransferTable(specs, slices, plan).units:

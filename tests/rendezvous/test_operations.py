@@ -12,6 +12,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.schedules import usual_actions
 from tests.core.message_lists import pulls_of, pushes_of
 from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.operations import (
@@ -21,7 +22,6 @@ from tests.rendezvous.operations import (
     Iteration,
     Operation,
     iteration_operations,
-    orders_1f1b,
     random_orders,
 )
 
@@ -43,7 +43,7 @@ def random_iteration(
         num_microbatches=tuple(rng.randint(0, 5) for _ in plan.pipelines),
         activation_bytes=100,
         value_bytes=2,
-        orders_of=rng.choice([orders_1f1b, random_orders(rng)]),
+        orders_of=rng.choice([usual_actions, random_orders(rng)]),
     )
     table = table_of(plan, world_size, rule)
     return plan, table, iteration, iteration_operations(plan, table, iteration)
@@ -73,7 +73,7 @@ def test_every_rank_pulls_computes_pushes_and_ends_in_that_order(rng, rule):
             ()
             if place is None
             else iteration.orders_of(
-                plan.pipelines[place.pipeline_index].num_stages,
+                plan.pipelines[place.pipeline_index].workers,
                 iteration.num_microbatches[place.pipeline_index],
             )[place.stage_index]
         )
@@ -174,8 +174,8 @@ def test_receives_are_posted_before_their_senders_can_send(rng, rule):
         if place is None or not place.stage_index:
             continue
         count = iteration.num_microbatches[place.pipeline_index]
-        num_stages = plan.pipelines[place.pipeline_index].num_stages
-        ahead = most_held(iteration.orders_of(num_stages, count)[place.stage_index - 1])
+        workers, before = plan.pipelines[place.pipeline_index].workers, place.stage_index - 1
+        ahead = most_held(iteration.orders_of(workers, count)[before]).get(before, 0)
         for index in range(count - ahead):
             assert position[f"F{index}"] < position[f"receive header of F{index + ahead}"]
             if index + 1 < count - ahead:

@@ -12,6 +12,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
 from tests.runtime.schedule_runs import train_ordered
+from tests.runtime.test_parity import assert_same_training
 
 pytestmark = pytest.mark.dist
 
@@ -57,6 +58,21 @@ def test_deep_schedules_hold_at_most_their_room_and_change_no_bit(pool: ProcessP
     case = Case(plan=plan, world_size=2, num_layers=4, batch_size=8, num_rows=32)
     found = check(pool, case, "deep")
     assert all("W" in kinds and peak <= 4 * 2 for _, kinds, peak in found)
+
+
+V = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(1, 2, 4), stage(0, 4, 5)))
+LOOP = plan_of(pipeline(*(stage(i % 2, i, i + 1) for i in range(5)), num_microbatches=3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "split", "deep"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", [V, LOOP])
+def test_ranks_may_run_several_stages(
+    pool: ProcessPool, plan: dict[str, Any], schedule: str, *, tied: bool
+) -> None:
+    case = Case(plan=plan, world_size=2, num_layers=5, tied=tied, batch_size=6, num_rows=36)
+    for outcome, _, _ in check(pool, case, schedule):
+        assert_same_training(outcome, pool.run_alone(train, case.on_single_device()))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

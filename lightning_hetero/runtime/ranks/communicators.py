@@ -7,7 +7,7 @@ through the ranks' store.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -209,9 +209,7 @@ class Communicators:
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
     """Tells whether the device had ended the last step before an abort."""
     _is_aborted: bool = field(default=False, repr=False, compare=False)
-    _edges: dict[Edge, dist.ProcessGroup] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _edges: dict[Edge, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
