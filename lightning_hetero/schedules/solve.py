@@ -150,6 +150,10 @@ def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
         priorities = _critical(problem, pace_s)
         yield Rule(priorities, patience=0.0)
         yield Rule(priorities, patience=1.0)
+        if problem.num_workers < problem.num_stages:
+            forwards, inputs = priorities
+            earlier = [[value - whole_s / 2 for value in row] for row in inputs]
+            yield Rule((forwards, earlier), patience=0.0)
 
 
 def _critical(problem: ScheduleProblem, pace_s: float) -> Priorities:

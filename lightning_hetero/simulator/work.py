@@ -150,7 +150,7 @@ class PipelineWork:
         )
 
     def _held_tokens(self, index: int) -> int:
-        """Return the most tokens of micro-batches in flight on a stage, when its ranks hold most."""
+        """Return the tokens in flight on a stage when its ranks hold most."""
         if self.orders is not None:
             layers = {stage: len(self._stages[stage].layers) for stage in self._chunks[index]}
             order = self.orders[self.workers[index]]

@@ -351,13 +351,10 @@ _NUM_MEASURED = 3
 
 
 def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
-    """Return the link from each of a rank's stages to the next, for messages like the last.
+    """Return the edge from each of a rank's stages to the next, for messages like the last.
 
-    Collective in a pipeline: the first ranks of all stages take part. The links behind stages of
-    even index come first, so that no stage waits for more than one neighbour.
-
-    Args:
-        links: By stage.
+    Takes the rank's links by stage. Collective in a pipeline: the first ranks of all stages take
+    part. Edges behind stages of even index come first, so no stage waits for several neighbours.
     """
     found = {}
     ends = {end for stage in links for end in (stage - 1, stage)}
