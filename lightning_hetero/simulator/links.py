@@ -57,9 +57,7 @@ class ClusterLinks:
         return found
 
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
-        """Return the seconds of one message between two ranks; 0 from a rank to itself."""
-        if sender == receiver:
-            return 0.0
+        """Return the seconds of one message between two ranks."""
         bytes_per_s, latency_s = self.link(sender, receiver)
         return latency_s + num_bytes / bytes_per_s
 

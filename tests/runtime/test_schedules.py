@@ -1,5 +1,6 @@
 """Whatever order passes run in, gradients are those of 1F1B, bit for bit."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -120,9 +121,19 @@ def test_compiled_layers_hide_what_is_split() -> None:
 @given(data=st.data())
 def test_random_plans_change_no_bit(pool: ProcessPool, data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(3, 5))
-    cut = data.draw(st.integers(1, num_layers - 1))
+    ranks = data.draw(
+        st.lists(st.integers(0, 1), min_size=2, max_size=num_layers).filter(lambda r: len({*r}) > 1)
+    )
+    inner = st.lists(
+        st.integers(1, num_layers - 1),
+        min_size=len(ranks) - 1,
+        max_size=len(ranks) - 1,
+        unique=True,
+    )
+    cuts = [0, *sorted(data.draw(inner)), num_layers]
     counts = [data.draw(st.integers(1, 6)) for _ in range(2)]
-    first = pipeline(stage(0, 0, cut), stage(1, cut, num_layers), num_microbatches=counts[0])
+    stages = [stage(r, *ends) for r, ends in zip(ranks, pairwise(cuts), strict=True)]
+    first = pipeline(*stages, num_microbatches=counts[0])
     second = pipeline(stage(2, 0, num_layers), num_microbatches=counts[1])
     case = Case(
         plan=plan_of(first, second),
