@@ -17,13 +17,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, run_of
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sample_lengths
 from lightning_hetero.runtime.clock import ActionTime, IterationTimes
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import Ranks, run_of
 
 __all__ = ["TraceOperations"]
 

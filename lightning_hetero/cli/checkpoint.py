@@ -1,4 +1,4 @@
-"""`lightning-hetero checkpoint`: list, verify, export and reject checkpoints.
+"""`lightning-hetero checkpoint`: list, inspect, verify, export, reject and prune checkpoints.
 
 A PATH is a local folder or any URL that fsspec knows. Give several PATHs to look at the folders of
 all nodes, or at copies, together.
@@ -6,11 +6,14 @@ all nodes, or at copies, together.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_hetero.checkpoint.inspection import (
+    describe_layers,
     export_checkpoint,
     list_checkpoints,
     look,
+    prune,
     reject,
     verify,
 )
@@ -24,15 +27,16 @@ _EXIT_DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `checkpoint list|verify|export|reject`."""
+    """Add `checkpoint list|inspect|verify|export|reject|prune`."""
     parser.description = (
-        "Look at checkpoints, check them, convert them. A PATH is a local folder or any URL that "
-        "fsspec knows. Give several PATHs to look at the folders of all nodes, or at copies, "
-        "together."
+        "Look at checkpoints, check them, convert them, delete old ones. A PATH is a local folder "
+        "or any URL that fsspec knows. Give several PATHs to look at the folders of all nodes, or "
+        "at copies, together."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "print one line for each checkpoint, the newest first"),
+        ("inspect", "print how much of each layer each place has"),
         ("verify", "read everything and compare the checksums"),
         ("export", "write one file that plain Lightning reads"),
     ):
@@ -51,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rejecting.add_argument("step", type=int, metavar="STEP", help="the step")
     rejecting.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
+    pruning = actions.add_parser(
+        "prune",
+        help="delete old ones",
+        description="Delete what is older than the newest complete checkpoints of a place.",
+    )
+    pruning.add_argument("paths", nargs=1, metavar="PATH", help="a place with all ranks' parts")
+    pruning.add_argument("--keep", type=int, required=True, help="how many to keep, 1 or more")
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
@@ -65,11 +76,23 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
     if len(readable) < len(tiers):
         # A place that is missing or can't be read isn't the same as an empty one.
         raise CheckpointError(" ".join(text for text in problems.values() if text is not None))
+    try:
+        return _act(arguments, tiers)
+    except OSError as error:
+        raise CheckpointError(f"Can't {arguments.action}: {error}.") from error
+
+
+def _act(arguments: argparse.Namespace, tiers: Sequence[Tier]) -> int:
     if arguments.action == "verify":
         return _verify(tiers, arguments.step)
-    if arguments.action == "reject":
+    if arguments.action == "inspect":
+        print(describe_layers(look(tiers, step=arguments.step)))
+    elif arguments.action == "reject":
         for text in reject(tiers, arguments.step):
             print(f"rejected {text}")
+    elif arguments.action == "prune":
+        for item in prune(replace(tiers[0], keep=arguments.keep)):
+            print(f"deleted {item}")
     elif arguments.action == "export":
         recovered = export_checkpoint(tiers, arguments.output, step=arguments.step)
         print(f"wrote {recovered.id} to {arguments.output}: {len(recovered.slices)} parameters")

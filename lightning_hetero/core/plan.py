@@ -116,8 +116,13 @@ class PipelinePlan:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """For each stage the index of its ranks in `groups`; several have one if it has chunks."""
+        """For each stage the index of its ranks in `groups`."""
         return workers_of([stage.ranks for stage in self.stages])
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether any ranks run several stages."""
+        return len(self.groups) < self.num_stages
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:

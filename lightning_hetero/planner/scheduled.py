@@ -208,7 +208,7 @@ def _problem(
         room = 1 + (usable - totals[0]) / each if each else len(work)
         if any(pipeline.stages[stage].activation_budget_bytes is not None for stage in own):
             room = 0  # The budget is for as many as 1F1B holds.
-        rooms.append(longest * max(room, count - worker if count == len(shapes) else count))
+        rooms.append(longest * max(room, count if pipeline.has_chunks else count - worker))
     held_layers = [0] * count
     for stage, worker in zip(pipeline.stages, workers, strict=True):
         held_layers[worker] += len(stage.layers)

@@ -63,7 +63,7 @@ class PipelineWork:
             for worker in self.workers
         ]
         """For each stage all stages of its ranks."""
-        self.has_chunks = len(pipeline.groups) < pipeline.num_stages
+        self.has_chunks = pipeline.has_chunks
         if self.has_chunks and orders is None:
             orders = usual_actions(self.workers, len(microbatches))
         self.microbatches, self.orders, self._cost = microbatches, orders, cost

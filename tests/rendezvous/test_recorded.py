@@ -25,7 +25,7 @@ from tests.rendezvous.operations import (
     OperationKind,
 )
 from tests.rendezvous.recorder import REST
-from tests.rendezvous.runs import Found, Job, record
+from tests.rendezvous.runs import Found, Job, record, record_with_streams
 from tests.rendezvous.stepwise import runs_through
 from tests.rendezvous.test_checker import Lists, assert_found, swapped
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -125,6 +125,27 @@ def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
     shared.discard(tuple(range(job.world_size)))
     groups = {s.ranks for plan in job.plans for _, _, s in plan.iter_stages() if s.tp_degree > 1}
     assert shared == {tuple(sorted(ranks)) for ranks in groups}
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_both_legs_of_a_push_by_node_never_block_under_the_rules_of_nccl(pool, has_streams):
+    """Whether second legs follow all first ones, or each its own, as where nobody waits for it."""
+    plan = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (3, 0, 2, 1)))
+    job = Job(plans=plans(plan), world_size=4, nodes="abab", options={"exchange": "by-node"})
+    found = pool.run(record_with_streams if has_streams else record, 4, job)
+    lists = lists_of(found)
+    check_rendezvous(lists)
+    assert runs_through(lists)
+    assert runs_in_one_queue(lists)
+    for rank, near in enumerate(("[0, 2]", "[1, 3]") * 2):
+        legs = [
+            item.communicator
+            for item in found[rank].iterations[-1]
+            if item.label.startswith("all_to_all")
+        ]
+        num_units, both = len(legs) // 2, [f"{EXCHANGE} {near}", EXCHANGE]
+        assert num_units > 1
+        assert legs == (both * num_units if has_streams else sorted(both * num_units, reverse=True))
 
 
 def runs_in_one_queue(lists: Lists) -> bool:

@@ -18,8 +18,8 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage import activations
 from lightning_hetero.runtime.stage.activations import ActivationLink, Handover
-from tests.runtime.handover_runs import Module
 from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.steps.layer_modules import HandsOn
 from tests.toy import quiet
 
 NUM_NOTES = 300
@@ -100,7 +100,7 @@ def train_and_count_sends(
 
     torch.manual_seed(1)
     found = ParallelPlan.from_dict(plan)
-    strategy = HeteroStrategy(found, num_microbatches=num_microbatches, layers="net.layers")
+    strategy = HeteroStrategy(found, num_microbatches=num_microbatches, layers="layers")
     data = TensorDataset(torch.randn(num_microbatches, 8, 3), torch.randn(num_microbatches, 1))
     loader = DataLoader(data, batch_size=num_microbatches)
     trainer = L.Trainer(
@@ -108,7 +108,7 @@ def train_and_count_sends(
         **quiet(max_steps=1, num_sanity_val_steps=0, devices=len(found.ranks)),
         use_distributed_sampler=False,
     )
-    module = Module("plain")
+    module = HandsOn("plain")
     counting = SimpleNamespace(isend=counted, irecv=dist.irecv)
     with mock.patch.object(activations, "dist", counting):
         trainer.fit(module, loader)

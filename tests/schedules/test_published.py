@@ -74,9 +74,7 @@ def peak(problem: ScheduleProblem, order: tuple[Pass, ...]) -> float:
         "ScheduleDualPipeV",
     ],
 )
-def test_ours_are_never_slower_in_the_same_memory(
-    name: str, per_rank: int, num_ranks: int
-) -> None:
+def test_ours_are_never_slower_in_the_same_memory(name: str, per_rank: int, num_ranks: int) -> None:
     count, ranks = per_rank * num_ranks, [*range(num_ranks)]
     is_v = not name.startswith("ScheduleInterleaved")
     workers = ranks + (ranks[::-1] if is_v else ranks)

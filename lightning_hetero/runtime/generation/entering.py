@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.joiners import (
+    MOST_SILENT_S,
     Admission,
     Joiner,
     begin_numbers,
@@ -42,8 +43,6 @@ __all__ = [
 
 OPEN = "lightning_hetero/open membership"
 """Key in the store that holds the prefix of the membership which joiners may join."""
-_CONNECTING = timedelta(seconds=30)
-"""How long a joiner tries to reach the store: the run trains, so it is served."""
 _NUM_THREADS = "OMP_NUM_THREADS"
 _SHARED = "LIGHTNING_HETERO_SHARES_CORES"
 """Set where the number of threads isn't the user's."""
@@ -131,7 +130,7 @@ def join_membership(
     """
     address = os.environ[JOIN]
     host, port = split_address(address)
-    timeout = min(_CONNECTING, start_timeout)
+    timeout = min(timedelta(seconds=MOST_SILENT_S), start_timeout)
     try:
         server = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         server.set_timeout(start_timeout)

@@ -107,6 +107,7 @@ class Engine:
             clock=clock,
             dtype=config.compute_dtype,
             exchange=config.exchange,
+            node_of_rank=config.node_of_rank,
             num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )

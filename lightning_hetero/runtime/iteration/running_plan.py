@@ -21,9 +21,11 @@ from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
     ExchangeKind,
     TransferTable,
+    UnitKind,
     are_collective,
 )
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.exchange.by_node import groups_on_nodes
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
@@ -159,6 +161,7 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
+        node_of_rank: Nodes by global rank, if gradients may be summed by node.
         num_microbatches: Micro-batches of pipelines for which a plan names no number.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
@@ -172,6 +175,7 @@ class PlanSwitch:
         clock: ComputeClock,
         dtype: torch.dtype,
         exchange: ExchangeKind,
+        node_of_rank: Sequence[int],
         num_microbatches: int,
         tensor_parallel: TensorParallel | None,
     ) -> None:
@@ -186,6 +190,7 @@ class PlanSwitch:
             group=comms.exchange,
             group_of=self._group_of,
             kind=exchange,
+            node_of_rank=node_of_rank,
             dtype=dtype,
             clock=clock,
             side_stream=self._side_stream,
@@ -218,7 +223,7 @@ class PlanSwitch:
                 tables.append(TransferTable(at_end, self._store.slices, plan))
             for table in tables:
                 for unit in table.units:
-                    for ranks in unit.kind.groups:
+                    for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
                         numels[ranks] += sum(spec.numel for spec in unit.specs)
         # The heaviest first, in one order on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
@@ -229,6 +234,13 @@ class PlanSwitch:
         self._comms.connect(stage_edges(plan))
         if self._tensor_parallel is not None:
             self._comms.tensor_parallel_group(plan)
+
+    def _groups_on_nodes(self, kind: UnitKind) -> set[tuple[int, ...]]:
+        """Return the ranks that sum gradients of a kind of units together, node by node."""
+        if self._options.kind is not ExchangeKind.BY_NODE:
+            return set()
+        circles, nodes = kind.circles(push=True) or (), self._options.node_of_rank
+        return set().union(*(groups_on_nodes(item.members, nodes) for item in circles))
 
     def _are_collective(self, members: Sequence[int]) -> bool:
         if self._comms.exchange is None:

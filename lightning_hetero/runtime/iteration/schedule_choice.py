@@ -220,7 +220,7 @@ class ScheduleChoice:
             num_microbatches,
             rooms=self.kind.rooms(
                 [min(times[rank].room for rank in group) for group in pipeline.groups],
-                has_chunks=len(pipeline.groups) < pipeline.num_stages,
+                has_chunks=pipeline.has_chunks,
             ),
             least_gain=self.kind.least_gain,
             is_split=self._is_split,
@@ -239,9 +239,7 @@ def _room(running: RunningPlan) -> float:
     if device.type != "cuda" or running.place is None:
         return math.inf
     pipeline = running.plan.pipelines[running.place.pipeline_index]
-    held = len(pipeline.groups)
-    if held == pipeline.num_stages:
-        held -= running.place.stage_index
+    held = len(pipeline.groups) - (0 if pipeline.has_chunks else running.place.stage_index)
     most, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     left = _USED_MEMORY * torch.cuda.get_device_properties(device).total_memory - most
     return held * (1 + max(0.0, left) / max(1, most - kept))
