@@ -2,8 +2,8 @@
 
 Each pass sleeps until it has taken its time, and messages between two nodes leave late, so four
 stages run on two cores and what they compute hardly counts. Torch's schedules run stages of the
-same seconds, two on each rank, and so do ours that are compared with them ("chunks"). What the solver
-predicts of the same stages stands beside it.
+same seconds, two on each rank, and so do ours that are compared with them ("chunks"). What the
+solver predicts of the same stages stands beside it.
 """
 
 import math
