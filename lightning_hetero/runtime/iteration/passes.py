@@ -121,7 +121,7 @@ class StagePasses:
         for chunk in self._running.chunks:
             self._expect_activations(chunk, 0)
         for action in actions:
-            with clock.action(action.kind, action.microbatch_index):
+            with clock.action(action.kind, action.microbatch_index, action.stage_index):
                 if are_traced:
                     with traced(action):
                         self._run_action(action, step)

@@ -113,10 +113,8 @@ class ScheduleChoice:
         self._is_split = is_split
         self._comms = comms
         self._clock = clock
-        self._ran: tuple[ParallelPlan | None, Sequence[Action]] = (None, ())
-        """The plan and actions of the last training iteration."""
-        self._runs: Sequence[Action] = ()
-        """The actions of this one."""
+        self._ran: ParallelPlan | None = None
+        """The plan of the last training iteration."""
         self._own: dict[ParallelPlan, _Own] = defaultdict(_Own)
         self._times: dict[ParallelPlan, list[_Times]] = {}
         """By plan and rank."""
@@ -129,21 +127,21 @@ class ScheduleChoice:
         if running.place is None:
             return StageSchedule()
         index, count = running.place.stage_index, len(tokens)
-        if not is_training and len(running.chunks) == 1:
-            return StageSchedule(schedule_forward(stage_index=index, num_microbatches=count))
         pipeline, orders = running.plan.pipelines[running.place.pipeline_index], None
+        if not is_training and not pipeline.has_chunks:
+            return StageSchedule(schedule_forward(stage_index=index, num_microbatches=count))
         if is_training and running.plan in self._times and pipeline.num_stages > 1 and count:
             sizes = self._sizes(running, tokens)
             orders = self._solve(running.plan, running.place.pipeline_index, count, sizes)
         # Without training, too: what never blocks doesn't without its backwards either.
         orders = orders or usual_actions(pipeline.workers, count)
         held: dict[int, int] = {}
-        for worker in {pipeline.workers[i] for c in running.chunks for i in (c.index - 1, c.index)}:
+        near = {i for chunk in running.chunks for i in (max(chunk.index - 1, 0), chunk.index)}
+        for worker in {pipeline.workers[stage] for stage in near}:
             held |= most_held(orders[worker])
         actions = orders[pipeline.workers[index]]
         if not is_training:
             return StageSchedule(tuple(a for a in actions if a.kind is ActionKind.FORWARD), held)
-        self._runs = actions
         return StageSchedule(actions, held)
 
     def _sizes(self, running: RunningPlan, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -169,8 +167,7 @@ class ScheduleChoice:
         plan = running.plan
         if not self.kind.is_solved or plan.max_stages == 1:
             return
-        now = plan, self._runs
-        (timed, actions), self._ran = self._ran if self._clock.is_late else now, now
+        timed, self._ran = self._ran if self._clock.is_late else plan, plan
         if plan in self._times:
             return
         own, last = self._own[plan], self._clock.last
@@ -178,8 +175,8 @@ class ScheduleChoice:
             self._own.pop(next(iter(self._own)))  # It is measured anew if it runs again.
         own.num_iterations += 1
         if timed is plan and own.num_iterations > 1 and last is not None:
-            for action, ran in zip(last.actions, actions, strict=running.place is not None):
-                own.seconds[action.kind][ran.stage_index].append(action.compute_s)
+            for action in last.actions:
+                own.seconds[action.kind][action.stage_index].append(action.compute_s)
         if own.num_iterations == _MEASURED_ITERATIONS:
             self._share(running, own)
 
