@@ -68,8 +68,10 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
         if tier.kind is TierKind.MEMORY:
             continue
         try:
-            if RUN_FILE not in tier.store.list() or read_run(tier.store) != run:
-                tier.store.write(RUN_FILE, [json.dumps({"run": run}).encode()])
+            with contextlib.suppress(FileNotFoundError):
+                if read_run(tier.store) == run:
+                    continue
+            tier.store.write(RUN_FILE, [json.dumps({"run": run}).encode()])
         except Exception as error:
             # Stores raise their client library's own types.
             text = f"Couldn't write {RUN_FILE} to {tier}: {error}"

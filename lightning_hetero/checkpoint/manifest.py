@@ -61,6 +61,8 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
+_BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
 
 
 @total_ordering
@@ -198,6 +200,29 @@ class PartManifest:
     def size_bytes(self) -> int:
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    def refuse_crafted(self) -> None:
+        """Check that a rank can have written this manifest: its file may come from anywhere.
+
+        Raises:
+            CheckpointError: It names files outside of its folder, or bytes that files don't have.
+        """
+        sizes = {entry.name: entry.size_bytes for entry in self.files}
+        names = [(name, f"{self.id.folder}/{name}") for name in sizes]
+        is_good = (
+            CheckpointId.parse(self.id.folder) == self.id
+            and 0 <= self.part < self.world_size
+            and self.block_bytes > 0
+            and all(_BARE_NAME.fullmatch(name) and not parse_manifest_name(n) for name, n in names)
+            and all(len(e.checksums) == -(-e.size_bytes // self.block_bytes) for e in self.files)
+            and all(
+                0 <= tensor.begin <= tensor.end <= sizes.get(tensor.file, -1)
+                for item in self.slices
+                for tensor in item.tensors
+            )
+        )
+        if not is_good:
+            raise CheckpointError("The checkpoint's manifest can't have been written by a rank.")
 
     def encode(self) -> bytes:
         """Return the manifest as JSON text that carries its own checksum."""

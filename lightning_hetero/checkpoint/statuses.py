@@ -26,8 +26,8 @@ from lightning_hetero.core.process import Deadline, Progress
 
 __all__ = ["Keys", "Peers"]
 
-_LONGEST_PAUSE_S = 0.05
 _LOOK_AGAIN_S = 1.0
+"""Seconds between two looks at a rank's server."""
 _T = TypeVar("_T")
 
 
@@ -233,7 +233,7 @@ class Peers:
                     "they are only slow, allow more time (timeout)."
                 )
             time.sleep(pause_s)
-            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2.0 * pause_s, 0.05 * _LOOK_AGAIN_S)
 
     def _find_gone(self) -> int | None:
         """Return a rank whose process has ended, which the rank before it finds and tells all."""

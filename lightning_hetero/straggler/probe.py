@@ -64,7 +64,7 @@ def probe_links(
     it with the same rounds. Pairs of one round run at the same time; barriers separate the rounds.
 
     Args:
-        rounds: Disjoint pairs of global ranks, as `ring_rounds` gives them.
+        rounds: Disjoint pairs of global ranks, as `rounds_of` gives them.
         device: Where the messages lie.
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.

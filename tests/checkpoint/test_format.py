@@ -29,8 +29,6 @@ from lightning_hetero.checkpoint.manifest import (
     PartManifest,
     align_to_blocks,
     first_corrupt_block,
-    manifest_name,
-    parse_manifest_name,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
@@ -77,11 +75,6 @@ def test_the_manifests_byte_ranges_are_those_of_safetensors(folder: Path) -> Non
             assert (tensor.begin, tensor.end) == (8 + length + start, 8 + length + stop)
 
 
-def test_metadata_loads_with_weights_only(folder: Path) -> None:
-    metadata = torch.load(folder / "metadata.pt", weights_only=True)
-    assert metadata == {"global_step": 6, "loops": {"done": [6, "x"]}}
-
-
 def test_metadata_that_needs_pickle_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"metadata entry \['callbacks'\]"):
         encode_metadata({"good": 1, "callbacks": {"x": Path("a")}}, what="metadata")
@@ -121,18 +114,6 @@ def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
     outer = f'{{"crc32": "{zlib.crc32(canonical.encode()):08x}", "manifest": {canonical}}}\n'
     with pytest.raises(CheckpointError, match=r"format 2.*torch"):
         PartManifest.decode(outer.encode())
-
-
-@given(step=st.integers(0, 10**15), attempt=st.integers(0, 10**7), part=st.integers(0, 10**6))
-def test_names_parse_back(step: int, attempt: int, part: int) -> None:
-    checkpoint = CheckpointId(step, attempt)
-    assert CheckpointId.parse(checkpoint.folder) == checkpoint
-    assert parse_manifest_name(manifest_name(checkpoint, part)) == (checkpoint, part)
-
-
-@pytest.mark.parametrize("name", ["x", "step-1-0/part-00000.json", "a/b/part-00000.json", ""])
-def test_other_names_are_no_manifests(name: str) -> None:
-    assert parse_manifest_name(name) is None
 
 
 @given(

@@ -50,7 +50,7 @@ def test_holders_with_room_own_what_they_hold_and_no_more_moves_than_must():
 
 @given(rng=st.randoms(use_true_random=False), tied=st.booleans())
 def test_slices_by_room_cover_every_parameter_within_a_row_of_the_shares(rng, tied):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     shares = [rng.randint(0, 3) for _ in range(world_size)]
     shares[rng.randrange(world_size)] += 1

@@ -21,7 +21,7 @@ ASYMMETRIC = {
 
 @given(rng=st.randoms(use_true_random=False), count=st.none() | st.integers(1, 9))
 def test_every_plan_survives_json_and_finds_each_rank_where_it_names_it(rng, count):
-    plan, world_size = random_plan(rng, max_ranks=24)
+    plan, world_size = random_plan(rng, max_ranks=24, has_chunks=True)
     first = replace(plan.pipelines[0], num_microbatches=count)
     plan = replace(plan, pipelines=(first, *plan.pipelines[1:]))
     again = ParallelPlan.from_json(plan.to_json())
@@ -33,9 +33,14 @@ def test_every_plan_survives_json_and_finds_each_rank_where_it_names_it(rng, cou
     for pipeline_index, stage_index, item in plan.iter_stages():
         for tp_rank, rank in enumerate(item.ranks):
             named.add(rank)
-            assert plan.place(rank) == RankPlace(
-                pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
+            place = plan.place(rank)
+            assert place == RankPlace(
+                pipeline_index=pipeline_index,
+                stage_index=place.chunks[0],
+                tp_rank=tp_rank,
+                chunks=place.chunks,
             )
+            assert stage_index in place.chunks
     assert plan.ranks == tuple(sorted(named))
     assert all(plan.place(rank) is None for rank in set(range(world_size)) - named)
 

@@ -27,7 +27,7 @@ def rows_of(message: Message) -> Counter[tuple[str, int]]:
 
 @given(rng=random, tied=st.booleans(), rule=RULES, trainable_only=st.booleans())
 def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, trainable_only):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -56,7 +56,7 @@ def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, tra
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, rule):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -88,7 +88,7 @@ def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, ru
 @given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans())
 def test_all_ranks_agree_on_messages_their_order_and_sizes(rng, tied, rule, push):
     """Each rank computes its table; equal slices that are other objects change nothing."""
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     tables = [
@@ -141,7 +141,7 @@ def test_the_table_tells_holders_and_sizes():
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_members_of_a_unit_are_who_takes_part_and_circles_share_what_they_own(rng, tied, rule):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     for unit in TransferTable(specs, slices, plan).units:
