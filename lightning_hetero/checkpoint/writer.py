@@ -154,7 +154,7 @@ class CheckpointWriter:
             # What the ranks have agreed on by then, so all raise it at the same save.
             if self._committer.overdue is not None:
                 raise self._committer.overdue
-            return self._memory.take(content, timeout_s=0.0)
+            return self._memory.take(content)
         except TimeoutError as error:
             _log.warning("%s isn't saved: %s", content.id, error)
             return None

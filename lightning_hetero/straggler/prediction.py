@@ -162,7 +162,8 @@ class RunPrediction:
     def with_layers_moved(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with the layers of each pipeline cut anew: S2b.
 
-        The plan is unchanged if it recomputes layers, whose seconds aren't known one by one.
+        The plan is unchanged if it recomputes layers, whose seconds aren't known one by one, and so
+        are pipelines with chunks.
         """
         if any(any(stage.recomputation.values()) for _, _, stage in plan.iter_stages()):
             return plan
@@ -170,6 +171,8 @@ class RunPrediction:
 
     def _cut_anew(self, pipeline: PipelinePlan) -> PipelinePlan:
         stages, numbers = pipeline.stages, range(pipeline.num_layers + 1)
+        if pipeline.has_chunks:
+            return pipeline
 
         def times_s(stage: StagePlan) -> FloatArray:
             ends = stage is stages[0], stage is stages[-1]
@@ -246,8 +249,8 @@ class RunPrediction:
 
     def _end_s(self, plan: ParallelPlan, index: int, count: int) -> float:
         """Return when a pipeline has run this number of micro-batches, by itself."""
-        stages, work = plan.pipelines[index].stages, self._work(index)
-        key = stages, work, count
+        pipeline, work = plan.pipelines[index], self._work(index)
+        stages, key = pipeline.stages, (pipeline.stages, work, count)
         if key not in self._ends_s:
             seconds = [
                 work * max(map(self.factor, s.ranks)) * self._unit_s(self._shape(s)) for s in stages
@@ -261,11 +264,14 @@ class RunPrediction:
                 backward_message_s=tuple(self._message_s(b, a) for a, b in hops),
                 num_microbatches=count,
             )
-            self._ends_s[key] = max(propagate(times, [0.0] * len(stages)).end_s)
+            begin_s = [0.0] * len(stages)
+            self._ends_s[key] = max(propagate(times, begin_s, workers=pipeline.workers).end_s)
         return self._ends_s[key]
 
     def _message_s(self, sender: StagePlan, receiver: StagePlan) -> float:
         """Return the seconds of an activation; a sender's pieces go one after another."""
+        if sender.ranks == receiver.ranks:
+            return 0.0
         by_sender: dict[int, float] = defaultdict(float)
         for piece in deal_pieces(sender.ranks, receiver.ranks):
             seconds = self.run.hidden_bytes * self._s_per_byte(piece.sender, piece.receiver)

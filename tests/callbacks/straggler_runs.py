@@ -13,15 +13,11 @@ from torch import Tensor
 
 from examples.slow_parts import Fault, InjectFaults
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
 from lightning_hetero.core.plan import PipelinePlan
-from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
 from lightning_hetero.testing import EmulatedDevices
-from tests.callbacks.virtual_time import PackedVirtualTime, VirtualTime
-from tests.data.rows import Rows, lengths_of
-from tests.runtime.runs import Case, PackedModule
+from tests.callbacks.virtual_time import VirtualTime
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 4
@@ -43,8 +39,6 @@ class Drill:
     world_size: int = WORLD_SIZE
     batch_size: int = 8
     is_watched: bool = True
-    is_packed: bool = False
-    """Whether a data module assigns samples, to two pipelines or to one with all stages."""
     policy: PolicyConfig = field(
         default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
     )
@@ -100,27 +94,6 @@ class Notes(L.Callback):
             self.layers.append([len(stage.layers) for stage in pipelines[0].stages])
 
 
-class Candidates(L.Callback):
-    """Lets the data module choose between pipelines, of which only longer ones take any sample."""
-
-    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
-        longer = ParallelPlan.even(world_size=4, num_layers=4, num_stages=4)
-        strategy.set_candidate_plans(
-            [strategy.plan, longer], [costs_of(strategy.plan, 28), costs_of(longer, 31)]
-        )
-
-
-def costs_of(plan: ParallelPlan, longest: int) -> list[PipelineCost]:
-    return [
-        PipelineCost(
-            a=0.0, b=1e-3, c=0.0, max_len=longest, util_len=longest, num_stages=item.num_stages
-        )
-        for item in plan.pipelines
-    ]
-
-
 class Timed(ToyModule):
     """A module whose step takes time also where no clock stretches it."""
 
@@ -137,15 +110,12 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(straggler_monitor, "rank_zero_info", said.append)
-        kind = PackedVirtualTime if drill.is_packed else VirtualTime
-        time = kind(patch, seed=rank)
+        time = VirtualTime(patch, seed=rank)
         time.num_layers = drill.num_layers if drill.cuts else 0
         notes = Notes(time)
         callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
         if drill.strategy == "hetero":
             callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
-        if drill.is_packed and drill.world_size > 1:
-            callbacks.append(Candidates())
         if drill.is_watched:
             callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
         trainer = L.Trainer(
@@ -179,17 +149,7 @@ def strategy_of(drill: Drill) -> Any:
     return HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
 
 
-def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedModule:
-    if drill.is_packed:
-        packed = PackedModule(Case(model="packed", num_layers=drill.num_layers))
-        rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
-        trainer.fit(
-            packed,
-            datamodule=HeteroDataModule(
-                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, num_ahead=0
-            ),
-        )
-        return packed
+def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed:
     module = Timed(ToyOptions(num_layers=drill.num_layers))
     module.time = time
     num_rows = drill.batch_size * drill.num_pipelines * drill.num_steps
