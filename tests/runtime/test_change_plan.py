@@ -37,6 +37,11 @@ PLANS = [
     parsed(*(pipeline(stage(rank, 0, 3), num_microbatches=(2, 0, 1)[rank]) for rank in range(3))),
     parsed(pipeline(stage(1, 0, 3))),
     parsed(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 3), num_microbatches=4)),
+    # A rank that runs two stages.
+    parsed(
+        pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(1, 2, 3), num_microbatches=2),
+        pipeline(stage(2, 0, 3), num_microbatches=1),
+    ),
 ]
 
 

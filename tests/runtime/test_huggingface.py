@@ -19,9 +19,9 @@ from tests.runtime.runs import pipeline, plan_of, stage
 pytestmark = pytest.mark.dist
 
 TWO_AND_ONE = plan_of(pipeline(stage(0, 0, 1), stage(2, 1, 4)), pipeline(stage(1, 0, 4)))
-THREE = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 4)))
+THREE = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 3), stage(1, 3, 4)))
 MIXED = plan_of(pipeline(stage([2, 0], 0, 4)), pipeline(stage(1, 0, 4)))
-STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 4)))
+STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3), stage([3, 1], 3, 4)))
 WIDER = plan_of(pipeline(stage(2, 0, 1), stage([1, 0], 1, 4)), pipeline(stage(3, 0, 4)))
 NARROWER = plan_of(pipeline(stage([2, 0], 0, 2), stage(1, 2, 4)))
 SEQUENCE_PARALLEL = (("sequence_parallel", True),)
@@ -68,7 +68,7 @@ def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> 
 
 
 def ranks_of(plan: dict[str, Any]) -> int:
-    return sum(len(item["ranks"]) for part in plan["pipelines"] for item in part["stages"])
+    return len({r for part in plan["pipelines"] for item in part["stages"] for r in item["ranks"]})
 
 
 def case_of(model: str, plan: dict[str, Any], num_steps: int = 3, **more: Any) -> HuggingFaceCase:

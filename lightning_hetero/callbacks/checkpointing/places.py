@@ -43,6 +43,7 @@ __all__ = [
     "FinishedStep",
     "Found",
     "Places",
+    "free_memory",
     "report_recovery",
 ]
 
@@ -158,25 +159,33 @@ class Places:
             others = {item.folder for item in checkpoints_in(files) if item.run != run}
             store.remove([name for name in files if name.partition("/")[0] in others])
 
-    def forget_old_memory(self) -> None:
-        """Free the shared memory of this user's runs that have written nothing for a week.
-
-        Runs that still train note every step there, so they aren't affected.
-        """
-        root = _own_folder()
-        if self.memory_dir is None or not root.is_dir() or root.is_symlink():
-            return
-        for folder in root.iterdir():
-            with contextlib.suppress(OSError):
-                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
-                if time.time() - last_s > _KEPT_IN_MEMORY_S and folder != self.memory_dir:
-                    _log.warning("Freeing shared memory in %s, which an old run left.", folder)
-                    shutil.rmtree(folder, ignore_errors=True)
-
     def forget_memory(self) -> None:
         """Free this run's shared memory: it has ended, and other places have all checkpoints."""
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+
+def free_memory(older_than_s: float = _KEPT_IN_MEMORY_S, spared: Path | None = None) -> list[Path]:
+    """Free the shared memory of this user's runs that have written nothing for so long.
+
+    Runs that still train note every step there, so they aren't affected.
+
+    Args:
+        older_than_s: Seconds since the last write.
+        spared: A folder that stays in any case.
+
+    Returns:
+        The folders that were freed.
+    """
+    root, freed = _own_folder(), []
+    if root.is_dir() and not root.is_symlink():
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):
+                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
+                if time.time() - last_s > older_than_s and folder != spared:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    freed.append(folder)
+    return freed
 
 
 def _own_folder() -> Path:

@@ -1,6 +1,7 @@
 """Whatever order passes run in, gradients are those of 1F1B, bit for bit."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,16 @@ from lightning_hetero.runtime.iteration import schedule_choice
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.schedules import Schedule
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, Outcome, assert_same_bits, pipeline, plan_of, stage, train
+from tests.runtime.runs import (
+    Case,
+    Outcome,
+    assert_same_bits,
+    assert_same_training,
+    pipeline,
+    plan_of,
+    stage,
+    train,
+)
 
 
 def train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[str]]:
@@ -50,9 +60,6 @@ def check(pool: ProcessPool, case: Case, schedule: str) -> list[tuple[Outcome, s
     found = pool.run(train_ordered, case.world_size, case, schedule)
     usual = pool.run(train, case.world_size, case)
     assert_same_bits([outcome for outcome, _ in found], usual)
-    for (outcome, _), other in zip(found, usual, strict=True):
-        if schedule == "split":
-            assert outcome.peak_in_flight <= other.peak_in_flight, "no more than 1F1B holds"
     return found
 
 
@@ -76,8 +83,11 @@ SPLIT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_backwards_change_no_bit(pool: ProcessPool, name: str) -> None:
     given = {"plan": three_stages(), "batch_size": 5, **SPLIT[name]}
-    found = check(pool, Case(world_size=3, num_layers=4, **given), "split")
-    assert all({"F", "I", "W"} <= kinds for _, kinds in found)
+    case = Case(world_size=3, num_layers=4, **given)
+    usual = pool.run(train, 3, case)
+    for (outcome, kinds), other in zip(check(pool, case, "split"), usual, strict=True):
+        assert {"F", "I", "W"} <= kinds
+        assert outcome.peak_in_flight <= other.peak_in_flight, "no more than 1F1B holds"
 
 
 def test_deep_schedules_hold_at_most_their_room_and_change_no_bit(pool: ProcessPool) -> None:
@@ -90,6 +100,21 @@ def test_deep_schedules_hold_at_most_their_room_and_change_no_bit(pool: ProcessP
     check(pool, replace(case, plan=three_stages(), world_size=3, batch_size=7, num_rows=35), "deep")
 
 
+V = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(1, 2, 4), stage(0, 4, 5)))
+LOOP = plan_of(pipeline(*(stage(i % 2, i, i + 1) for i in range(5)), num_microbatches=3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "split", "deep"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", [V, LOOP])
+def test_ranks_may_run_several_stages(
+    pool: ProcessPool, plan: dict[str, Any], schedule: str, *, tied: bool
+) -> None:
+    case = Case(plan=plan, world_size=2, num_layers=5, tied=tied, batch_size=6, num_rows=36)
+    for outcome, _ in check(pool, case, schedule):
+        assert_same_training(outcome, pool.run_alone(train, case.on_single_device()))
+
+
 def test_compiled_layers_hide_what_is_split() -> None:
     with pytest.raises(ConfigurationError, match="compile_layers=False"):
         HeteroStrategy(schedule="split", compile_layers=True)
@@ -99,9 +124,19 @@ def test_compiled_layers_hide_what_is_split() -> None:
 @given(data=st.data())
 def test_random_plans_change_no_bit(pool: ProcessPool, data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(3, 5))
-    cut = data.draw(st.integers(1, num_layers - 1))
+    ranks = data.draw(
+        st.lists(st.integers(0, 1), min_size=2, max_size=num_layers).filter(lambda r: len({*r}) > 1)
+    )
+    inner = st.lists(
+        st.integers(1, num_layers - 1),
+        min_size=len(ranks) - 1,
+        max_size=len(ranks) - 1,
+        unique=True,
+    )
+    cuts = [0, *sorted(data.draw(inner)), num_layers]
     counts = [data.draw(st.integers(1, 6)) for _ in range(2)]
-    first = pipeline(stage(0, 0, cut), stage(1, cut, num_layers), num_microbatches=counts[0])
+    stages = [stage(r, *ends) for r, ends in zip(ranks, pairwise(cuts), strict=True)]
+    first = pipeline(*stages, num_microbatches=counts[0])
     second = pipeline(stage(2, 0, num_layers), num_microbatches=counts[1])
     case = Case(
         plan=plan_of(first, second),

@@ -97,7 +97,7 @@ def sharded_cases(draw: st.DrawFn) -> Case:
         cut = [0, *sorted(draw(st.permutations([1, 2]))[: len(degrees) - 1]), 3]
         stages = []
         for degree, (first, last) in zip(degrees, pairwise(cut), strict=True):
-            again = draw(recomputation(last - first, str(kind["model"])))
+            again = draw(recomputation(last - first, str(kind["model"]), has_budgets=True))
             stages.append(stage([ranks.pop() for _ in range(degree)], first, last) | again)
         pipelines.append(pipeline(*stages))
     return Case(
