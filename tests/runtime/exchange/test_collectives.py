@@ -25,6 +25,8 @@ from tests.runtime.runs import (
     train,
 )
 
+pytestmark = pytest.mark.dist
+
 
 @dataclass(frozen=True)
 class Exchanged:
@@ -74,8 +76,6 @@ def _run_by(rank: int, case: Case, kind: str, nodes: str) -> Exchanged:
         outcome = train(rank, case)
     return Exchanged(outcome, ways, sum(far))
 
-
-pytestmark = pytest.mark.dist
 
 EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1)))
 UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))

@@ -15,6 +15,8 @@ from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
+pytestmark = pytest.mark.dist
+
 TRACED_STEP = 2
 """The first iterations learn which weights travel where."""
 
@@ -60,8 +62,6 @@ def trace(rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int)
         for event in callback.profiler.events() or ()
     ]
 
-
-pytestmark = pytest.mark.dist
 
 # Two pipelines, so that every layer travels both ways; one has two stages.
 PLAN = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))

@@ -22,6 +22,8 @@ from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.runs import MODULES, SEED, Case, RowsModule, pipeline, plan_of, stage, train
 from tests.toy import quiet
 
+pytestmark = pytest.mark.dist
+
 Rows = tuple[str, str, int, int]
 """(parameter, "weight" or the key of a state, first row, last row + 1)"""
 Disturb = Callable[[HeteroStrategy, int], None]
@@ -199,8 +201,6 @@ def change_a_standby(strategy: HeteroStrategy, step: int) -> None:
         # Not the last bit: the next step's rounding may take that away.
         rows.view(torch.int32).flatten()[0] ^= 1 << 16
 
-
-pytestmark = pytest.mark.dist
 
 TWO = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
 UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1, 3)))

@@ -27,6 +27,8 @@ from tests.runtime.runs import (
     train,
 )
 
+pytestmark = pytest.mark.dist
+
 
 def train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[str]]:
     """Train under a schedule, however little it gains; return also the kinds of its actions."""
@@ -46,8 +48,6 @@ def train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[st
         case = replace(case, options=(*case.options, ("schedule", schedule)))
         return train(rank, case), kinds
 
-
-pytestmark = pytest.mark.dist
 
 _options = {
     "deadline": None,

@@ -24,6 +24,8 @@ from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.steps.layer_modules import HandsOn
 from tests.toy import quiet
 
+pytestmark = pytest.mark.dist
+
 NUM_NOTES = 300
 """So long a note doesn't fit into one header."""
 
@@ -116,8 +118,6 @@ def train_and_count_sends(
         trainer.validate(module, loader, verbose=False)
     return counts[0], counts[1], counts[2]
 
-
-pytestmark = pytest.mark.dist
 
 THREE = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
 

@@ -13,6 +13,8 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.recomputation import LayerCall
+from lightning_hetero.runtime.stage.side_tensors import refuse_pieces
 
 
 class Layer(nn.Module):
@@ -134,3 +136,44 @@ def test_outside_a_run_and_after_removal_layers_are_their_own() -> None:
     boundary.remove()
     assert all("forward" not in vars(layer) for layer in model.layers)
     assert model(x).shape == (5, 2)
+
+
+class Keeping(Layer):
+    """Keeps tensors with gradients in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Any:
+        out = super().forward(hidden, scale=scale)
+        self.kept.append(out.mean())
+        return out
+
+
+def test_a_layer_that_keeps_gradients_in_a_list_is_refused() -> None:
+    model = Model()
+    model.layers = nn.ModuleList([Keeping() for _ in range(3)])
+    boundary = StageBoundary(model.layers)
+    with pytest.raises(ModelError, match=r"Layer 0 keeps tensors with gradients in 'kept'"):
+        through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 1, 3])
+
+
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_hooks_inside_layers_that_need_values_are_refused(*, with_kwargs: bool) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.linear.register_forward_hook(
+            lambda *args: float(args[-1].detach().sum()) and None, with_kwargs=with_kwargs
+        )
+    boundary = StageBoundary(model.layers)
+    with pytest.raises(ModelError, match=r"hooks inside it see unknown tensors"):
+        through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 1, 3])
+
+
+def test_pieces_of_a_sequence_may_not_be_returned() -> None:
+    layer, x = nn.Linear(2, 2), torch.randn(3, 2)
+    call = LayerCall(0, layer.forward, (x,), {})
+    refuse_pieces(call, (x, x))
+    with pytest.raises(ModelError, match=r"Layer 0 returns tensors.*sequence_parallel"):
+        refuse_pieces(call, (x, x + 1))

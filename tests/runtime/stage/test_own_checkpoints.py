@@ -29,6 +29,8 @@ from tests.runtime.runs import (
 from tests.runtime.test_huggingface import assert_same
 from tests.toy import GPT, Block
 
+pytestmark = pytest.mark.dist
+
 
 class CheckpointedGPT(GPT):
     """Computes its activations again in backward, in parts that a user may choose."""
@@ -144,8 +146,6 @@ __all__ = [
     "train_sharing",
 ]
 
-
-pytestmark = pytest.mark.dist
 
 CASE = Case(
     plan=plan_of(
