@@ -228,9 +228,10 @@ class MemoryWatch:
         """Return the micro-batches in flight on this rank, as a share of its maximum."""
         engine, place = self._engine, self._engine.place
         assert place is not None
-        num_stages = engine.plan.pipelines[place.pipeline_index].num_stages
-        count = engine.num_microbatches[place.pipeline_index]
-        most = max(1, min(num_stages - place.stage_index, count))
+        pipeline = engine.plan.pipelines[place.pipeline_index]
+        count, chunks = engine.num_microbatches[place.pipeline_index], len(place.chunks)
+        usual = len(pipeline.groups) - (0 if pipeline.has_chunks else place.stage_index)
+        most = max(1, chunks * min(usual, count))
         return min(1.0, (engine.plans.running.num_in_flight + 1) / most)
 
     def _live_bytes(self, error: BaseException) -> tuple[int, int]:

@@ -18,7 +18,13 @@ from lightning_hetero.schedules import (
     order_1f1b,
     solve_in_rooms,
 )
-from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
+from lightning_hetero.simulator import (
+    CostModel,
+    MemoryTerms,
+    MicroBatchShape,
+    Simulation,
+    simulate,
+)
 
 __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
@@ -153,9 +159,10 @@ def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Order
     nothing = tuple((0.0,) * len(row) for row in backward_s)
     whole = replace(problem, input_s=backward_s, weight_s=nothing, waiting_bytes=nothing)
     memory = [room / longest for room in problem.room_bytes]
+    has_chunks = problem.num_workers < problem.num_stages
     found = solve_in_rooms(
         replace(problem, room_bytes=tuple(most * longest for most in room))
-        for room in schedule.rooms(memory)
+        for room in schedule.rooms(memory, has_chunks=has_chunks)
     )
     if found.end_s >= end_s(whole, order_1f1b(whole)) * (1 - schedule.least_gain):
         return None
@@ -177,21 +184,39 @@ def _problem(
     pairs = [[cost.compute_s(shape, batch) for batch in work] for shape in shapes]
     weight_s = [tuple(cost.weight_s(shape, batch) for batch in work) for shape in shapes]
     longest = max(map(sum, work), default=0)
-    tokens = (tuple(float(sum(batch)) for batch in work),) * len(shapes)
-    rooms = []
-    for stage_index, (stage, shape) in enumerate(zip(pipeline.stages, shapes, strict=True)):
-        owned = cost.owned_params(plan, stage)
+    rooms, workers = [], pipeline.workers
+    count = len(pipeline.groups)
+    for worker in range(count):
+        own = [stage for stage, other in enumerate(workers) if other == worker]
         totals = [
-            cost.memory_of_tokens(
-                shape, plan.num_pipelines, held, longest, owned_params=owned
+            MemoryTerms.of_chunks(
+                [
+                    cost.memory_of_tokens(
+                        shapes[stage],
+                        plan.num_pipelines,
+                        held,
+                        longest,
+                        owned_params=cost.owned_params(plan, pipeline.stages[stage]),
+                    )
+                    for stage in own
+                ]
             ).total
             for held in (longest, 2 * longest)
         ]
         each = totals[1] - totals[0]
-        room = 1 + (cost.usable_bytes(shape.device) - totals[0]) / each if each else len(work)
-        if stage.activation_budget_bytes is not None:
+        usable = cost.usable_bytes(shapes[own[0]].device)
+        room = 1 + (usable - totals[0]) / each if each else len(work)
+        if any(pipeline.stages[stage].activation_budget_bytes is not None for stage in own):
             room = 0  # The budget is for as many as 1F1B holds.
-        rooms.append(longest * max(room, len(shapes) - stage_index))
+        rooms.append(longest * max(room, count if pipeline.has_chunks else count - worker))
+    held_layers = [0] * count
+    for stage, worker in zip(pipeline.stages, workers, strict=True):
+        held_layers[worker] += len(stage.layers)
+    shares = [
+        len(stage.layers) / held_layers[worker]
+        for stage, worker in zip(pipeline.stages, workers, strict=True)
+    ]
+    held_bytes = tuple(tuple(share * sum(batch) for batch in work) for share in shares)
 
     def edges(*, back: bool) -> tuple[Edge, ...]:
         hops = [pair[::-1] if back else pair for pair in pairwise(pipeline.stages)]
@@ -206,7 +231,8 @@ def _problem(
         weight_s=tuple(weight_s),
         forward_edges=edges(back=False),
         backward_edges=edges(back=True),
-        held_bytes=tokens,
-        waiting_bytes=tokens,
+        held_bytes=held_bytes,
+        waiting_bytes=held_bytes,
         room_bytes=tuple(rooms),
+        workers=workers,
     )

@@ -29,6 +29,8 @@ from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normal
 
 __all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "Slowness", "move_ranks", "true_causes"]
 
+_LEAST_EXCESS = 0.05
+"""Least growth of an iteration that is a slowdown, as a share of it."""
 _LEAST_SHARE = 0.1
 """Least share of a slowdown that a true cause explains."""
 _Shape = tuple[int, int, bool, bool]
@@ -160,7 +162,8 @@ class RunPrediction:
     def with_layers_moved(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with the layers of each pipeline cut anew: S2b.
 
-        The plan is unchanged if it recomputes layers, whose seconds aren't known one by one.
+        The plan is unchanged if it recomputes layers, whose seconds aren't known one by one, and so
+        are pipelines with chunks.
         """
         if any(any(stage.recomputation.values()) for _, _, stage in plan.iter_stages()):
             return plan
@@ -168,6 +171,8 @@ class RunPrediction:
 
     def _cut_anew(self, pipeline: PipelinePlan) -> PipelinePlan:
         stages, numbers = pipeline.stages, range(pipeline.num_layers + 1)
+        if pipeline.has_chunks:
+            return pipeline
 
         def times_s(stage: StagePlan) -> FloatArray:
             ends = stage is stages[0], stage is stages[-1]
@@ -244,8 +249,8 @@ class RunPrediction:
 
     def _end_s(self, plan: ParallelPlan, index: int, count: int) -> float:
         """Return when a pipeline has run this number of micro-batches, by itself."""
-        stages, work = plan.pipelines[index].stages, self._work(index)
-        key = stages, work, count
+        pipeline, work = plan.pipelines[index], self._work(index)
+        stages, key = pipeline.stages, (pipeline.stages, work, count)
         if key not in self._ends_s:
             seconds = [
                 work * max(map(self.factor, s.ranks)) * self._unit_s(self._shape(s)) for s in stages
@@ -259,11 +264,14 @@ class RunPrediction:
                 backward_message_s=tuple(self._message_s(b, a) for a, b in hops),
                 num_microbatches=count,
             )
-            self._ends_s[key] = max(propagate(times, [0.0] * len(stages)).end_s)
+            begin_s = [0.0] * len(stages)
+            self._ends_s[key] = max(propagate(times, begin_s, workers=pipeline.workers).end_s)
         return self._ends_s[key]
 
     def _message_s(self, sender: StagePlan, receiver: StagePlan) -> float:
         """Return the seconds of an activation; a sender's pieces go one after another."""
+        if sender.ranks == receiver.ranks:
+            return 0.0
         by_sender: dict[int, float] = defaultdict(float)
         for piece in deal_pieces(sender.ranks, receiver.ranks):
             seconds = self.run.hidden_bytes * self._s_per_byte(piece.sender, piece.receiver)
@@ -318,17 +326,23 @@ def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
 
 
 def true_causes(
-    findings: Sequence[Finding], run: MeasuredRun | None, *, excess_s: float = math.nan
+    findings: Sequence[Finding],
+    run: MeasuredRun | None,
+    *,
+    excess_s: float = math.nan,
+    known: Sequence[Finding] = (),
 ) -> tuple[Finding, ...]:
     """Return those findings that explain a tenth of the slowdown, or more.
 
     A finding's share is the mean of what is saved by removing only it, and of what is lost by
-    keeping only it. So nothing is done about a device whose removal would change nothing.
+    keeping only it. So nothing is done about a device whose removal would change nothing. While
+    iterations are no longer than before, only what was known to be slow still is.
 
     Args:
         findings: What was found slow.
         run: Measurements while nothing was slow; None believes all findings.
         excess_s: By how much iterations have become longer, seconds; NaN if unknown.
+        known: The findings of the last look.
     """
     if run is None:
         return tuple(findings)
@@ -336,6 +350,9 @@ def true_causes(
     def predict_s(findings: Sequence[Finding]) -> float:
         return RunPrediction(run, Slowness.of(findings)).iteration_s(run.plan)
 
+    if excess_s < _LEAST_EXCESS * run.iteration_s:
+        before = [finding.ranks for finding in known]
+        findings = [finding for finding in findings if finding.ranks in before]
     healthy_s, slow_s = predict_s(()), predict_s(findings)
     least_s = _LEAST_SHARE * max(slow_s - healthy_s, excess_s if math.isfinite(excess_s) else 0.0)
     found = []

@@ -113,10 +113,8 @@ def _reaction_row(name: str, jobs: Sequence[Job], ours: Score) -> Row:
     return Row(
         name=f"reaction at +20 %, {name} jitter",
         ours=float(np.median(reactions)),
-        peer=None,
         unit="iterations",
         target=5.0,
-        better="lower",
         kind="simulated",
         value=float(np.percentile(reactions, 95)),
         note=f"value: 95th percentile; median over the corpus: {np.median(ours.reactions) + 1:.0f}",
@@ -155,12 +153,8 @@ def update_row() -> Row:
     return Row(
         name="detector update",
         ours=ours_us,
-        peer=None,
         unit="µs",
         target=50.0,
-        better="lower",
-        kind="measured",
-        value=ours_us,
         note="median of 2,000",
     )
 
@@ -177,12 +171,9 @@ def ski_rental_row() -> Row:
     return Row(
         name="ski rental over the best in hindsight",
         ours=worst,
-        peer=None,
         unit="ratio",
         target=2.0,
-        better="lower",
         kind="simulated",
-        value=worst,
         note=f"worst of 3,000 random faults; {jumping:.2f} if hindsight skips steps for free",
     )
 

@@ -11,6 +11,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.schedules import usual_actions
 from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.checker import RendezvousError, check_rendezvous
 from tests.rendezvous.operations import (
@@ -21,7 +22,6 @@ from tests.rendezvous.operations import (
     OperationKind,
     Transfer,
     iteration_operations,
-    orders_1f1b,
     random_orders,
 )
 from tests.rendezvous.stepwise import runs_through
@@ -42,12 +42,14 @@ def operations_of(
 def random_operations(
     rng: Random, rule: Ownership, *, max_ranks: int, max_layers: int, max_microbatches: int
 ) -> Lists:
-    plan, world_size = random_plan(rng, max_ranks=max_ranks, max_layers=max_layers)
+    plan, world_size = random_plan(
+        rng, max_ranks=max_ranks, max_layers=max_layers, has_chunks=rng.random() < 0.5
+    )
     iteration = Iteration(
         world_size=world_size,
         num_microbatches=tuple(rng.randint(0, max_microbatches) for _ in plan.pipelines),
         activation_bytes=rng.randint(1, 9),
-        orders_of=rng.choice([orders_1f1b, random_orders(rng)]),
+        orders_of=rng.choice([usual_actions, random_orders(rng)]),
         collective_of=rng.choice([lambda _: "", lambda members: f"{EXCHANGE} {members}"]),
     )
     return operations_of(plan, rule, iteration, tied=rng.random() < 0.5)

@@ -150,7 +150,7 @@ class StragglerSession:
         healthy_s = watch.base_s()
         measured = self._run.measure(reports, healthy_s, self._healthy)
         slow = diagnose(suspicion, probes, self._healthy)
-        findings = true_causes(slow, measured, excess_s=watch.excess_s())
+        findings = true_causes(slow, measured, excess_s=watch.excess_s(), known=watch.known)
 
         def possible() -> Sequence[PossibleMitigation]:
             return self._run.find_mitigations(findings, measured, healthy_s=healthy_s)

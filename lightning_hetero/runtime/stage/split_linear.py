@@ -25,7 +25,7 @@ _linear = F.linear
 
 
 class LinearSplitter:
-    """Collects what the gradients of linear layers' weights need, by micro-batch.
+    """Collects what the gradients of linear layers' weights need, by stage and micro-batch.
 
     Args:
         names: The name of each weight and bias that may be split.
@@ -33,8 +33,10 @@ class LinearSplitter:
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
-        self._microbatch = -1
-        self._waiting: dict[int, list[tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]]]
+        self._pass: tuple[int, int] = (-1, -1)
+        self._waiting: dict[
+            tuple[int, int], list[tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]]
+        ]
         self._waiting = {}
 
     @contextmanager
@@ -49,25 +51,25 @@ class LinearSplitter:
             self._waiting.clear()
 
     @contextmanager
-    def collecting(self, microbatch_index: int) -> Iterator[None]:
+    def collecting(self, key: tuple[int, int]) -> Iterator[None]:
         """Keep what a micro-batch's backward leaves for its weights."""
-        self._microbatch = microbatch_index
-        self._waiting[microbatch_index] = []
+        self._pass = key
+        self._waiting[key] = []
         try:
             yield
         finally:
-            self._microbatch = -1
+            self._pass = (-1, -1)
 
-    def names_waiting(self, microbatch_index: int) -> set[str]:
+    def names_waiting(self, key: tuple[int, int]) -> set[str]:
         """Return the parameters whose gradients wait for `run_weights`."""
         return {
             self._names[item]
-            for weight, bias, _, _ in self._waiting[microbatch_index]
+            for weight, bias, _, _ in self._waiting[key]
             for item in (weight, bias)
             if item is not None
         }
 
-    def run_weights(self, microbatch_index: int) -> None:
+    def run_weights(self, key: tuple[int, int]) -> None:
         """Compute the gradients of weights that wait, and add them to the weights' `grad`."""
         found: dict[nn.Parameter, Tensor] = {}
 
@@ -77,7 +79,7 @@ class LinearSplitter:
             known = found.get(parameter)
             found[parameter] = gradient if known is None else known + gradient
 
-        for weight, bias, value, gradient in self._waiting.pop(microbatch_index):
+        for weight, bias, value, gradient in self._waiting.pop(key):
             rows = gradient.reshape(-1, gradient.shape[-1])
             add(weight, rows.t().mm(value.reshape(-1, value.shape[-1])))
             if bias is not None:
@@ -104,7 +106,7 @@ class LinearSplitter:
 
     def _leave(self, owners: tuple[Any, ...], value: Tensor, gradient: Tensor) -> None:
         _, weight, bias = owners
-        self._waiting[self._microbatch].append((weight, bias, value, gradient))
+        self._waiting[self._pass].append((weight, bias, value, gradient))
 
 
 class _SplitLinear(torch.autograd.Function):
