@@ -75,30 +75,26 @@ def probe_links(
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s: dict[Pair, float] = {}
 
-    def receive(peer: int) -> None:
+    def exchange(peer: int) -> None:
+        # Send before receive on one side only: two that both receive first would deadlock.
+        if own < peer:
+            dist.send(payload, peer)
         work = dist.irecv(payload, peer)
         assert work is not None
         if wait_for is None:
             work.wait()
         else:
             wait_for(work, peer, num_bytes)
-
-    def ping(peer: int) -> None:
-        dist.send(payload, peer)
-        receive(peer)
-
-    def pong(peer: int) -> None:
-        receive(peer)
-        dist.send(payload, peer)
+        if own > peer:
+            dist.send(payload, peer)
 
     for pairs in rounds:
         dist.barrier()
-        for pair in (normalise_pair(*pair) for pair in pairs if own in pair):
-            # Send before receive on one side only: two that both receive first would deadlock.
-            answer, peer = (ping, pair[1]) if own == pair[0] else (pong, pair[0])
-            seconds = _repeat_s(partial(answer, peer), device=device, repeats=repeats)
-            if answer is ping:
-                times_s[pair] = min(seconds)
+        for low, high in (normalise_pair(*pair) for pair in pairs if own in pair):
+            peer = high if own == low else low
+            seconds = _repeat_s(partial(exchange, peer), device=device, repeats=repeats)
+            if own == low:
+                times_s[low, high] = min(seconds)
     everyone: list[dict[Pair, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, times_s)
     return {pair: seconds for part in everyone for pair, seconds in part.items()}

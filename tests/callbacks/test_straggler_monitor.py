@@ -17,7 +17,6 @@ from lightning_hetero.straggler import (
     FindingKind,
     IterationEvent,
     Mitigation,
-    PolicyConfig,
 )
 from tests.callbacks.straggler_runs import Drill, Seen, run, step_of
 from tests.processes import ProcessPool
@@ -92,16 +91,16 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 was undone" in undone
 
 
-def test_a_monitor_that_may_do_nothing_only_names_the_slow_rank(
+def test_a_dry_run_names_the_slow_rank_and_says_what_it_would_do(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     slow = replace(SLOW_RANK, global_rank=1)
-    policy = PolicyConfig(allowed=(Mitigation.IGNORE,))
-    drill = Drill(faults=(slow,), world_size=2, num_steps=START + 8, policy=policy)
+    drill = Drill(faults=(slow,), world_size=2, num_steps=START + 8, dry_run=True)
     seen = watch(pool, drill, tmp_path)
     found = [event for event in seen.events if isinstance(event, Finding)]
     assert [event.ranks for event in found] == [(1,)]
-    assert actions(seen) == []
+    assert actions(seen) == [(DecisionKind.APPLY, Mitigation.REBALANCE)]
+    assert "dry run, nothing changed: S2 moved " in seen.said[-1]
     assert len(set(seen.plans)) == 1
 
 
