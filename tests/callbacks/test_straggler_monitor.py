@@ -5,6 +5,7 @@ Under a data module it does so in `tests.examples.test_long_run`.
 
 import statistics
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,25 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 moved 3 of 32 micro-batches away, iteration 0." in moved
     assert "recovered" in undone
     assert "S2 was undone" in undone
+
+
+def test_badly_cut_stages_are_cut_anew_and_then_again_around_a_slow_rank(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    slow = SlowRank(start=50, duration=16, global_rank=0, slowdown=3.0)
+    drill = Drill(
+        faults=(slow,), num_layers=6, num_stages=2, cuts=(5, 1), world_size=2, num_steps=84
+    )
+    seen = watch(pool, drill, tmp_path / "watched")
+    assert [cut for cut, _ in groupby(seen.layers)] == [[5, 1], [3, 3], [1, 5], [3, 3]]
+    assert actions(seen) == [
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.UNDO, Mitigation.REPLAN),
+    ]
+    assert middle(seen, 40, 48) <= 0.75 * middle(seen, 4, 30)
+    assert "S2b cut stages to 3+3 layers instead of 5+1" in seen.said[0]
+    check_losses(pool, drill, tmp_path, seen)
 
 
 def test_a_dry_run_names_the_slow_rank_and_says_what_it_would_do(
