@@ -56,7 +56,7 @@ def probe_links(
     *,
     num_bytes: int = 16 * 2**20,
     repeats: int = 3,
-    wait_for: Callable[[dist.Work, int, int], None] | None = None,
+    wait_for: Callable[..., object] | None = None,
 ) -> dict[Pair, float]:
     """Return the shortest time of a message there and back, seconds, for every pair.
 
@@ -68,8 +68,8 @@ def probe_links(
         device: Where the messages lie.
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.
-        wait_for: Waits for a message, given its work, sender and bytes, as the runtime does; None
-            just waits.
+        wait_for: Waits for a message, given its work, `peer` and `num_bytes`, as the runtime's
+            clock does; None just waits.
     """
     own = dist.get_rank()
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -84,7 +84,7 @@ def probe_links(
         if wait_for is None:
             work.wait()
         else:
-            wait_for(work, peer, num_bytes)
+            wait_for(work, peer=peer, num_bytes=num_bytes)
         if own > peer:
             dist.send(payload, peer)
 
