@@ -23,7 +23,7 @@ from lightning_hetero.runtime.stage.microbatch_pass import (
     seeds_of_pass,
 )
 from lightning_hetero.runtime.stage.recomputation import Recomputation
-from lightning_hetero.runtime.stage.split_linear import LinearSplitter
+from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 
 __all__ = ["StagePasses"]
 
@@ -68,7 +68,7 @@ class StagePasses:
         *,
         first_index: int,
         seed: tuple[int, ...],
-        splitter: LinearSplitter | None = None,
+        splitter: LayerSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once, those of each chunk counted."""

@@ -34,7 +34,7 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.chunks import Chunk, chunks_of
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
-from lightning_hetero.runtime.stage.split_linear import LinearSplitter
+from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
@@ -99,11 +99,9 @@ class RunningPlan:
         return own | self.outer if chunk.is_last or chunk.index == 0 else own
 
     @cached_property
-    def splitter(self) -> LinearSplitter:
-        """Splits the backward of linear layers with weights of one place in the module."""
-        slots = self.weights.store.layout.slots
-        own = {p: name for name, p in self.weights.shards.items() if len(slots[name]) == 1}
-        return LinearSplitter(own)
+    def splitter(self) -> LayerSplitter:
+        """Splits the backward of layers with this rank's weights."""
+        return LayerSplitter({shard: name for name, shard in self.weights.shards.items()})
 
     def start_pull(self) -> None:
         """Post the pull of all weights, and wait for outer ones."""
