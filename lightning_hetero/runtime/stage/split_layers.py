@@ -81,8 +81,8 @@ class LayerSplitter:
 
     def run_weights(self, key: tuple[int, int]) -> None:
         """Compute the gradients of weights that wait, and add them to the weights' `grad`."""
-        # A weight that a step uses twice gets one sum, as from autograd: under autocast in the dtype
-        # that it was cast to, once; parts are cast each time.
+        # A weight that a step uses twice gets one sum, as from autograd: under autocast in that
+        # to which it was cast, once; parts are cast each time.
         sums: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
         for places, gradients in self._waiting.pop(key):
             for (parameter, part), gradient in zip(places, gradients(), strict=True):
