@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import HeteroError, PlanError
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, RankPlace, StagePlan
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from tests.core.sample_plans import random_plan
 
 ASYMMETRIC = {

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import stage_edges
-from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
     ExchangeKind,
