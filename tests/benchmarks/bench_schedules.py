@@ -279,8 +279,6 @@ def run() -> list[Row]:
                     peer=usual / deep,
                     unit="x",
                     target=0.05,
-                    better="lower",
-                    kind="measured",
                     value=abs(predicted - usual / deep),
                 ),
             ]

@@ -1,10 +1,8 @@
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.core.owners import assign_owners, list_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice, holdings_of
@@ -143,30 +141,6 @@ def test_the_shards_of_a_tensor_parallel_group_make_up_the_parameter(rng, tied):
             expected |= {pipeline.num_stages - 1} if OuterRole.LAST in spec.roles else set()
             ranks = [stage.ranks[0] for stage in pipeline.stages]
             assert found == {ranks.index(ranks[stage]) for stage in expected}
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")]])
-def test_wrong_weights_are_refused_by_value(weights):
-    plan = ParallelPlan.even(world_size=2, num_layers=1)
-    with pytest.raises(ConfigurationError, match="2 numbers of 0 or more") as caught:
-        assign_owners([], plan, world_size=2, ownership=Ownership.EVEN, weights=weights)
-    assert str(weights) in str(caught.value)
-
-
-@pytest.mark.parametrize("rule", [Ownership.HOLDERS, Ownership.PARAMETER])
-@pytest.mark.parametrize("layer", [None, 3])
-def test_a_parameter_that_no_stage_uses_is_refused_by_name(rule, layer):
-    plan = ParallelPlan.even(world_size=2, num_layers=3)
-    spec = ParameterSpec(name="lost", shape=(4,), layer=layer)
-    with pytest.raises(ModelError, match=r"lost .*no stage .*3 layers"):
-        assign_owners([spec], plan, world_size=2, ownership=rule)
-
-
-def test_a_shard_that_does_not_divide_is_refused_with_a_degree_that_would():
-    plan = ParallelPlan.even(world_size=4, num_layers=1, tp_degree=4)
-    spec = ParameterSpec(name="qkv", shape=(18, 2), layer=0, tp_dim=0, tp_blocks=3)
-    with pytest.raises(ModelError, match=r"qkv .*\(18, 2\).* 4 equal .*divides 6"):
-        list(holdings_of(spec, plan))
 
 
 def test_owners_of_parameters_that_are_cut_alike_are_one_object_and_listed_once():
