@@ -39,7 +39,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     is_complete,
     restore,
 )
-from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
@@ -50,6 +49,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.live import NothingLive
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.strategy.run import note, run_of
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -142,7 +142,8 @@ class LayerwiseCheckpoint(Checkpoint):
         self._found: Found | None = None
         """The state that is being restored, until training starts."""
         self._live = LiveSteps()
-        self._made_at_s = time.time()
+        self._phases = {"meet": time.time()}
+        """When each phase of a start has begun, in seconds since the epoch."""
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
@@ -156,6 +157,7 @@ class LayerwiseCheckpoint(Checkpoint):
         run = run_of(trainer)
         run.join(run.checkpoints, self)
         if stage == "fit":
+            self._phases["plan"] = time.time()
             if not self._resume and "TORCHELASTIC_RUN_ID" in os.environ:
                 raise ConfigurationError(
                     "Under torchrun LayerwiseCheckpoint(resume=False) would begin anew with every "
@@ -168,6 +170,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phases["fetch"] = time.time()
         goes_on, needs = _goes_on(trainer), OwnedState(trainer).needs()
         live = self._live.recover(needs, self._peers) if goes_on else None
         why_not_live = live.why if isinstance(live, NothingLive) else None
@@ -191,6 +194,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._start = access.enter(recovered, anew=anew)
         if recovered is None:
             return
+        self._phases["load"] = time.time()
         # A checkpoint of a live step may lack the parts of lost ranks, or even of others.
         self._last_step = 0 if live is recovered else recovered.id.step
         restore(trainer, recovered)
@@ -213,7 +217,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            report_recovery(trainer, found, self.places, self._peers, self._made_at_s)
+            report_recovery(trainer, found, self.places, self._peers, self._phases)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -291,6 +295,7 @@ class LayerwiseCheckpoint(Checkpoint):
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
         self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
+        note(trainer, "checkpoint", complete=writer.complete_steps)
         return self.saved
 
     def _wait_for_snapshot(self) -> None:
@@ -304,6 +309,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if self._access is not None:
             # Raises, so that shared memory isn't freed, unless another place has the newest.
             self._access.close()
+            note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()
@@ -331,7 +337,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
         """Count the seconds of the start that follows from now on."""
-        self._made_at_s = time.time()
+        self._phases = {"meet": time.time()}
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -6,7 +6,6 @@ device read. Optimizer state is keyed by parameter names here and by running num
 """
 
 import os
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from lightning_hetero.checkpoint.content import (
     num_rows,
     optimizer_state_dict,
 )
+from lightning_hetero.checkpoint.fetching import Fetcher, FileRange
 from lightning_hetero.checkpoint.from_files import Recovered, recover
 from lightning_hetero.checkpoint.inventory import (
     Inventory,
@@ -46,6 +46,7 @@ from lightning_hetero.checkpoint.tiers import (
     remove_checkpoints,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process import write_whole
 from lightning_hetero.core.texts import format_table
 
 __all__ = [
@@ -150,24 +151,36 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
 
 
 def describe_layers(view: View) -> str:
-    """Return a table of layers × places: the share of a layer's bytes that each place has."""
-    sizes: dict[int, dict[Location | None, int]] = defaultdict(lambda: defaultdict(int))
-    for (part, name), locations in locations_of_files(view.inventory, view.manifests).items():
+    """Return a table of layers × places, with the share of a layer's bytes that each place has.
+
+    The last column names the places from which a rank that reaches all of them would read it.
+    """
+    locations = locations_of_files(view.inventory, view.manifests)
+    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda _: None, turn=0)
+    sizes: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
+    totals: dict[int, int] = defaultdict(int)
+    sources: dict[int, set[str]] = defaultdict(set)
+    for (part, name), places in locations.items():
         entry = view.manifests[part].file(name)
-        if entry.unit is not None:
-            for location in (None, *locations):
-                sizes[entry.unit][location] += entry.size_bytes
-    places = sorted({at for found in sizes.values() for at in found if at is not None})
+        if entry.unit is None:
+            continue
+        totals[entry.unit] += entry.size_bytes
+        for at in places:
+            sizes[entry.unit][at] += entry.size_bytes
+        chosen = fetcher.choose(FileRange(part, name, 0, 1), 0)[1] if places else "nowhere"
+        sources[entry.unit].add(str(chosen))
+    columns = sorted({at for found in sizes.values() for at in found})
     num_layers = next(iter(view.manifests.values())).num_layers
     rows = [
         (
             name_of_unit(unit, num_layers),
-            f"{found[None] / 1e6:.2f}",
-            *(f"{found[at] / found[None]:.0%}" for at in places),
+            f"{total / 1e6:.2f}",
+            *(f"{sizes[unit][at] / total:.0%}" for at in columns),
+            ", ".join(sorted(sources[unit])),
         )
-        for unit, found in sorted(sizes.items())
+        for unit, total in sorted(totals.items())
     ]
-    table = format_table(("layer", "MB", *map(str, places)), rows)
+    table = format_table(("layer", "MB", *map(str, columns), "read from"), rows)
     return f"{view.id}, saved by {view.world_size} ranks\n{table}"
 
 
@@ -299,17 +312,17 @@ def export_checkpoint(
             f"{recovered.id} has no 'pytorch-lightning_version' in its metadata, so "
             "Lightning can't read an export of it. It was saved without a Trainer."
         )
-    target = Path(path)
-    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
-    try:
-        with temporary.open("xb") as file:
+
+    def write(new: Path) -> None:
+        with new.open("xb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
+
+    try:
+        write_whole(Path(path), write)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"Can't write {target}: {error}") from error
+        raise CheckpointError(f"Can't write {path}: {error}") from error
     return recovered
 
 

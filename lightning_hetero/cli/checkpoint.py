@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_hetero.callbacks.checkpointing.places import free_memory
 from lightning_hetero.checkpoint.inspection import (
     describe_layers,
     export_checkpoint,
@@ -19,7 +20,7 @@ from lightning_hetero.checkpoint.inspection import (
 )
 from lightning_hetero.checkpoint.store import check_store, local_folder, open_store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["add_arguments", "run_checkpoint"]
 
@@ -58,14 +59,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pruning = actions.add_parser(
         "prune",
         help="delete old ones",
-        description="Delete what is older than the newest complete checkpoints of a place.",
+        description="Delete what is older than the newest complete checkpoints of a place; or, "
+        "with --memory, what your runs have left in this machine's shared memory.",
     )
-    pruning.add_argument("paths", nargs=1, metavar="PATH", help="a place with all ranks' parts")
-    pruning.add_argument("--keep", type=int, required=True, help="how many to keep, 1 or more")
+    pruning.add_argument("paths", nargs="*", metavar="PATH", help="a place with all ranks' parts")
+    pruning.add_argument("--keep", type=int, help="how many to keep there, 1 or more")
+    pruning.add_argument(
+        "--memory",
+        type=float,
+        metavar="HOURS",
+        help="free shared memory of runs that have written nothing for so long",
+    )
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
     """Run one action; 0, or 1 if `verify` finds damage."""
+    if arguments.action == "prune":
+        if (arguments.memory is None) == (len(arguments.paths) != 1 or arguments.keep is None):
+            raise ConfigurationError("prune takes one PATH and --keep, or --memory HOURS.")
+        if arguments.memory is not None:
+            for folder in free_memory(3600.0 * arguments.memory):
+                print(f"freed {folder}")
+            return 0
     tiers = [
         Tier(kind=TierKind.REMOTE, store=open_store(path), name=path) for path in arguments.paths
     ]

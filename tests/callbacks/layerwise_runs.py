@@ -120,7 +120,7 @@ class Drops(ToyModule):
 
 
 def train(
-    folder: Path | str,
+    folder: Path | str | None,
     num_steps: int,
     *callbacks: L.Callback,
     in_epochs: bool = False,

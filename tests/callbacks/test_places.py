@@ -19,6 +19,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
 )
 from lightning_hetero.checkpoint.claims import OWNER_FILE, Lease, OccupiedError
+from lightning_hetero.cli import main
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
 
@@ -85,6 +86,9 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
     opened.take_leases()
     opened.leave()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
+    assert main(["checkpoint", "prune", "--memory", "0"]) == 0
+    assert not other.memory_dir.exists()
+    assert main(["checkpoint", "prune", "--memory", "0", "--keep", "1", "here"]) == 2
 
 
 def test_nobody_else_reads_or_makes_what_is_in_shared_memory(tmp_path: Path) -> None:

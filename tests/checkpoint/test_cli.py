@@ -67,8 +67,11 @@ def test_inspect_says_which_place_has_how_much_of_a_layer(
 ) -> None:
     code, text = run(capsys, "inspect", *folders)
     assert (code, text.splitlines()[0]) == (0, "step 3, saved by 2 ranks")
-    shares = {line.split()[0]: line.split()[2:] for line in text.splitlines()[1:]}
-    assert (shares["layer-0000"], shares["layer-0003"]) == (["100%", "0%"], ["0%", "100%"])
+    rows = {line.split()[0]: line.split()[2:] for line in text.splitlines()[1:]}
+    assert rows["layer-0000"] == ["100%", "0%", folders[0]]
+    assert rows["layer-0003"] == ["0%", "100%", folders[1]]
+    _, text = run(capsys, "inspect", folders[0], "--step", "2")
+    assert "layer-0003" not in text
 
 
 def test_prune_keeps_the_newest_complete_ones_and_refuses_none(

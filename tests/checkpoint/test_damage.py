@@ -118,36 +118,28 @@ def saved(request: pytest.FixtureRequest) -> tuple[TierKind, list[Files]]:
     return kind, [dict(store.files) for store in stores]
 
 
-SEEDS = range(60)
-
-
-def test_training_goes_on_in_a_damaged_folder_and_never_loses_its_newest_checkpoint(
+def test_a_damaged_folder_never_loses_its_newest_checkpoint_whatever_is_done_to_it(
     saved: tuple[TierKind, list[Files]],
 ) -> None:
+    """It is pruned by hand, a process is killed while it saves to it, then another one saves."""
     kind, originals = saved
-    for seed in SEEDS[::3]:
-        stores = copies(originals, seed)
+    num_lost = 0
+    for seed in range(0, 60, 3):
+        stores, random_ = copies(originals, seed), random.Random(seed)
         before = step_of(stores, kind)
+        num_lost += before != STEPS[-1]
         for store in stores:
             prune(Tier(kind=TierKind.REMOTE, store=store, keep=1))
-        assert step_of(stores, kind) == before, f"{seed}: pruning by hand has lost it"
-        save(stores, kind, [5], keep=1 + seed % 2, attempt=1)
-        assert step_of(stores, kind) == 5, seed
-
-
-def test_a_crash_while_a_damaged_folder_is_saved_to_costs_nothing(
-    saved: tuple[TierKind, list[Files]],
-) -> None:
-    kind, originals = saved
-    for seed in SEEDS[::3]:
-        stores = copies(originals, seed)
-        before, random_ = step_of(stores, kind), random.Random(seed)
+        assert step_of(stores, kind) == before, seed
         crashing: list[Store] = [*stores]
         which = random_.randrange(len(stores))
         crashing[which] = FaultyStore(stores[which], Crash(random_.randrange(60)))
         with contextlib.suppress(CheckpointError):
             save(crashing, kind, [5], keep=1, attempt=1)
         assert step_of(stores, kind) in (5, before), seed
+        save(stores, kind, [6], keep=1 + seed % 2, attempt=2)
+        assert step_of(stores, kind) == 6, seed
+    assert num_lost > 5, "hardly anything was damaged"
 
 
 class Crash:

@@ -78,7 +78,7 @@ class _Look(L.Callback):
         assert isinstance(trainer.strategy, HeteroStrategy)
         comms = trainer.strategy.engine.comms
         for edge, group in comms._edges.items():
-            if trainer.global_rank in edge:
+            if trainer.global_rank in edge[:2]:
                 self.names[group.group_name] = edge_name(STAGES, *edge)
         for name in (EXCHANGE, CONTROL):
             group = getattr(comms, name)

@@ -4,12 +4,12 @@ Every rank takes the leases of the places that it looks after, recovers the newe
 it goes on from what ranks still hold, and enters the run: only then it may save.
 """
 
+import logging
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
-from lightning_hetero.callbacks.checkpointing.places import Places
-from lightning_hetero.callbacks.run import run_of
+from lightning_hetero.callbacks.checkpointing.places import Places, free_memory
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
@@ -26,8 +26,11 @@ from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.checkpoint.serving import own_host
 from lightning_hetero.checkpoint.store import check_store
 from lightning_hetero.core.process import Progress
+from lightning_hetero.strategy.run import run_of
 
 __all__ = ["Access", "peers_of", "probe"]
+
+_log = logging.getLogger(__name__)
 
 
 class Access:
@@ -78,8 +81,10 @@ class Access:
         """
 
         def take(progress: Progress) -> list[Tier]:
-            if self._is_first_of_node and tidies:
-                self._places.forget_old_memory()
+            own_memory = self._places.memory_dir
+            if self._is_first_of_node and tidies and own_memory is not None:
+                for folder in free_memory(spared=own_memory):
+                    _log.warning("Freed shared memory in %s, which an old run had left.", folder)
             tiers = self._places.tiers()
             for tier in tiers:
                 is_own = tier.is_looked_after_by(

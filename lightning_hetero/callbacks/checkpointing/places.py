@@ -17,13 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import (
     LocalStore,
     Peers,
@@ -37,11 +37,13 @@ from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import machine_namespace, write_whole
+from lightning_hetero.strategy.run import note
 
 __all__ = [
     "FinishedStep",
     "Found",
     "Places",
+    "free_memory",
     "report_recovery",
 ]
 
@@ -157,25 +159,33 @@ class Places:
             others = {item.folder for item in checkpoints_in(files) if item.run != run}
             store.remove([name for name in files if name.partition("/")[0] in others])
 
-    def forget_old_memory(self) -> None:
-        """Free the shared memory of this user's runs that have written nothing for a week.
-
-        Runs that still train note every step there, so they aren't affected.
-        """
-        root = _own_folder()
-        if self.memory_dir is None or not root.is_dir() or root.is_symlink():
-            return
-        for folder in root.iterdir():
-            with contextlib.suppress(OSError):
-                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
-                if time.time() - last_s > _KEPT_IN_MEMORY_S and folder != self.memory_dir:
-                    _log.warning("Freeing shared memory in %s, which an old run left.", folder)
-                    shutil.rmtree(folder, ignore_errors=True)
-
     def forget_memory(self) -> None:
         """Free this run's shared memory: it has ended, and other places have all checkpoints."""
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+
+def free_memory(older_than_s: float = _KEPT_IN_MEMORY_S, spared: Path | None = None) -> list[Path]:
+    """Free the shared memory of this user's runs that have written nothing for so long.
+
+    Runs that still train note every step there, so they aren't affected.
+
+    Args:
+        older_than_s: Seconds since the last write.
+        spared: A folder that stays in any case.
+
+    Returns:
+        The folders that were freed.
+    """
+    root, freed = _own_folder(), []
+    if root.is_dir() and not root.is_symlink():
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):
+                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
+                if time.time() - last_s > older_than_s and folder != spared:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    freed.append(folder)
+    return freed
 
 
 def _own_folder() -> Path:
@@ -213,7 +223,7 @@ class Found:
 
 
 def report_recovery(
-    trainer: pl.Trainer, found: Found, places: Places, peers: Peers, began_s: float
+    trainer: pl.Trainer, found: Found, places: Places, peers: Peers, phases: Mapping[str, float]
 ) -> None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
@@ -222,9 +232,11 @@ def report_recovery(
         found: The state.
         places: This node's.
         peers: All ranks.
-        began_s: When this start began, in seconds since the epoch.
+        phases: When each phase of this start began, in seconds since the epoch; in order.
     """
-    recovered, seconds = found.recovered, {"start": time.time() - began_s}
+    recovered, begins = found.recovered, [*phases.values(), time.time()]
+    spans = zip(phases, pairwise(begins), strict=True)
+    seconds = {name: end - begin for name, (begin, end) in spans}
     own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
     rows = peers.gather({"bytes": own, "finished": places.last_finished()})
     sources: Counter[Source] = Counter()
@@ -238,12 +250,12 @@ def report_recovery(
     if finished is not None:
         # Not below 0: the rank that notes steps may have been lost before it noted its last one.
         lost_steps = max(0, finished.step - recovered.id.step)
-        seconds["restart"] = began_s - finished.at_s
-        lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
+        seconds = {"restart": begins[0] - finished.at_s, **seconds}
+        lost = f" {lost_steps} steps lost;"
+    took = ", ".join(f"{value:.2f} s to {name}" for name, value in seconds.items())
     rank_zero_info(
         f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
-        f"{seconds['start']:.2f} s to start; {trainer.world_size} ranks, {recovered.world_size} "
-        "had saved it."
+        f"{took}; {trainer.world_size} ranks, {recovered.world_size} had saved it."
     )
     note(
         trainer,
