@@ -29,6 +29,8 @@ from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normal
 
 __all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "Slowness", "move_ranks", "true_causes"]
 
+_LEAST_EXCESS = 0.05
+"""Least growth of an iteration that is a slowdown, as a share of it."""
 _LEAST_SHARE = 0.1
 """Least share of a slowdown that a true cause explains."""
 _Shape = tuple[int, int, bool, bool]
@@ -324,17 +326,23 @@ def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
 
 
 def true_causes(
-    findings: Sequence[Finding], run: MeasuredRun | None, *, excess_s: float = math.nan
+    findings: Sequence[Finding],
+    run: MeasuredRun | None,
+    *,
+    excess_s: float = math.nan,
+    known: Sequence[Finding] = (),
 ) -> tuple[Finding, ...]:
     """Return those findings that explain a tenth of the slowdown, or more.
 
     A finding's share is the mean of what is saved by removing only it, and of what is lost by
-    keeping only it. So nothing is done about a device whose removal would change nothing.
+    keeping only it. So nothing is done about a device whose removal would change nothing. While
+    iterations are no longer than before, only what was known to be slow still is.
 
     Args:
         findings: What was found slow.
         run: Measurements while nothing was slow; None believes all findings.
         excess_s: By how much iterations have become longer, seconds; NaN if unknown.
+        known: The findings of the last look.
     """
     if run is None:
         return tuple(findings)
@@ -342,6 +350,9 @@ def true_causes(
     def predict_s(findings: Sequence[Finding]) -> float:
         return RunPrediction(run, Slowness.of(findings)).iteration_s(run.plan)
 
+    if excess_s < _LEAST_EXCESS * run.iteration_s:
+        before = [finding.ranks for finding in known]
+        findings = [finding for finding in findings if finding.ranks in before]
     healthy_s, slow_s = predict_s(()), predict_s(findings)
     least_s = _LEAST_SHARE * max(slow_s - healthy_s, excess_s if math.isfinite(excess_s) else 0.0)
     found = []
