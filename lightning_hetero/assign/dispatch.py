@@ -135,7 +135,7 @@ class _Loads:
         self._times_s = np.vstack([table.fitting_times_s(lengths), np.zeros((count, count))])
         held_s = self._times_s * (self.owners[:, None] == np.arange(count))
         self._work_s = held_s.sum(axis=0)
-        self._tokens = np.bincount(self.owners, self._sizes, count)
+        self._tokens = np.bincount(self.owners, self._sizes, count).astype(np.float64)
         second_s, first_s = np.partition(held_s, -2, axis=0)[-2:]
         self._own_s = held_s.max(axis=1)
         is_longest = self._own_s == first_s[self.owners]

@@ -107,9 +107,9 @@ def _packings(lengths: IntArray, times_s: FloatArray, cost: PipelineCost) -> Ite
     """Yield packings, each as the micro-batch of every sequence, none of these empty."""
     if len(lengths) <= _MOST_PARTITIONED:
         counts = microbatch_range(lengths, cost)
-        for bin_of in _partitions(len(lengths)):
-            if bin_of.max() + 1 in counts and np.bincount(bin_of, lengths).max() <= cost.max_len:
-                yield bin_of
+        for groups in _partitions(len(lengths)):
+            if groups.max() + 1 in counts and np.bincount(groups, lengths).max() <= cost.max_len:
+                yield groups
         return
     yield _first_fit(lengths, cost)
     for count in microbatch_range(lengths, cost):
