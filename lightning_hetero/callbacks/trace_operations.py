@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sample_lengths
 from lightning_hetero.runtime.clock import ActionTime, IterationTimes
 from lightning_hetero.strategy.hetero import HeteroStrategy

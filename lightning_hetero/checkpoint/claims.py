@@ -26,7 +26,12 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process import machine_id, machine_namespace, membership_name
+from lightning_hetero.core.process import (
+    is_loopback,
+    machine_id,
+    machine_namespace,
+    membership_name,
+)
 
 __all__ = ["OWNER_FILE", "RUN_FILE", "Lease", "OccupiedError", "mark_places", "new_run", "read_run"]
 
@@ -239,8 +244,7 @@ def _job() -> list[str] | None:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if job in _NO_JOB or not host:
         return None
-    is_local = host == "localhost" or host.startswith("127.") or host == "::1"
-    return [job, host, port, machine_id() if is_local else ""]
+    return [job, host, port, machine_id() if is_loopback(host) else ""]
 
 
 def _process(pid: int) -> list[int] | None:

@@ -6,7 +6,6 @@ device read. Optimizer state is keyed by parameter names here and by running num
 """
 
 import os
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from lightning_hetero.checkpoint.tiers import (
     remove_checkpoints,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process import write_whole
 from lightning_hetero.core.texts import format_table
 
 __all__ = [
@@ -312,17 +312,17 @@ def export_checkpoint(
             f"{recovered.id} has no 'pytorch-lightning_version' in its metadata, so "
             "Lightning can't read an export of it. It was saved without a Trainer."
         )
-    target = Path(path)
-    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
-    try:
-        with temporary.open("xb") as file:
+
+    def write(new: Path) -> None:
+        with new.open("xb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
+
+    try:
+        write_whole(Path(path), write)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"Can't write {target}: {error}") from error
+        raise CheckpointError(f"Can't write {path}: {error}") from error
     return recovered
 
 

@@ -14,7 +14,7 @@ another plan or tensor-parallel degree asks for, is one byte range.
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import total_ordering
 from typing import Any, TypeAlias
@@ -37,7 +37,6 @@ __all__ = [
     "TensorEntry",
     "align_to_blocks",
     "fault_in",
-    "first_corrupt_block",
     "manifest_name",
     "name_of_unit",
     "parse_manifest_name",
@@ -304,33 +303,13 @@ def align_to_blocks(start: int, stop: int, *, block_bytes: int, size_bytes: int)
     )
 
 
-def first_corrupt_block(
-    data: Buffer, start: int, checksums: Sequence[int], *, block_bytes: int
-) -> int | None:
-    """Return the index of the first block of `data` that doesn't match, or None.
-
-    Args:
-        data: Bytes of a file from `start` on, up to a block's end or the file's.
-        start: A multiple of `block_bytes`.
-        checksums: Of all blocks of the file.
-        block_bytes: Bytes that one checksum covers.
-    """
-    view = memoryview(data).cast("B")
-    first = start // block_bytes
-    for index in range(-(-len(view) // block_bytes)):
-        block = view[index * block_bytes : (index + 1) * block_bytes]
-        if zlib.crc32(block) != checksums[first + index]:
-            return first + index
-    return None
-
-
 def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes: int) -> str:
     """Return what is wrong with bytes [start, stop), whole blocks, of a file; "" if nothing is."""
     if len(data) != stop - start:
         return f"got {len(data)} of {stop - start} bytes at {start}"
-    if not entry.checksums:  # Live memory has none.
-        return ""
-    block = first_corrupt_block(data, start, entry.checksums, block_bytes=block_bytes)
-    if block is None:
-        return ""
-    return f"the checksum of block {block} ({block_bytes} bytes each) is wrong"
+    view, first = memoryview(data).cast("B"), start // block_bytes
+    # Live memory has no checksums.
+    for index, checksum in enumerate(entry.checksums[first : -(-stop // block_bytes)]):
+        if zlib.crc32(view[index * block_bytes : (index + 1) * block_bytes]) != checksum:
+            return f"the checksum of block {first + index} ({block_bytes} bytes each) is wrong"
+    return ""

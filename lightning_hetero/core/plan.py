@@ -18,7 +18,7 @@ from lightning_hetero.core.reading import LayerRange, build, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.texts import format_table, load_file, parse_json
 
-__all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
+__all__ = ["ParallelPlan", "PipelinePlan", "StagePlan"]
 
 
 @readable

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from lightning_hetero.core.actions import Action
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlanningResult
 from lightning_hetero.schedules import (
@@ -30,6 +30,8 @@ __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
 _MOST_RANKED = 16
 """Candidates, the best ones under 1F1B, that are simulated under solved schedules."""
+_MOST_FOLDED = 1024
+"""Stages times micro-batches of a pipeline up to which chunks are tried; more take seconds."""
 Orders = tuple[tuple[Action, ...], ...]
 
 
@@ -111,7 +113,11 @@ def rank_scheduled(
     for candidate in result.candidates[:_MOST_RANKED]:
         batches = own_microbatches(candidate.plan, result.workload.microbatch)
         best = None
-        for found_plan in (candidate.plan, _recomputing(candidate.plan)):
+        plans = [candidate.plan, _recomputing(candidate.plan)]
+        folds = [_folded(plan) for plan in plans if plan.max_stages > 1]
+        if 2 * candidate.plan.max_stages * max(map(len, batches)) <= _MOST_FOLDED:
+            plans += [plan for plan in folds if plan is not None]
+        for found_plan in plans:
             found = simulate_scheduled(found_plan, cost, batches, schedule)
             judge = replace(candidate, plan=found_plan, simulation=found.simulation)
             is_better = best is None or judge.score(result.objective) < best[0].score(
@@ -140,6 +146,52 @@ def _recomputing(plan: ParallelPlan) -> ParallelPlan:
         )
         pipelines.append(replace(pipeline, stages=stages))
     return replace(plan, pipelines=tuple(pipelines))
+
+
+def _folded(plan: ParallelPlan) -> ParallelPlan | None:
+    """Return the plan with pipelines that go there and back: ranks get two halves of their layers.
+
+    They begin at the ranks of the last stage, whose layers leave time for the head. None if a stage
+    has one layer, a budget of activations, or chunks already.
+    """
+    pipelines = []
+    for pipeline in plan.pipelines:
+        if pipeline.num_stages == 1:
+            pipelines.append(pipeline)
+            continue
+        stages = pipeline.stages[::-1]
+        budgets = [stage.activation_budget_bytes for stage in stages]
+        if pipeline.has_chunks or any(budgets) or min(len(s.layers) for s in stages) == 1:
+            return None
+        parts = [_part(stage, len(stage.layers) // 2, is_first=True) for stage in stages]
+        parts += [_part(stage, len(stage.layers) // 2, is_first=False) for stage in stages[::-1]]
+        ends = list(accumulate((len(stage.layers) for stage in parts), initial=0))
+        cut = zip(parts, pairwise(ends), strict=True)
+        chunks = tuple(replace(stage, layers=range(*layers)) for stage, layers in cut)
+        pipelines.append(replace(pipeline, stages=chunks))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _part(stage: StagePlan, count: int, *, is_first: bool) -> StagePlan:
+    """Return the first `count` layers of a stage, or the others."""
+    whole, selective = stage.recomputed_layers or 0, stage.selective_layers or 0
+    first = min(whole, count)
+    selective_first = min(selective, count - first)
+    if is_first:
+        layers = stage.layers[:count]
+    else:
+        layers, first, selective_first = (
+            stage.layers[count:],
+            whole - first,
+            selective - selective_first,
+        )
+    said = stage.recomputed_layers is not None or stage.selective_layers is not None
+    return replace(
+        stage,
+        layers=layers,
+        recomputed_layers=first if said else None,
+        selective_layers=selective_first if said else None,
+    )
 
 
 def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Orders | None:

@@ -65,9 +65,12 @@ def solve(problem: ScheduleProblem) -> Solution:
 
     It is never longer than 1F1B, where that has room.
     """
-    usual = order_1f1b(problem)
+    usual, least_s = order_1f1b(problem), _least_s(problem) * (1 + 1e-9)
     found = [(end_s(problem, usual), usual)] if has_room(problem, usual) else []
-    found += [Dispatch(problem, rule).run() for rule in _rules(problem)]
+    for rule in _rules(problem):
+        found.append(Dispatch(problem, rule).run())
+        if found[-1][0] <= least_s:
+            break
     seconds, orders = min(found, key=lambda pair: pair[0])
     return Solution(orders=orders, end_s=seconds)
 
@@ -136,6 +139,19 @@ def usual_actions(
     return as_actions(orders, is_split=False)
 
 
+def _least_s(problem: ScheduleProblem) -> float:
+    """Return the seconds of the busiest worker, from when its first F can begin."""
+    begin_s, work_s = 0.0, [0.0] * problem.num_workers
+    begins_s: dict[int, float] = {}
+    hops_s = [*(edge.whole_s for edge in problem.forward_edges), 0.0]
+    seconds = zip(problem.forward_s, problem.input_s, problem.weight_s, strict=True)
+    for worker, rows, hop_s in zip(problem.workers, seconds, hops_s, strict=True):
+        begins_s.setdefault(worker, begin_s)
+        work_s[worker] += sum(map(sum, rows))
+        begin_s += sum(rows[0][:1]) + hop_s
+    return max(begins_s[worker] + own_s for worker, own_s in enumerate(work_s))
+
+
 def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
     """Yield rules by critical path, for several paces of a micro-batch."""
     work_s = [[0.0] * 3 for _ in range(problem.num_workers)]
@@ -149,7 +165,8 @@ def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
     for pace_s in dict.fromkeys((whole_s, urgent_s, urgent_s / 2, 1e3 * whole_s, 0.0)):
         priorities = _critical(problem, pace_s)
         yield Rule(priorities, patience=0.0)
-        yield Rule(priorities, patience=1.0)
+        if any(map(any, problem.weight_s)):
+            yield Rule(priorities, patience=1.0)
         if problem.num_workers < problem.num_stages:
             forwards, inputs = priorities
             earlier = [[value - whole_s / 2 for value in row] for row in inputs]

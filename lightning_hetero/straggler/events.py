@@ -125,7 +125,7 @@ class Finding:
     ranks: tuple[int, ...]
     """The rank, or the two ranks of a link."""
     ratio: float
-    """Its time over the median of its peers."""
+    """Its time over the median of its peers; a link's over what it should take."""
     step: int = 0
     """The step after which it was found."""
 
@@ -138,7 +138,7 @@ class Finding:
                 "device is as fast as ever"
             )
         ends = " and ".join(str(rank) for rank in self.ranks)
-        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
+        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than it should be"
 
 
 @readable

@@ -39,6 +39,7 @@ class Drill:
     world_size: int = WORLD_SIZE
     batch_size: int = 8
     is_watched: bool = True
+    dry_run: bool = False
     policy: PolicyConfig = field(
         default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
     )
@@ -117,7 +118,8 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         if drill.strategy == "hetero":
             callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
         if drill.is_watched:
-            callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
+            options = {"policy": drill.policy, "dry_run": drill.dry_run}
+            callbacks.append(StragglerMonitor(recheck_share=0.3, **options))
         trainer = L.Trainer(
             **quiet(devices=drill.world_size, strategy=strategy_of(drill), callbacks=callbacks),
             max_steps=drill.num_steps,

@@ -5,6 +5,7 @@ Under a data module it does so in `tests.examples.test_long_run`.
 
 import statistics
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from lightning_hetero.straggler import (
     FindingKind,
     IterationEvent,
     Mitigation,
-    PolicyConfig,
 )
 from tests.callbacks.straggler_runs import Drill, Seen, run, step_of
 from tests.processes import ProcessPool
@@ -92,16 +92,35 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 was undone" in undone
 
 
-def test_a_monitor_that_may_do_nothing_only_names_the_slow_rank(
+def test_badly_cut_stages_are_cut_anew_and_then_again_around_a_slow_rank(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    slow = SlowRank(start=50, duration=16, global_rank=0, slowdown=3.0)
+    drill = Drill(
+        faults=(slow,), num_layers=6, num_stages=2, cuts=(5, 1), world_size=2, num_steps=84
+    )
+    seen = watch(pool, drill, tmp_path / "watched")
+    assert [cut for cut, _ in groupby(seen.layers)] == [[5, 1], [3, 3], [1, 5], [3, 3]]
+    assert actions(seen) == [
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.UNDO, Mitigation.REPLAN),
+    ]
+    assert middle(seen, 40, 48) <= 0.75 * middle(seen, 4, 30)
+    assert "S2b cut stages to 3+3 layers instead of 5+1" in seen.said[0]
+    check_losses(pool, drill, tmp_path, seen)
+
+
+def test_a_dry_run_names_the_slow_rank_and_says_what_it_would_do(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     slow = replace(SLOW_RANK, global_rank=1)
-    policy = PolicyConfig(allowed=(Mitigation.IGNORE,))
-    drill = Drill(faults=(slow,), world_size=2, num_steps=START + 8, policy=policy)
+    drill = Drill(faults=(slow,), world_size=2, num_steps=START + 8, dry_run=True)
     seen = watch(pool, drill, tmp_path)
     found = [event for event in seen.events if isinstance(event, Finding)]
     assert [event.ranks for event in found] == [(1,)]
-    assert actions(seen) == []
+    assert actions(seen) == [(DecisionKind.APPLY, Mitigation.REBALANCE)]
+    assert "dry run, nothing changed: S2 moved " in seen.said[-1]
     assert len(set(seen.plans)) == 1
 
 

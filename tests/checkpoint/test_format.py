@@ -26,9 +26,10 @@ from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.checkpoint.manifest import (
     BlockChecksums,
     CheckpointId,
+    FileEntry,
     PartManifest,
     align_to_blocks,
-    first_corrupt_block,
+    fault_in,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
@@ -131,14 +132,18 @@ def test_checksums_find_the_flipped_block_however_the_stream_is_cut(
         checksums.update(data[start:stop])
     found = checksums.finish()
     assert len(found) == -(-len(data) // block)
-    assert first_corrupt_block(data, 0, found, block_bytes=block) is None
+    entry = FileEntry("f", None, len(data), found)
+    assert fault_in(data, 0, len(data), entry, block) == ""
     broken = bytearray(data)
     position = flip % len(data)
     broken[position] ^= 1
-    assert first_corrupt_block(broken, 0, found, block_bytes=block) == position // block
+    assert f"of block {position // block} " in fault_in(broken, 0, len(data), entry, block)
     start, stop = align_to_blocks(position, position + 1, block_bytes=block, size_bytes=len(data))
     assert start <= position < stop <= len(data)
-    assert first_corrupt_block(data[start:stop], start, found, block_bytes=block) is None
+    assert fault_in(data[start:stop], start, stop, entry, block) == ""
+    assert f"of block {position // block} " in fault_in(
+        broken[start:stop], start, stop, entry, block
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan
 from tests.core.sample_plans import random_plan
 
 ASYMMETRIC = {

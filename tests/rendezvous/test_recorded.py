@@ -237,11 +237,13 @@ def test_each_unit_is_one_collective_each_way_and_no_iteration_makes_a_group(rec
             assert not any(x.transfers for x in issued if x.label.startswith("batch_isend"))
 
 
-def test_what_ranks_agree_on_is_gathered_on_rank_0_and_broadcast(recorded):
+def test_what_ranks_agree_on_goes_up_a_tree_and_is_broadcast(recorded):
     for found in recorded["unequal pipelines"]:
         # Objects travelled in earlier iterations, as there was something new to tell.
         control = [item for item in found.iterations[-1] if item.communicator == CONTROL]
-        assert [item.kind for item in control] == [OperationKind.COLLECTIVE] * 2
+        assert control[-1].label.startswith("broadcast")
+        assert all(item.transfers for item in control[:-1])
+        assert 1 <= len(control[:-1]) <= 2
 
 
 def test_an_order_that_is_wrong_on_one_rank_is_found_though_gloo_takes_it(pool):

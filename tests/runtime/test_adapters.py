@@ -6,21 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers.utils.logging import disable_progress_bar
 
-from lightning_hetero.core.errors import ModelError
-from lightning_hetero.models.huggingface import add_adapters, load_pretrained
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import auto_class, make_model
 from tests.runtime.peft_runs import (
     PeftCase,
-    quantization,
     refusal,
     save_adapters,
     train,
     train_and_count,
     train_and_resume,
+    train_and_unfreeze,
     train_with_checkpoints,
 )
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -70,7 +65,6 @@ TARGETS = {
     "bert": ["query", "key", "value", "dense"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
 }
-KINDS = ["nf4", "fp4-double", "int8", "torchao"]
 SHARED_HEADS = (
     ("num_attention_heads", 12),
     ("num_key_value_heads", 3),
@@ -87,11 +81,15 @@ def case_of(plan: str, model: str = "llama", max_steps: int = 2, **more: Any) ->
     return PeftCase(model=model, adapters=adapters, max_steps=max_steps, **sizes, **more)
 
 
-def check(pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None) -> None:
+def check(
+    pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None, after: int | None = None
+) -> None:
+    """Compare with one process; `after` so many steps a weight of the base is unfrozen."""
+    run, arguments = (train, ()) if after is None else (train_and_unfreeze, (after,))
     alone = alone or replace(case.on_single_device(), validates=False)
-    expected = pool.run_alone(train, alone)
+    expected = pool.run_alone(run, alone, *arguments)
     assert len(set(expected.losses)) == len(expected.losses) == case.max_steps
-    for found in pool.run(train, case.world_size, case):
+    for found in pool.run(run, case.world_size, case, *arguments):
         np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
         assert found.trained.keys() == expected.trained.keys()
         for name, weight in expected.trained.items():
@@ -200,6 +198,8 @@ def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Pa
     ("first", "later", "more"),
     [
         ("beside a copy", "stages", {"quantized": "nf4"}),
+        pytest.param("beside a copy", "stages", {"quantized": "int8"}, marks=slow),
+        pytest.param("beside a copy", "stages", {"quantized": "torchao"}, marks=slow),
         pytest.param("four", "unequal", {"config": SHARED_HEADS}, marks=slow),
     ],
 )
@@ -257,71 +257,27 @@ def test_quantized_layers_train_and_validating_changes_nothing(
     check(pool, case_of("stages", quantized=quantized, validates=True))
 
 
+@pytest.mark.parametrize("quantized", ["nf4", "int8", "torchao"])
+def test_packed_samples_beside_quantized_weights(pool: ProcessPool, quantized: str) -> None:
+    check(pool, case_of("beside a copy", quantized=quantized, packed=True))
+
+
+def test_a_weight_that_is_unfrozen_in_mid_run_gets_owners(pool: ProcessPool) -> None:
+    check(pool, case_of("beside a copy", max_steps=4), after=2)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_training_a_quantized_weight_is_refused_on_all_ranks(pool: ProcessPool, after: int) -> None:
+    """Of torchao's weights, as torch itself refuses gradients of bitsandbytes' integers."""
+    case = case_of("stages", quantized="torchao", max_steps=4)
+    for message in pool.run(train_and_unfreeze, 2, case, after):
+        assert "layers.2.mlp.up_proj.weight is quantized" in message
+        assert "train adapters beside it" in message
+
+
 @pytest.mark.parametrize("quantized", ["nf4", "int8"])
 def test_whole_checkpoints_resume(pool: ProcessPool, quantized: str, tmp_path: Path) -> None:
     case = case_of("stages", quantized=quantized, max_steps=4)
     whole = pool.run(train, 2, case)[0]
     for losses in pool.run(train_and_resume, 2, case, tmp_path / "half.ckpt"):
         np.testing.assert_allclose(losses, whole.losses[2:], rtol=1e-5)
-
-
-def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
-    """Write a model's folder, quantized if a kind is given."""
-    disable_progress_bar()
-    torch.manual_seed(0)
-    make_model(model).save_pretrained(folder / "plain")
-    if kind is None:
-        return str(folder / "plain")
-    found = auto_class(model).from_pretrained(
-        folder / "plain", quantization_config=quantization(kind), dtype=torch.float32
-    )
-    found.save_pretrained(folder / kind)
-    return str(folder / kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantized_folders_and_folders_that_are_quantized_while_they_are_read(
-    pool: ProcessPool, tmp_path: Path, kind: str
-) -> None:
-    check(pool, case_of("stages", folder=write(tmp_path, kind=kind)))
-    check(pool, case_of("beside a copy", while_loading=kind, folder=write(tmp_path)))
-
-
-@slow
-@pytest.mark.parametrize("model", ["qwen3", "gemma3_text", "mixtral", "gpt2", "bert"])
-def test_folders_of_families(pool: ProcessPool, tmp_path: Path, model: str) -> None:
-    check(pool, case_of("stages", model, while_loading="nf4", folder=write(tmp_path, model)))
-
-
-@slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_change_of_plan_reads_what_a_rank_lacks(
-    pool: ProcessPool, tmp_path: Path, kind: str
-) -> None:
-    mirrored, _ = PLANS["mirrored"]
-    plans = (mirrored, PLANS["beside a copy"][0], mirrored)
-    case = case_of("beside a copy", max_steps=5, plans=plans)
-    check(pool, replace(case, folder=write(tmp_path, kind=kind)))
-    check(pool, replace(case, quantized=kind.removesuffix("-double")))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
-    ],
-)
-def test_adapters_that_need_values_of_weights_are_refused(tmp_path, options, said) -> None:
-    model = load_pretrained(write(tmp_path), quantization_config=quantization("nf4"))
-    with pytest.raises(ModelError, match=rf"{said}.*load the model whole with from_pretrained"):
-        add_adapters(model, peft.LoraConfig(r=2, target_modules="all-linear", **options))
-
-
-def test_a_library_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch) -> None:
-    name = "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available"
-    folder = write(tmp_path)
-    monkeypatch.setattr(name, lambda *_: False)
-    with pytest.raises(ModelError, match=r"Install it: pip install 'lightning-hetero\[bnb\]'"):
-        load_pretrained(folder, quantization_config=quantization("nf4"))

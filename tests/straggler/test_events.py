@@ -74,7 +74,7 @@ def test_the_table_shows_every_event(log, capsys):
 def test_the_message_says_what_where_why_and_what_was_done():
     assert format_message(CHANGE, [FOUND], ACTION) == (
         "step 43: pipeline 1 slowed 2.0× (since step 40): the link between ranks 1 and 2 is 3.0× "
-        "slower than its peers; S3 swapped places of ranks 2, 3, iteration 2.00 s → 1.00 s"
+        "slower than it should be; S3 swapped places of ranks 2, 3, iteration 2.00 s → 1.00 s"
     )
 
 

@@ -8,10 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
-from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.straggler import DecisionKind, Event, Finding, Mitigation
 from lightning_hetero.straggler.events import Pair
@@ -171,9 +168,8 @@ class StragglerSession:
             device_s = dict(enumerate(self._ranks.gather(own_s)))
         link_s: dict[Pair, float] = {}
         if rounds:
-            link_s = probe_links(
-                rounds, device, num_bytes=self._link_bytes, wait_for=_waiter(clock)
-            )
+            wait_for = None if clock is None else clock.wait_for
+            link_s = probe_links(rounds, device, num_bytes=self._link_bytes, wait_for=wait_for)
         return Probes(
             device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=self._hosts
         )
@@ -213,13 +209,3 @@ class StragglerSession:
         if self._recovers:
             self._recovers = False
             self._history.forget()
-
-
-def _waiter(clock: ComputeClock | None) -> Callable[[dist.Work, int, int], None] | None:
-    if clock is None:
-        return None
-
-    def wait_for(work: dist.Work, peer: int, num_bytes: int) -> None:
-        clock.wait_for(work, peer=peer, num_bytes=num_bytes)
-
-    return wait_for

@@ -11,18 +11,19 @@ from torch import Tensor
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
-from lightning_hetero.runtime.iteration.running_plan import Chunk, RunningPlan
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
 from lightning_hetero.runtime.iteration.split_run import copy_of
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.microbatch_pass import (
     MicrobatchPass,
     StageEnd,
     seeds_of_pass,
 )
 from lightning_hetero.runtime.stage.recomputation import Recomputation
-from lightning_hetero.runtime.stage.split_linear import LinearSplitter
+from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 
 __all__ = ["StagePasses"]
 
@@ -67,7 +68,7 @@ class StagePasses:
         *,
         first_index: int,
         seed: tuple[int, ...],
-        splitter: LinearSplitter | None = None,
+        splitter: LayerSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once, those of each chunk counted."""

@@ -17,7 +17,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
 from lightning_hetero.models.batches import count_samples, sample_lengths
-from lightning_hetero.runtime.iteration.running_plan import Chunk
+from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.recomputation import (
     LayerOptions,
     MeasuredLayer,

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import find_neighbours, stage_edges
-from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
+from lightning_hetero.core.neighbours import stage_edges
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
     ExchangeKind,
@@ -32,33 +33,18 @@ from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
-from lightning_hetero.runtime.stage.activations import ActivationLink, Mailbox
+from lightning_hetero.runtime.stage.chunks import Chunk, chunks_of
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
-from lightning_hetero.runtime.stage.split_linear import LinearSplitter
+from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
-__all__ = ["MAX_KNOWN_PLANS", "Chunk", "PlanSwitch", "RunningPlan"]
+__all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
 
 MAX_KNOWN_PLANS = 16
 """Number of plans whose tables are kept; those of others are computed again when they run."""
 MERGED_NUMEL = 2**20
 """Elements of small layers that travel as one unit: 2 or 4 MB, which a fast link moves in about its
 latency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """One of the stages that a rank runs; most ranks run one."""
-
-    index: int
-    """The stage's."""
-    stage: StagePlan
-    link: ActivationLink
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it holds the model's last layer."""
-        return self.link.following is None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,11 +100,9 @@ class RunningPlan:
         return own | self.outer if chunk.is_last or chunk.index == 0 else own
 
     @cached_property
-    def splitter(self) -> LinearSplitter:
-        """Splits the backward of linear layers with weights of one place in the module."""
-        slots = self.weights.store.layout.slots
-        own = {p: name for name, p in self.weights.shards.items() if len(slots[name]) == 1}
-        return LinearSplitter(own)
+    def splitter(self) -> LayerSplitter:
+        """Splits the backward of layers with this rank's weights."""
+        return LayerSplitter({shard: name for name, shard in self.weights.shards.items()})
 
     def start_pull(self) -> None:
         """Post the pull of all weights, and wait for outer ones."""
@@ -378,31 +362,13 @@ class PlanSwitch:
             weights=weights,
             pull=Pull(store, weights, routes),
             push=Push(weights, routes),
-            chunks=self._chunks(plan, place),
+            chunks=chunks_of(
+                plan,
+                self._comms,
+                device=store.device,
+                clock=self._clock,
+                group=None if self._tensor_parallel is None else self._tensor_parallel.group,
+            ),
             shares_memory=shares_memory,
             num_microbatches=plan.count_microbatches(self._num_microbatches),
-        )
-
-    def _chunks(self, plan: ParallelPlan, place: RankPlace | None) -> tuple[Chunk, ...]:
-        if place is None:
-            return ()
-        pipeline, parallel = plan.pipelines[place.pipeline_index], self._tensor_parallel
-        # Behind each stage that is followed by one of the same rank.
-        boxes = {index: Mailbox() for index in place.chunks if index + 1 in place.chunks}
-        return tuple(
-            Chunk(
-                index=index,
-                stage=pipeline.stages[index],
-                link=ActivationLink(
-                    previous=before,
-                    following=after,
-                    group=None if parallel is None else parallel.group,
-                    comms=self._comms,
-                    device=self._store.device,
-                    clock=self._clock,
-                    before=boxes.get(index - 1),
-                    after=boxes.get(index),
-                ),
-            )
-            for index, (before, after) in find_neighbours(self._comms.global_rank, pipeline).items()
         )

@@ -21,7 +21,7 @@ from lightning_hetero.core.errors import BatchError, HeteroError
 from lightning_hetero.models.batches import concatenated, count_samples, cut_batch, sizes_of
 from lightning_hetero.models.packing import PackedBatch, remember_packed
 from lightning_hetero.runtime.iteration.config import EngineConfig
-from lightning_hetero.runtime.iteration.running_plan import Chunk, RunningPlan
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
 from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
@@ -37,6 +37,7 @@ from lightning_hetero.runtime.results.split_check import (
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.stage.activations import ActivationLink
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.unknown import check_known, tensors_in

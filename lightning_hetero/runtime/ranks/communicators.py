@@ -124,6 +124,9 @@ class Rows:
         rows = Rows(row, group)  # doesn't wait
         found = rows.share()  # (num_ranks, length), on every rank
 
+    They travel over a binomial tree, so no rank has more than log₂ n messages or neighbours: rank
+    r, a multiple of 2ᵏ, gathers the rows [r, r + 2ᵏ) and sends them to rank r - 2ᵏ.
+
     Args:
         row: This rank's, (length,), as long as the others'.
         group: A gloo group of all ranks; None if there is only one.
@@ -131,17 +134,38 @@ class Rows:
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._work: dist.Work | None = None
         self._rows = row[None]
-        if group is not None:
-            self._rows = row.new_empty(dist.get_world_size(group), len(row))
-            into = list(self._rows) if dist.get_rank(group) == 0 else None
-            self._work = dist.gather(row, into, 0, group, async_op=True)
+        self._rank, self._span = 0, 1
+        self._received: list[dist.Work | None] = []
+        self._sent: dist.Work | None = None
+        if group is None:
+            return
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._rank, self._rows = rank, row.new_empty(size, len(row))
+        self._rows[rank] = row
+        while self._span < size and not rank & self._span:
+            child = rank + self._span
+            if child < size:
+                part = self._rows[child : child + self._span]
+                self._received.append(dist.irecv(part, child, group))
+            self._span *= 2
+        if not self._received:
+            self._send()
+
+    def _send(self) -> None:
+        if self._rank:
+            own = self._rows[self._rank : self._rank + self._span]
+            self._sent = dist.isend(own, self._rank - self._span, self._group)
 
     def on_rank_0(self) -> Tensor:
         """Wait; return every rank's row on rank 0, something else elsewhere."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._received:
+            assert work is not None
+            work.wait()
+        if self._sent is None:
+            self._send()
+        if self._sent is not None:
+            self._sent.wait()
         return self._rows
 
     def share(self) -> Tensor:

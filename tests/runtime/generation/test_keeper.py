@@ -262,7 +262,7 @@ def test_a_joiner_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "fails-after").touch()
-    keeper = start(tmp_path, [3, None])  # Though another one died before.
+    keeper = start(tmp_path, [None, 3])  # Though another one died before.
     (tmp_path / "ends").touch()
     keeper.join(120.0)
     assert keeper.exitcode == 5
