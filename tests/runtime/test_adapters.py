@@ -262,14 +262,17 @@ def test_packed_samples_beside_quantized_weights(pool: ProcessPool, quantized: s
     check(pool, case_of("beside a copy", quantized=quantized, packed=True))
 
 
+OF_QUERIES = {"target_modules": ["q_proj"]}
+
+
 def test_a_weight_that_is_unfrozen_in_mid_run_gets_owners(pool: ProcessPool) -> None:
-    check(pool, case_of("beside a copy", max_steps=4), after=2)
+    check(pool, case_of("beside a copy", max_steps=4, adapters=OF_QUERIES), after=2)
 
 
 @pytest.mark.parametrize("after", [0, 2])
 def test_training_a_quantized_weight_is_refused_on_all_ranks(pool: ProcessPool, after: int) -> None:
     """Of torchao's weights, as torch itself refuses gradients of bitsandbytes' integers."""
-    case = case_of("stages", quantized="torchao", max_steps=4)
+    case = case_of("stages", quantized="torchao", max_steps=4, adapters=OF_QUERIES)
     for message in pool.run(train_and_unfreeze, 2, case, after):
         assert "layers.2.mlp.up_proj.weight is quantized" in message
         assert "train adapters beside it" in message
