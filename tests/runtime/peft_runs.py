@@ -8,11 +8,25 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.models import pack_samples
+from lightning_hetero.models.huggingface import (
+    add_adapters,
+    load_pretrained,
+    packed_inputs,
+    use_packed_attention,
+)
 from tests.core.message_lists import pulls_of, pushes_of
-from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule, auto_class
+from tests.runtime.huggingface_runs import (
+    SEED,
+    VOCABULARY,
+    HuggingFaceCase,
+    HuggingFaceModule,
+    auto_class,
+)
 from tests.toy import quiet
 
 TARGETS = {
@@ -49,6 +63,8 @@ class PeftCase:
     max_steps: int = 4
     precision: Any = "32-true"
     strategy: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    """Whether batches are samples of different lengths laid end to end."""
     validates: bool = False
     """Whether it validates before it trains, and after each epoch."""
 
@@ -121,6 +137,8 @@ def with_adapters(model: Any, case: PeftCase) -> Any:
         return peft.get_peft_model(model, adapters)
     wrap: Any = peft.get_peft_model if case.plan is None else add_adapters
     base = read_folder(case)
+    if case.packed:
+        use_packed_attention(base)
     torch.manual_seed(SEED)  # Reading may draw numbers.
     return wrap(base, adapters)
 
@@ -147,6 +165,9 @@ class PeftModule(HuggingFaceModule):
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
                     quantize(part, case.quantized)
                     break
+        if case.packed:
+            use_packed_attention(self.model)
+        self.is_packed = case.packed
         self.model = with_adapters(self.model, case)
         for index in range(case.more_adapters):
             self.model.add_adapter(f"more{index}", self.model.peft_config["default"])
@@ -157,6 +178,21 @@ class PeftModule(HuggingFaceModule):
                 nn.init.normal_(weight, std=0.2)
             if "ia3_l" in name:
                 nn.init.normal_(weight, mean=1.0, std=0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.is_packed:
+            return self.model(**packed_inputs(batch, labels=True)).loss
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        if not self.is_packed:
+            return super().train_dataloader()
+        generator = torch.Generator().manual_seed(4)
+        samples = [
+            torch.randint(3, VOCABULARY, (2 + index * 7 % 13,), generator=generator)
+            for index in range(24)
+        ]
+        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=pack_samples)
 
     def validation_step(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch).loss
@@ -293,6 +329,34 @@ class Change(L.Callback):
         plan = self.plans.get(trainer.global_step)
         if plan is not None:
             trainer.strategy.change_plan(ParallelPlan.from_dict(plan))  # type: ignore[attr-defined]
+
+
+class Unfreeze(L.Callback):
+    """Unfreezes a weight of the base model before the first step, or after some steps."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.after == 0:
+            self._unfreeze(pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.after:
+            self._unfreeze(pl_module)
+
+    def _unfreeze(self, module: L.LightningModule) -> None:
+        for name, weight in module.named_parameters():
+            if "layers.2.mlp.up_proj" in name:
+                weight.requires_grad_(True)
+
+
+def train_and_unfreeze(rank: int, case: PeftCase, after: int) -> PeftOutcome | str:
+    """Train a case whose base is unfrozen in part; return the error if it is refused."""
+    try:
+        return train(rank, case, Unfreeze(after))
+    except ModelError as error:
+        return str(error)
 
 
 def train_and_change(rank: int, case: PeftCase, plans: dict[int, Any]) -> PeftOutcome:

@@ -1,7 +1,9 @@
 """Models with adapters, quantized or not, train under unequal plans as in one process."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.runtime.peft_runs import (
     train,
     train_and_count,
     train_and_resume,
+    train_and_unfreeze,
     train_with_checkpoints,
 )
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -28,15 +31,19 @@ BESIDE_A_COPY = plan_of(
     pipeline(stage(1, 0, 4), num_microbatches=1),
 )
 
+SLOWER = ["int8", "torchao"]
 
-def check(pool: ProcessPool, case: PeftCase) -> None:
+
+def check(
+    pool: ProcessPool, case: PeftCase, run: Callable[..., Any] = train, *arguments: Any
+) -> None:
     assert case.plan is not None
     copies = len(case.plan["pipelines"])
     size = case.batch_size * copies
     alone = replace(case, plan=None, world_size=1, batch_size=size, validates=False)
-    expected = pool.run(train, 1, alone)[0]
+    expected = pool.run(run, 1, alone, *arguments)[0]
     assert len(expected.losses) == case.max_steps
-    for found in pool.run(train, case.world_size, case):
+    for found in pool.run(run, case.world_size, case, *arguments):
         np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
         assert found.trained.keys() == expected.trained.keys()
         for name, weight in expected.trained.items():
@@ -62,6 +69,27 @@ def test_quantized(pool: ProcessPool, quantized: str) -> None:
     check(pool, PeftCase(plan=STAGES, world_size=2, quantized=quantized))
 
 
+@pytest.mark.parametrize("quantized", ["nf4", "int8", "torchao"])
+def test_packed_samples_beside_quantized_weights(pool: ProcessPool, quantized: str) -> None:
+    pytest.importorskip("torchao" if quantized == "torchao" else "bitsandbytes")
+    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, quantized=quantized, packed=True)
+    check(pool, replace(case, max_steps=3))
+
+
+def test_a_weight_that_is_unfrozen_in_mid_run_gets_owners(pool: ProcessPool) -> None:
+    check(pool, PeftCase(plan=BESIDE_A_COPY, world_size=3, batch_size=2), train_and_unfreeze, 2)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_training_a_quantized_weight_is_refused_on_all_ranks(pool: ProcessPool, after: int) -> None:
+    """Of torchao's weights, as torch itself refuses gradients of bitsandbytes' integers."""
+    pytest.importorskip("torchao")
+    case = PeftCase(plan=STAGES, world_size=2, quantized="torchao")
+    for message in pool.run(train_and_unfreeze, 2, case, after):
+        assert "layers.2.mlp.up_proj.weight is quantized" in message
+        assert "train adapters beside it" in message
+
+
 def test_validating_changes_nothing_for_quantized_weights(pool: ProcessPool) -> None:
     """bitsandbytes repacks 4-bit weights in eval mode, on CPUs that compute in bf16."""
     pytest.importorskip("bitsandbytes")
@@ -78,11 +106,14 @@ def test_only_adapters_are_owned_and_travel(pool: ProcessPool) -> None:
     assert sum(item.pushed for item in found) <= 1.05 * 4 * adapters
 
 
+@pytest.mark.parametrize(
+    "quantized", ["nf4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOWER)]
+)
 def test_checkpoints_hold_adapters_only_and_resume_on_other_ranks(
-    pool: ProcessPool, tmp_path: Path
+    pool: ProcessPool, tmp_path: Path, quantized: str
 ) -> None:
-    pytest.importorskip("bitsandbytes")
-    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, quantized="nf4", batch_size=2)
+    pytest.importorskip("torchao" if quantized == "torchao" else "bitsandbytes")
+    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, quantized=quantized, batch_size=2)
     whole = pool.run(train, 3, case)[0]
     pool.run(train_with_checkpoints, 3, replace(case, max_steps=2), tmp_path)
     stored = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))

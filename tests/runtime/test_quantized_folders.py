@@ -18,12 +18,15 @@ from tests.runtime.test_peft import BESIDE_A_COPY, STAGES, check
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
+from peft import LoraConfig
+
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.filterwarnings("ignore:.*MatMul8bitLt.*", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
+LORA = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
 KINDS = ["nf4", "fp4-double", "int8", "torchao"]
 MIRRORED = plan_of(
     pipeline(stage(1, 0, 2), stage(0, 2, 4), num_microbatches=2),
@@ -86,11 +89,50 @@ def test_a_change_of_plan_reads_what_a_rank_lacks(
     ],
 )
 def test_adapters_that_need_values_of_weights_are_refused(tmp_path, options, said) -> None:
-    from peft import LoraConfig
-
     model = load_pretrained(write(tmp_path), quantization_config=quantization("nf4"))
     with pytest.raises(ModelError, match=rf"{said}.*load the model whole with from_pretrained"):
         add_adapters(model, LoraConfig(r=2, target_modules="all-linear", **options))
+
+
+def write_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Write an adapter of the model that `write` writes, with values of its own; return these."""
+    import peft
+
+    adapted = peft.get_peft_model(make_model("llama"), LORA)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight)
+    adapted.save_pretrained(folder)
+    return {n: w.detach() for n, w in adapted.named_parameters() if "lora_" in n}
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", "torchao"])
+def test_a_stored_adapter_is_trained_further(tmp_path: Path, kind: str | None) -> None:
+    stored = write_adapter(tmp_path / "adapter")
+    how = None if kind is None else quantization(kind)
+    base = load_pretrained(write(tmp_path), quantization_config=how)
+    adapted = add_adapters(base, tmp_path / "adapter")
+    found = {n: w.detach() for n, w in adapted.named_parameters() if w.requires_grad}
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ("llama", {"hidden_size": 32}, "size mismatch"),
+        ("llama", {"num_hidden_layers": 2}, "layers.2"),
+        ("gpt2", {}, "q_proj"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(
+    tmp_path: Path, model: str, changes: dict[str, int], said: str
+) -> None:
+    write_adapter(tmp_path / "adapter")
+    make_model(model, **changes).save_pretrained(tmp_path / "other")
+    base = load_pretrained(tmp_path / "other", quantization_config=quantization("nf4"))
+    with pytest.raises(ModelError, match=f"doesn't fit.*{said}.*Read the model that it was"):
+        add_adapters(base, tmp_path / "adapter")
 
 
 def test_a_library_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch) -> None:
