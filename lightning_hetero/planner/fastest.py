@@ -36,8 +36,8 @@ _PLACED = 24
 """Whole mixes that are placed and simulated, the fastest by their own times."""
 _IMPROVED = 12
 """Plans that local search begins from."""
-_WORK = 8_000
-"""Stages that local search may simulate and plans that it may estimate at last: 2 s at most."""
+_WORK = 3_000
+"""Stages that local search may simulate and plans that it may estimate at last: 1 s at most."""
 _NUMBERS, _ALIKE = 4, 4
 """Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
 _SIZES_KEPT = 3
