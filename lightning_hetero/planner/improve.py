@@ -38,7 +38,7 @@ _FEW_STAGES = 12
 """Stages of a pipeline up to which one is moved anywhere."""
 _KINDS = 12
 """Kinds of pipelines among which micro-batches move."""
-_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 30_000
+_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 12_000
 """Neighbours of a plan that are estimated, and their pipelines; a pipeline takes 4 µs."""
 _CHEAP = 16
 """Pipelines that are estimated in the time of a simulated stage."""
@@ -149,8 +149,8 @@ class Improver:
 
     def _fill(
         self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None
-    ) -> tuple[Candidate, float, list[Rate]] | None:
-        """Return the candidate of some pipelines, its estimated seconds and its rates.
+    ) -> tuple[Candidate, float] | None:
+        """Return the candidate of some pipelines and its estimated seconds.
 
         Holders own; where they then must recompute, owners may follow room instead.
         """
@@ -177,8 +177,8 @@ class Improver:
 
     def _filled(
         self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None, *, by_room: bool
-    ) -> tuple[Candidate, float, list[Rate]] | None:
-        """Return candidate, seconds and rates for one ownership."""
+    ) -> tuple[Candidate, float] | None:
+        """Return candidate and seconds for one ownership."""
         ownership, judge = Ownership(len(pipelines), by_room), self.judge
         self._time(pipelines, ownership)
         known = self._known[ownership]
@@ -200,7 +200,7 @@ class Improver:
         seconds = max(r.ends_s(k) for r, k in zip(rates, counts, strict=True))
         if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
             seconds *= _LACKING
-        return candidate, seconds, rates
+        return candidate, seconds
 
     def _time(self, pipelines: Iterable[_Pipeline], ownership: Ownership) -> None:
         """Time those of many pipelines that aren't known, all at once."""

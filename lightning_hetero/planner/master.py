@@ -32,7 +32,7 @@ __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
 """Rounds of pricing at most; most masters end after 3 to 8."""
-_MOST_EVEN, _FEW_EVEN = 1_000, 150
+_MOST_EVEN, _FEW_EVEN = 1_000, 50
 """Even pipelines that begin a search, or a further master; three classes with four degrees each
 make 750."""
 _ADDED = 24
