@@ -34,9 +34,9 @@ from lightning_hetero import (
     RunMetrics,
     StragglerMonitor,
 )
-from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import AwsSpotNotice
 from lightning_hetero.models.batches import AssignedBatch
+from lightning_hetero.strategy.run import note
 from lightning_hetero.testing import EmulatedDevices
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]

@@ -16,9 +16,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import note
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import note
 from lightning_hetero.testing import EmulatedClock, LinkDelay, emulate
 
 __all__ = ["Fault", "InjectFaults", "SlowLink", "SlowRank"]

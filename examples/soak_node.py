@@ -30,9 +30,9 @@ from lightning_hetero import (
     ParallelPlan,
     RunLog,
 )
-from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import LocalStore
 from lightning_hetero.data import HeteroDataModule
+from lightning_hetero.strategy.run import note
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
 

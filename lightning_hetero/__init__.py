@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         TraceOperations,
     )
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-    from lightning_hetero.data import HeteroDataModule
+    from lightning_hetero.data import HeteroDataModule, TwoStageBatchSampler
     from lightning_hetero.runtime.slices.rows import own_rows
     from lightning_hetero.strategy import HeteroStrategy
 
@@ -39,6 +39,7 @@ __all__ = [
     "StagePlan",
     "StragglerMonitor",
     "TraceOperations",
+    "TwoStageBatchSampler",
     "own_rows",
 ]
 
@@ -56,6 +57,7 @@ _HOMES = {
     "StagePlan": "core.plan",
     "StragglerMonitor": "callbacks",
     "TraceOperations": "callbacks",
+    "TwoStageBatchSampler": "data",
     "own_rows": "runtime.slices.rows",
 }
 

@@ -152,6 +152,7 @@ PRIVATE_NAMES = tuple(
             "torch:Tensor",
             "_version",
         ),
+        ("the parameter of which a weight is a part", "torch:Tensor", "_base"),
         ("tensors that tell what is done with them", "torch:Tensor", "_make_subclass"),
         ("as above", "torch:Tensor", "_make_wrapper_subclass"),
         ("a storage's identity", "torch:UntypedStorage", "_cdata"),

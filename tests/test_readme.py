@@ -81,28 +81,22 @@ def test_nothing_is_claimed_of_what_has_not_been_run() -> None:
 PROOFS: dict[str, tuple[str, ...]] = {
     "any module with a list of like layers": (
         "runtime/test_parity.py::test_any_plan_trains_as_a_single_device_does",
-        "runtime/test_free_layers.py::test_plans_with_one_stage_train_what_is_no_chain",
-        "runtime/test_free_layers.py::test_stages_refuse_what_is_no_chain",
+        "runtime/steps/test_layers.py::test_layers_that_are_no_chain_train_in_plans_with_one_stage_only",
         "runtime/test_right_or_refused.py::test_what_a_stage_can_not_know_is_refused_by_name",
     ),
     "layers that change the hidden state's shape": (
-        "runtime/test_handover.py::test_layers_may_change_shape_and_dtype_of_the_hidden_state",
-        "runtime/test_handover.py::test_losses_that_layers_return_train_in_stages",
-        "runtime/test_handover.py::test_routers_logits_of_all_layers_reach_the_loss",
+        "runtime/steps/test_layers.py::test_layers_may_change_shape_and_dtype_of_the_hidden_state",
+        "runtime/steps/test_layers.py::test_routers_logits_of_all_layers_reach_the_loss",
         "runtime/test_right_or_refused.py::test_what_stages_can_know_trains_as_on_one_device",
         "runtime/test_right_or_refused.py::test_what_a_stage_can_not_know_is_refused_by_name",
     ),
     "weights outside the layers at both ends": (
-        "runtime/test_outer_parameters.py::test_what_any_step_reads_is_there",
-        "runtime/test_outer_parameters.py::test_a_middle_stage_refuses_by_name_what_it_does_not_hold",
-        "runtime/test_weights_in_steps.py::test_a_penalty_on_weights_counts_once_where_pipelines_have_one_stage",
-        "runtime/test_weights_in_steps.py::test_weights_that_a_stage_does_not_hold_are_refused_by_name",
+        "runtime/steps/test_layers.py::test_parameters_outside_the_layers_are_there_wherever_a_step_reads_them",
+        "runtime/steps/test_layers.py::test_steps_may_compute_with_parameters_that_a_rank_has_whole",
     ),
     "losses that are means or sums": (
-        "runtime/test_loss_weights.py::test_losses_count_as_on_one_device",
-        "runtime/test_loss_weights.py::test_what_is_declared_is_checked",
+        "runtime/steps/test_losses.py::",
         "runtime/results/test_split_check.py::test_nearly_all_losses_and_layers_are_judged_right",
-        "runtime/results/test_iteration_loss.py::test_a_microbatch_without_targets_adds_exactly_nothing",
     ),
     "what steps return": (
         "runtime/results/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
@@ -115,17 +109,17 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "strategy/test_refused.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
     ),
     "`configure_optimizers` by name or whole shape": (
-        "runtime/slices/test_known_by_shape.py::test_optimizers_configured_by_size_train_as_on_a_single_device",
+        "runtime/steps/test_hooks.py::test_hooks_get_one_devices_numbers",
         "runtime/slices/test_known_by_shape.py::test_values_are_refused_by_name",
     ),
     "buffers from the rank that computes": (
-        "runtime/iteration/test_buffers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
-        "runtime/iteration/test_buffers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_or_accepted_on_every_rank",
-        "runtime/test_loss_weights.py::test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted",
+        "runtime/steps/test_layers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
+        "runtime/steps/test_layers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_unless_that_is_wanted",
+        "runtime/steps/test_losses.py::test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted",
     ),
     "fit, validate, test, predict": (
         "test_lightning_features.py::test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank",
-        "runtime/test_hooks_on_slices.py::test_hooks_that_would_differ_between_ranks_are_refused",
+        "runtime/steps/test_hooks.py::test_hooks_and_steps_that_would_differ_between_ranks_are_refused",
     ),
     "`32-true`, `bf16-mixed`": (
         "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",

@@ -1,13 +1,16 @@
-"""Decide what a run's engine leaves open: who owns what, who stands by.
+"""Decide what a run's engine leaves open: who owns what, who stands by, how gradients travel.
 
 Under `ownership="memory"` ranks own in proportion to the memory that weights and summed gradients
 of their stages leave free on their devices, without activations; with several plans, the worst one
-counts for each rank. A plan may name other shares.
+counts for each rank. A plan may name other shares. Gradients are summed on each node before they
+leave it if that makes a push faster, by the simulator's prices.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.autoplan.facts import NUM_STATES, RunFacts, RunPlans
@@ -15,18 +18,24 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Holding, ParameterSpec, PlanHolders, Slice
+from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.ranks.meeting import check_alike
+from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.simulator import MemoryTerms, usable_bytes
+from lightning_hetero.simulator.links import ClusterLinks, push_by_node_s, push_straight_s
 
 __all__ = [
     "check_room_for_states",
     "find_standbys_of_run",
     "state_memory",
+    "with_exchange",
     "with_owner_shares",
 ]
 
 _GIB = 2**30
+_LEAST_GAIN = 1.05
+"""Least speed-up of a push by node; below it one leg is used, which needs fewer communicators."""
 
 
 def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
@@ -135,6 +144,54 @@ def find_standbys_of_run(facts: RunFacts, plans: RunPlans) -> tuple[int, ...]:
 def _room(facts: RunFacts) -> list[float]:
     """Return the bytes of each rank's device that a plan may fill; collective the first time."""
     return [usable_bytes(seat.device.memory_bytes) for seat in facts.detect_seats()]
+
+
+def with_exchange(
+    config: EngineConfig, facts: RunFacts, plans: RunPlans, specs: Sequence[ParameterSpec]
+) -> EngineConfig:
+    """Return the engine's options with the kind of exchange decided; collective.
+
+    "auto" becomes "by-node" if the first plan's push, of all units together, is faster that way
+    over the links of the given or detected cluster. Never on gloo or with standbys.
+
+    Raises:
+        ConfigurationError: Ranks have different kinds of exchange.
+    """
+    backend = None if facts.comms.exchange is None else dist.get_backend(facts.comms.exchange)
+    is_open = config.exchange is ExchangeKind.AUTO and backend not in (None, "gloo")
+    if config.exchange is not ExchangeKind.BY_NODE and (not is_open or facts.redundancy):
+        return config
+    # Ranks with another kind compare other facts at this point, so the difference is found.
+    check_alike(facts.comms, exchange=config.exchange)
+    seats = facts.detect_seats()
+    nodes = [seat.node for seat in seats]
+    config = replace(config, node_of_rank=tuple(map(nodes.index, nodes)))
+    if config.exchange is ExchangeKind.BY_NODE:
+        return config
+    basis = None if plans.auto is None else plans.auto.basis
+    links = ClusterLinks(cluster_of(seats) if basis is None else basis.cluster)
+    is_by_node = _gain(links, config, facts, plans.first, specs) >= _LEAST_GAIN
+    return replace(config, exchange=ExchangeKind.BY_NODE) if is_by_node else config
+
+
+def _gain(
+    links: ClusterLinks,
+    config: EngineConfig,
+    facts: RunFacts,
+    plan: ParallelPlan,
+    specs: Sequence[ParameterSpec],
+) -> float:
+    """Return how many times faster a plan's push is by node."""
+    slices = config.owners(specs, plan, world_size=facts.comms.world_size)
+    width, straight_s, by_node_s = 4 / facts.compute_bytes, 0.0, 0.0
+    kinds = Counter(unit.kind for unit in TransferTable(specs, slices, plan).trainable_units)
+    for kind, number in kinds.items():
+        for circle in kind.circles(push=True) or ():
+            sizes = zip(circle.held, kind.row_numels, strict=True)
+            held = facts.compute_bytes * sum((end - start) * numel for (start, end), numel in sizes)
+            straight_s += number * push_straight_s(links, circle.members, held)
+            by_node_s += number * push_by_node_s(links, circle.members, held, width=width)
+    return straight_s / by_node_s if by_node_s else 1.0
 
 
 def state_memory(

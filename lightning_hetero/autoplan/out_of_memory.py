@@ -155,6 +155,18 @@ class MemoryWatch:
         start = self._start
         return (start if start.plan == self._engine.plan else self._now()).has_room(plan)
 
+    def in_use(self) -> tuple[int, float]:
+        """Return bytes in use, on CUDA at most so far, and the predicted peak; 0 if unknown."""
+        place, device = self._engine.place, self._engine.device
+        if device.type == "cuda":
+            used = torch.cuda.max_memory_allocated(device)
+        else:
+            used = max(0, _resident_bytes() - self._elsewhere)
+        if place is None or self._start.plan != self._engine.plan:
+            return used, 0.0
+        facts = self._start.stage_facts[place.pipeline_index][place.stage_index]
+        return used, facts.used_bytes or 0.0
+
     def _now(self) -> StartUp:
         """Return what is known under the plan that runs now."""
         return replace(self._start, plan=self._engine.plan)
@@ -216,9 +228,10 @@ class MemoryWatch:
         """Return the micro-batches in flight on this rank, as a share of its maximum."""
         engine, place = self._engine, self._engine.place
         assert place is not None
-        num_stages = engine.plan.pipelines[place.pipeline_index].num_stages
-        count = engine.num_microbatches[place.pipeline_index]
-        most = max(1, min(num_stages - place.stage_index, count))
+        pipeline = engine.plan.pipelines[place.pipeline_index]
+        count, chunks = engine.num_microbatches[place.pipeline_index], len(place.chunks)
+        usual = len(pipeline.groups) - (0 if pipeline.has_chunks else place.stage_index)
+        most = max(1, chunks * min(usual, count))
         return min(1.0, (engine.plans.running.num_in_flight + 1) / most)
 
     def _live_bytes(self, error: BaseException) -> tuple[int, int]:

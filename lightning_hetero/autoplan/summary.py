@@ -96,8 +96,13 @@ class StartUp:
         ]
         for pipeline, index, stage in plan.iter_stages():
             known = self.stage_facts[pipeline][index].memory if is_alike else None
+            if known is None:
+                continue
+            # Activations grow with layers; what doesn't is counted too much then.
+            before = self.plan.pipelines[pipeline].stages[index].layers
+            growth = max(1.0, len(stage.layers) / len(before))
             for rank in stage.ranks:
-                needed[rank] += 0.0 if known is None else known.total - known.states
+                needed[rank] += growth * (known.total - known.states)
         return all(
             num_bytes <= usable_bytes(self.cluster.device_of(rank).memory_bytes)
             for rank, num_bytes in enumerate(needed)

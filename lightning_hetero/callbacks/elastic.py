@@ -26,7 +26,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
     is_epoch_ending,
 )
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
     PreemptionNotice,
@@ -35,6 +34,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.strategy.run import SavesSlices
@@ -43,8 +43,6 @@ __all__ = ["ElasticRestart"]
 
 _log = logging.getLogger(__name__)
 
-_AGAIN_S = 60.0
-"""Seconds for which joiners wait where a save for them wasn't safe."""
 _SETTLE_S = 5.0
 """Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
 
@@ -235,9 +233,14 @@ class ElasticRestart(Callback):
     @property
     def is_leaving(self) -> bool:
         """Whether this process was told to go; all ranks know one step later."""
-        notices = (self._sigterm, self._watcher)
-        told = any(item is not None and item.pending() is not None for item in notices)
-        return told or self._is_excluded
+        is_told = self._sigterm is not None and self._sigterm.pending() is not None
+        return is_told or self._loses_machine
+
+    @property
+    def _loses_machine(self) -> bool:
+        """Whether all processes of this machine are to go."""
+        is_told = self._watcher is not None and self._watcher.pending() is not None
+        return is_told or self._is_excluded
 
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without the machines of `exclude` would have.
@@ -266,9 +269,8 @@ class ElasticRestart(Callback):
         Saves only if the ranks that stay don't hold all rows; all leave if those couldn't go on.
         """
         assert self._checkpoint is not None
-        notice = self._is_excluded or (self._watcher is not None and self._watcher.pending())
         ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
-        rows = ranks.gather((self.is_leaving, bool(notice)))
+        rows = ranks.gather((self.is_leaving, self._loses_machine))
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
@@ -280,7 +282,9 @@ class ElasticRestart(Callback):
             saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
-                self._lets_in_at_s = time.monotonic() + _AGAIN_S
+                self._lets_in_at_s = (
+                    time.monotonic() + 2 * self._drain_timeout_s
+                )  # Not at once again.
                 rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
                 return
         reason = f"{len(leaving)} ranks leave on a notice" if leaving else "joiners are let in"
@@ -317,8 +321,7 @@ class ElasticRestart(Callback):
         rank_zero_info(f"ElasticRestart: all ranks leave with {saved.id} to be started again.")
         drain_s = time.monotonic() - start_s
         note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
-        goes = self._is_excluded or (self._watcher is not None and self._watcher.pending())
-        if goes and self._is_first_of_node and is_torchelastic_launched():
+        if self._loses_machine and self._is_first_of_node and is_torchelastic_launched():
             # Else the agent would bring this machine back into the run that it is about to leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit

@@ -6,11 +6,11 @@ newest complete checkpoint in any place is restored, whatever plan and number of
 (AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
 """
 
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Access, peers_of
+from lightning_hetero.callbacks.checkpointing.access import Access, peers_of, probe
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import (
     FinishedStep,
     Found,
     Places,
-    probe,
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
@@ -40,7 +39,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     is_complete,
     restore,
 )
-from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
@@ -51,6 +49,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.live import NothingLive
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.strategy.run import note, run_of
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -86,6 +85,8 @@ class LayerwiseCheckpoint(Checkpoint):
         storage_options: Options of the URL's filesystem, such as an endpoint.
         skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
             may hold the newest checkpoint.
+        resume: Whether to go on from the newest checkpoint. If not, each start of the script begins
+            a run of its own: old checkpoints stay, but no later start goes on from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -107,6 +108,7 @@ class LayerwiseCheckpoint(Checkpoint):
         lasting_within: timedelta = timedelta(minutes=30),
         storage_options: Mapping[str, Any] | None = None,
         skip_unreadable: bool = False,
+        resume: bool = True,
     ) -> None:
         if every_n_train_steps < 1:
             raise ConfigurationError(
@@ -127,10 +129,12 @@ class LayerwiseCheckpoint(Checkpoint):
         self.saved: SavedCheckpoint | None = None
         """The last checkpoint that was started."""
         self._every_n_train_steps = every_n_train_steps
-        options = WriterOptions(replicas=replicas, stall_s=stall_s, lasting_within_s=lasting_s)
-        self._open = partial(Access, self.places, options=options, skip_unreadable=skip_unreadable)
+        self._options = WriterOptions(
+            replicas=replicas, stall_s=stall_s, lasting_within_s=lasting_s
+        )
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
+        self._resume = resume
         self._access: Access | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
@@ -138,7 +142,8 @@ class LayerwiseCheckpoint(Checkpoint):
         self._found: Found | None = None
         """The state that is being restored, until training starts."""
         self._live = LiveSteps()
-        self._made_at_s = time.time()
+        self._phases = {"meet": time.time()}
+        """When each phase of a start has begun, in seconds since the epoch."""
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
@@ -152,6 +157,12 @@ class LayerwiseCheckpoint(Checkpoint):
         run = run_of(trainer)
         run.join(run.checkpoints, self)
         if stage == "fit":
+            self._phases["plan"] = time.time()
+            if not self._resume and "TORCHELASTIC_RUN_ID" in os.environ:
+                raise ConfigurationError(
+                    "Under torchrun LayerwiseCheckpoint(resume=False) would begin anew with every "
+                    "restart. Give each run a folder or URL of its own, or delete the old one."
+                )
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
                 # Before anything is planned or measured.
@@ -159,25 +170,31 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        is_first, goes_on = trainer.local_rank == 0, _goes_on(trainer)
-        self._access = access = self._open(self._peers, is_first_of_node=is_first)
-        needs = OwnedState(trainer).needs()
+        self._phases["fetch"] = time.time()
+        goes_on, needs = _goes_on(trainer), OwnedState(trainer).needs()
         live = self._live.recover(needs, self._peers) if goes_on else None
         why_not_live = live.why if isinstance(live, NothingLive) else None
+        self._access = access = Access(
+            self.places,
+            self._peers,
+            is_first_of_node=trainer.local_rank == 0,
+            options=self._options,
+            skip_unreadable=self._skip_unreadable,
+        )
+        access.take_leases(tidies=not goes_on)
+        anew = not self._resume and not goes_on
         recovered = live if isinstance(live, Recovered) else None
-        if recovered is None:
-            access.take_leases(tidies=not goes_on)
+        if recovered is None and not anew:
             recovered = access.recover(needs)
-            if recovered is None and why_not_live is not None:
-                raise CheckpointError(
-                    f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
-                    "there is nothing to go on from in place. Start again."
-                )
-            self._start = access.enter(recovered)
-        else:
-            self._start = access.enter_later(recovered)
+        if recovered is None and why_not_live is not None:
+            raise CheckpointError(
+                f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
+                "there is nothing to go on from in place. Start again."
+            )
+        self._start = access.enter(recovered, anew=anew)
         if recovered is None:
             return
+        self._phases["load"] = time.time()
         # A checkpoint of a live step may lack the parts of lost ranks, or even of others.
         self._last_step = 0 if live is recovered else recovered.id.step
         restore(trainer, recovered)
@@ -187,8 +204,6 @@ class LayerwiseCheckpoint(Checkpoint):
             recovered=recovered,
             is_live=live is recovered,
             why_not_live=why_not_live,
-            # Of its own: the writer may be made in the background meanwhile.
-            peers=self._peers.branch(),
         )
         if is_complete(trainer):
             # Training will not start.
@@ -196,13 +211,13 @@ class LayerwiseCheckpoint(Checkpoint):
             rank_zero_warn(
                 f"LayerwiseCheckpoint: this run is already complete at step {recovered.id.step}, "
                 "so nothing is trained. To go on, raise the Trainer's max_steps or max_epochs; to "
-                "train it anew, delete its folders (on all nodes)."
+                "train it anew, delete its folders (on all nodes), or give resume=False."
             )
 
     def _report(self, trainer: pl.Trainer) -> None:
         found, self._found = self._found, None
         if found is not None:
-            report_recovery(trainer, found, self.places, self._made_at_s)
+            report_recovery(trainer, found, self.places, self._peers, self._phases)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -257,8 +272,6 @@ class LayerwiseCheckpoint(Checkpoint):
             if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
                 self._wait_for_snapshot()
-        if self._access is not None:
-            self._access.begin()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -282,6 +295,7 @@ class LayerwiseCheckpoint(Checkpoint):
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
         self.saved = writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
+        note(trainer, "checkpoint", complete=writer.complete_steps)
         return self.saved
 
     def _wait_for_snapshot(self) -> None:
@@ -295,6 +309,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if self._access is not None:
             # Raises, so that shared memory isn't freed, unless another place has the newest.
             self._access.close()
+            note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()
@@ -322,7 +337,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
         """Count the seconds of the start that follows from now on."""
-        self._made_at_s = time.time()
+        self._phases = {"meet": time.time()}
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

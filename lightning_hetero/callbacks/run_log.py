@@ -18,7 +18,8 @@ since the epoch. `read_log` reads all of it, `lightning-hetero stragglers` the e
 - `ended`: training is done.
 
 Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the state came from
-(`recovered`; `is_live` if ranks went on from their own slices, else `why_not_live`),
+(`recovered`; `is_live` if ranks went on from their own slices, else `why_not_live`) and the newest
+step of which each tier has a checkpoint as another one begins (`checkpoint`),
 `ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did (`change`,
 `finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults (`faults`).
 """
@@ -33,9 +34,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan

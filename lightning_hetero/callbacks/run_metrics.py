@@ -28,13 +28,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec
@@ -120,15 +120,19 @@ class RunMetrics(Callback):
         for checkpoint in strategy.run.checkpoints:
             if checkpoint.saved is not None:
                 total.checkpoint_stall_s = checkpoint.saved.stall_s
+        if strategy.memory is not None:
+            total.memory_bytes, total.predicted_bytes = strategy.memory.in_use()
         rows = Ranks(strategy.run.control).to_leader(astuple(total))
         if not len(rows):
             return
-        scalars = _scalars([_Sums(*row) for row in rows.tolist()])
+        sums = [_Sums(*row) for row in rows.tolist()]
+        scalars = _scalars(sums)
         if strategy.datamodule is None:
             del scalars["run/planning_stall_s"]
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-        note(trainer, "metrics", scalars=scalars)
+        memory = [(row.memory_bytes, row.predicted_bytes) for row in sums]
+        note(trainer, "metrics", scalars=scalars, memory=memory)
 
 
 @dataclass
@@ -146,6 +150,9 @@ class _Sums:
     """The device's peak; 0 if unknown."""
     checkpoint_stall_s: float = math.nan
     """Seconds for which the last checkpoint held this rank up; nan if there was none."""
+    memory_bytes: float = 0.0
+    predicted_bytes: float = 0.0
+    """Its peak as predicted; 0 if unknown."""
 
 
 def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:

@@ -22,7 +22,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.callbacks.watching.session import StragglerSession
 from lightning_hetero.callbacks.watching.step_times import StepTimes
 from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
@@ -31,6 +30,7 @@ from lightning_hetero.core.event_log import append_event
 from lightning_hetero.straggler import Event, IterationEvent, Mitigation, PolicyConfig
 from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.watch import WatchConfig
+from lightning_hetero.strategy.run import Ranks, note, run_of
 
 __all__ = ["StragglerMonitor"]
 
@@ -46,6 +46,7 @@ class StragglerMonitor(Callback):
     the usual times are learnt anew. An excluded machine stays away because its agent has ended.
 
     Args:
+        dry_run: Only report what would be done.
         events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
             a relative path lies in the Trainer's `default_root_dir`. By default it is the same file
             as a `RunLog`'s: then the run has one log. None writes none.
@@ -53,13 +54,15 @@ class StragglerMonitor(Callback):
         recheck_share: Share of the time that may be spent on probing a known slow link again.
         admission: Ratio from which a device that is slower than others of its type, by a product of
             matrices or a copy in its memory, is named before training, and left out if an
-            `ElasticRestart` can do that; 1.3 is sensible. The probes run whenever training begins,
-            with new ranks, too, and take well below two seconds. None admits all devices.
+            `ElasticRestart` can do that; 1.3 is sensible. So is a link that is slower than others
+            inside or between machines, from 1.5 on. The probes run whenever training begins, with
+            new ranks, too, and take well below two seconds. None admits all.
     """
 
     def __init__(
         self,
         *,
+        dry_run: bool = False,
         events: str | Path | None = "events.jsonl",
         policy: PolicyConfig | None = None,
         recheck_share: float = 0.002,
@@ -69,7 +72,9 @@ class StragglerMonitor(Callback):
             raise ConfigurationError(
                 f"admission is {admission}; give a ratio above 1, such as 1.3."
             )
-        self.config = WatchConfig(policy=policy or PolicyConfig(), recheck_share=recheck_share)
+        self.config = WatchConfig(
+            policy=policy or PolicyConfig(), dry_run=dry_run, recheck_share=recheck_share
+        )
         self.events = events
         self.admission = admission
         self._session: StragglerSession | None = None

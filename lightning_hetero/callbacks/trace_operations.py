@@ -17,13 +17,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.run import Ranks, run_of
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sample_lengths
 from lightning_hetero.runtime.clock import ActionTime, IterationTimes
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import Ranks, run_of
 
 __all__ = ["TraceOperations"]
 
@@ -201,17 +202,22 @@ def _rows(known: _Iteration, times: IterationTimes, global_rank: int) -> Iterato
         "step": known.step,
         "rank": global_rank,
         "dp_rank": place.pipeline_index,
-        "stage": place.stage_index,
     }
 
-    def row(kind: str, start_s: float, seconds: float, microbatch: int = -1) -> Row:
-        start = times.began_s + start_s
-        found = {"optype": kind, "start_ts": start, "duration": seconds, "mb_id": microbatch}
-        return {**common, **found}
+    def row(
+        kind: str,
+        start_s: float,
+        seconds: float,
+        microbatch: int = -1,
+        stage: int = place.stage_index,
+    ) -> Row:
+        found = {"optype": kind, "start_ts": times.began_s + start_s, "duration": seconds}
+        return {**common, **found, "mb_id": microbatch, "stage": stage}
 
     for number, action in enumerate(times.actions):
         index, is_forward = action.microbatch_index, action.kind is ActionKind.FORWARD
-        is_first, is_last = place.stage_index == 0, place.stage_index == len(stages) - 1
+        stage = action.stage_index
+        is_first, is_last = stage == 0, stage == len(stages) - 1
         within = [m for m in times.messages if action.start_s <= m.start_s < _end_s(action)]
         exchange_s = sum(m.wait_s / m.num_together for m in within if m.is_exchange)
         wait_s = sum(m.wait_s for m in within if not m.is_exchange)
@@ -219,14 +225,15 @@ def _rows(known: _Iteration, times: IterationTimes, global_rank: int) -> Iterato
             yield row("pull", 0.0, action.start_s + exchange_s)
         start_s = action.start_s + exchange_s
         if action.kind is not ActionKind.WEIGHT and not (is_first if is_forward else is_last):
-            yield row("forward-recv" if is_forward else "backward-recv", start_s, wait_s, index)
+            name = "forward-recv" if is_forward else "backward-recv"
+            yield row(name, start_s, wait_s, index, stage)
         lengths = known.lengths[index] if index < len(known.lengths) else []
         size = {"tokens": sum(lengths), "squares": sum(length**2 for length in lengths)}
-        compute = row(_NAMES[action.kind], start_s + wait_s, action.compute_s, index)
+        compute = row(_NAMES[action.kind], start_s + wait_s, action.compute_s, index, stage)
         yield {**compute, **size}
         if action.kind is not ActionKind.WEIGHT and not (is_last if is_forward else is_first):
             name = "forward-send" if is_forward else "backward-send"
-            yield row(name, start_s + wait_s + action.compute_s, 0.0, index)
+            yield row(name, start_s + wait_s + action.compute_s, 0.0, index, stage)
     ended_s = max((_end_s(action) for action in times.actions), default=0.0)
     exchanged = [m.start_s + m.wait_s for m in times.messages if m.is_exchange]
     yield row("push", ended_s, max(0.0, max(exchanged, default=0.0) - ended_s))

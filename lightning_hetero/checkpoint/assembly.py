@@ -204,9 +204,7 @@ class Assembly:
                 buffers = [self._register(it.size_bytes, it.spans) for it in targets]
                 self._slices.append((need, list(zip(targets, buffers, strict=True)), scalars))
         with_metadata = [p for p, m in sorted(manifests.items()) if m.has_file(SHARED_METADATA)]
-        shared = min(with_metadata, default=0)
-        if own_part is not None and own_part in with_metadata:
-            shared = own_part
+        shared = own_part if own_part in with_metadata else min(with_metadata, default=0)
         self._metadata = self._whole_file(shared, SHARED_METADATA)
         self._rank_metadata = (
             None if own_part is None else self._whole_file(own_part, rank_metadata_name(own_part))

@@ -26,7 +26,12 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process import machine_id, machine_namespace, membership_name
+from lightning_hetero.core.process import (
+    is_loopback,
+    machine_id,
+    machine_namespace,
+    membership_name,
+)
 
 __all__ = ["OWNER_FILE", "RUN_FILE", "Lease", "OccupiedError", "mark_places", "new_run", "read_run"]
 
@@ -68,8 +73,10 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
         if tier.kind is TierKind.MEMORY:
             continue
         try:
-            if RUN_FILE not in tier.store.list() or read_run(tier.store) != run:
-                tier.store.write(RUN_FILE, [json.dumps({"run": run}).encode()])
+            with contextlib.suppress(FileNotFoundError):
+                if read_run(tier.store) == run:
+                    continue
+            tier.store.write(RUN_FILE, [json.dumps({"run": run}).encode()])
         except Exception as error:
             # Stores raise their client library's own types.
             text = f"Couldn't write {RUN_FILE} to {tier}: {error}"
@@ -237,8 +244,7 @@ def _job() -> list[str] | None:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if job in _NO_JOB or not host:
         return None
-    is_local = host == "localhost" or host.startswith("127.") or host == "::1"
-    return [job, host, port, machine_id() if is_local else ""]
+    return [job, host, port, machine_id() if is_loopback(host) else ""]
 
 
 def _process(pid: int) -> list[int] | None:

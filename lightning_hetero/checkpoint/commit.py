@@ -60,8 +60,8 @@ class SaveTask:
     metadata: Mapping[str, bytes]
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
-    needs_upload: bool = True
-    """Whether this task must still set the result of `uploaded`."""
+    is_offered: bool = False
+    """Whether the uploads set the result of `uploaded`."""
 
 
 class Committer:
@@ -103,7 +103,12 @@ class Committer:
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """The newest checkpoint of which each kind of own tier has all parts."""
+        """The newest checkpoint of which each kind of tier has all parts."""
+
+    @property
+    def complete_steps(self) -> dict[str, int]:
+        """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
+        return {kind.name.lower(): id_.step for kind, id_ in sorted(self._sound.items())}
 
     def write(self, task: SaveTask) -> None:
         """Write one checkpoint; communicates.
@@ -125,7 +130,7 @@ class Committer:
                 self._judge(self.lasting.waited_s)
             if self._rank == 0:
                 _log.warning("%s", error)
-            if task.needs_upload and not task.uploaded.done():
+            if not task.is_offered:
                 task.uploaded.set_exception(error)
             raise
         finally:
@@ -174,7 +179,8 @@ class Committer:
         if TierKind.DISK in sound:
             self.lasting.reach(id_)
         why = self.lasting.reasons
-        task.needs_upload = self.uploads.offer(part, task.uploaded, statuses)
+        task.is_offered = True
+        self.uploads.offer(part, task.uploaded, statuses)
         if is_complete:
             self._whole = id_
         self._sound.update(dict.fromkeys(sound, id_))
@@ -183,8 +189,6 @@ class Committer:
         def commit() -> None:
             for tier in self._own if self._is_first_of_node else ():
                 self._tidy(tier, id_, busy)
-            if part is not None and task.needs_upload:
-                self.uploads.upload(part, task.uploaded, self._storing.progress)
 
         statuses = self._finish(self._submit(commit), self._storing, self._describe)
         self._learn(statuses)
@@ -199,13 +203,16 @@ class Committer:
             raise CheckpointError(
                 f"storage hadn't let go of what was saved before {task.content.id}."
             )
-        return write_part(task.snapshot, task.metadata, self._own, self._storing.progress)
+        remote, progress = self.uploads.tier, self._storing.progress
+        part = write_part(task.snapshot, task.metadata, self._own, remote, progress)
+        self.uploads.note(part)
+        return part
 
     def _describe(self, part: OwnPart | None) -> dict[str, Any]:
         """Return this rank's status, which the other ranks need."""
         return {
             "has": [tier.kind for tier in self._own],
-            "written": [] if part is None else list(part.stores),
+            "written": [k for k in part.stores if k is not TierKind.REMOTE] if part else [],
             "errors": [] if part is None else list(part.errors),
             "address": self._address,
             "waited_s": self.lasting.waited_s,
@@ -221,6 +228,7 @@ class Committer:
         uploaded = self.uploads.newest_everywhere(statuses)
         if uploaded is not None:
             self.lasting.reach(uploaded)  # A disk may have been the first.
+            self._sound[TierKind.REMOTE] = uploaded
             if self._rank == 0:
                 self.uploads.confirm_later(uploaded)
 

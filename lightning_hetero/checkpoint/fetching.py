@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.deadlines import map_on_threads
 from lightning_hetero.checkpoint.manifest import (
     Buffer,
     PartManifest,
@@ -135,20 +135,13 @@ class Fetcher:
         Raises:
             CheckpointError: No location of a file is left; the message names the layer.
         """
-        readers = BackgroundThread("checkpoint-fetch", _READERS)
-        chunks = cut_into_chunks(ranges, self._manifests, chunk_bytes)
-        results = [
-            readers.submit(self._fetch, item, self._turn + index, deliver)
-            for index, item in enumerate(chunks)
-        ]
-        readers.finish()
-        try:
-            for result in results:
-                result.result()
-                progress.tick()
-        finally:
-            for result in results:
-                result.cancel()
+        chunks = enumerate(cut_into_chunks(ranges, self._manifests, chunk_bytes), self._turn)
+        map_on_threads(
+            lambda item: self._fetch(item[1], item[0], deliver),
+            chunks,
+            count=_READERS,
+            progress=progress,
+        )
 
     def choose(self, item: FileRange, turn: int) -> tuple[Source, Location]:
         """Return from where a range is read: locations of the cheapest kind take turns.

@@ -108,51 +108,34 @@ class Parts:
     """Attempt number of the checkpoints that are saved next."""
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """No copy can serve this rank: the model isn't the one that was saved."""
-
-    why: str
-
-
 def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
     """Return what this rank needs, or why a rank can't have all; the same kind on all ranks.
 
     Every rank calls it. Communicates.
 
     Raises:
-        CheckpointError: The model or its optimizer isn't the one whose state this is.
+        CheckpointError: The model or its optimizer isn't the one whose state this is; all ranks
+            raise it.
         PeerError: Another rank is gone.
     """
-
-    def describe(found: Recovered | _Refused | str) -> dict[str, str]:
-        if isinstance(found, Recovered):
-            return {}
-        own = f"Rank {peers.global_rank}: "
-        is_refused = isinstance(found, _Refused)
-        return {"refused": own + found.why} if is_refused else {"missing": own + str(found)}  # type: ignore[union-attr]
-
-    done, answers = peers.do(
-        lambda progress: _take(needs, parts, peers.global_rank, progress), describe, may_fail=True
-    )
-    for answer in answers:
-        if "refused" in answer:
-            raise CheckpointError(answer["refused"])
-    for answer in answers:
-        if why := answer.get("missing") or answer.get("error"):
-            return str(why)
-    found = done.result()
-    assert isinstance(found, Recovered)
-    return found
-
-
-def _take(
-    needs: Sequence[SliceNeed], parts: Parts, turn: int, progress: Progress
-) -> Recovered | _Refused | str:
+    assembly, refusal = None, ""
     try:
         assembly = Assembly(needs, parts.manifests, parts.own_part)
     except CheckpointError as error:
-        return _Refused(str(error))
+        refusal = f"Rank {peers.global_rank}: {error}"
+    for text in peers.gather(refusal):
+        if text:
+            raise CheckpointError(text)
+    assert assembly is not None
+    own = assembly  # For the type checker.
+    fetching, answers = peers.do(
+        lambda progress: _fetch(own, parts, peers.global_rank, progress), may_fail=True
+    )
+    errors = [str(answer["error"]) for answer in answers if "error" in answer]
+    return errors[0] if errors else fetching.result()
+
+
+def _fetch(assembly: Assembly, parts: Parts, turn: int, progress: Progress) -> Recovered:
     fetcher = Fetcher(
         parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
     )
@@ -161,7 +144,7 @@ def _take(
         slices, metadata, rank_metadata = assembly.finish()
     except CheckpointError as error:
         tried = f" Tried: {'; '.join(fetcher.failures)}." if fetcher.failures else ""
-        return f"{error}{tried}"
+        raise CheckpointError(f"{error}{tried}") from error
     first = next(iter(parts.manifests.values()))
     report = RecoveryReport(
         id=parts.id,
@@ -355,6 +338,7 @@ def begin_run(
     node: str = "node",
     peers: Peers | None = None,
     skip_unreadable: bool = False,
+    anew: bool = False,
 ) -> CheckpointId:
     """Return the run's identity and the attempt number of this start's checkpoints, as an id.
 
@@ -368,6 +352,7 @@ def begin_run(
         node: Name of this rank's node.
         peers: The ranks; None for a single one.
         skip_unreadable: Go on without tiers that can't be read.
+        anew: Whether a new run begins, whatever the tiers hold.
 
     Returns:
         Step 0 of the attempt.
@@ -376,14 +361,17 @@ def begin_run(
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
     search = _Search.open(tiers, node, peers)
-    if recovered is None:
-        search.look()
-        choice = choose(search.inventory, skip_unreadable=skip_unreadable)
-        proposals = search.peers.gather(new_run())
-        run = proposals[0] if choice.run is None else choice.run
-        attempt = choice.attempt
-    else:
+    if recovered is not None:
         run, attempt = recovered.id.run, recovered.report.attempt
+    else:
+        run, attempt = search.peers.gather(new_run())[0], 0
+        if not anew:
+            search.look()
+            choice = choose(search.inventory, skip_unreadable=skip_unreadable)
+            run = run if choice.run is None else choice.run
+            attempt = choice.attempt
     own = search.looked_after
-    search.peers.do(lambda _: mark_places(own, run), may_fail=skip_unreadable)
+    # Places that know the state's run have its mark: whoever goes on needn't wait for them.
+    may_fail = skip_unreadable or recovered is not None
+    search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
     return CheckpointId(0, attempt, run)

@@ -1,4 +1,4 @@
-"""Checkpoints outside of training: list them, look into them, verify them, export them.
+"""Checkpoints outside of training: list, look into, verify, export, reject and delete them.
 
 Export puts all slices together into one file with `state_dict`, `optimizer_states` and whatever the
 metadata holds, which `LightningModule.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` on one
@@ -6,7 +6,7 @@ device read. Optimizer state is keyed by parameter names here and by running num
 """
 
 import os
-import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ from lightning_hetero.checkpoint.content import (
     num_rows,
     optimizer_state_dict,
 )
+from lightning_hetero.checkpoint.fetching import Fetcher, FileRange
 from lightning_hetero.checkpoint.from_files import Recovered, recover
 from lightning_hetero.checkpoint.inventory import (
     Inventory,
     Manifests,
     choose_run,
     complete_checkpoints,
+    locations_of_files,
     take_inventory,
 )
 from lightning_hetero.checkpoint.manifest import (
@@ -41,15 +43,19 @@ from lightning_hetero.checkpoint.tiers import (
     Location,
     Tier,
     checkpoints_in,
+    remove_checkpoints,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process import write_whole
 from lightning_hetero.core.texts import format_table
 
 __all__ = [
     "View",
+    "describe_layers",
     "export_checkpoint",
     "list_checkpoints",
     "look",
+    "prune",
     "reject",
     "verify",
 ]
@@ -142,6 +148,59 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
     header = ("step", "attempt", "parts", "complete", "in", *(("run",) if several else ()))
     table = format_table(header, rows) if rows else "no checkpoints"
     return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
+
+
+def describe_layers(view: View) -> str:
+    """Return a table of layers × places, with the share of a layer's bytes that each place has.
+
+    The last column names the places from which a rank that reaches all of them would read it.
+    """
+    locations = locations_of_files(view.inventory, view.manifests)
+    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda _: None, turn=0)
+    sizes: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
+    totals: dict[int, int] = defaultdict(int)
+    sources: dict[int, set[str]] = defaultdict(set)
+    for (part, name), places in locations.items():
+        entry = view.manifests[part].file(name)
+        if entry.unit is None:
+            continue
+        totals[entry.unit] += entry.size_bytes
+        for at in places:
+            sizes[entry.unit][at] += entry.size_bytes
+        chosen = fetcher.choose(FileRange(part, name, 0, 1), 0)[1] if places else "nowhere"
+        sources[entry.unit].add(str(chosen))
+    columns = sorted({at for found in sizes.values() for at in found})
+    num_layers = next(iter(view.manifests.values())).num_layers
+    rows = [
+        (
+            name_of_unit(unit, num_layers),
+            f"{total / 1e6:.2f}",
+            *(f"{sizes[unit][at] / total:.0%}" for at in columns),
+            ", ".join(sorted(sources[unit])),
+        )
+        for unit, total in sorted(totals.items())
+    ]
+    table = format_table(("layer", "MB", *map(str, columns), "read from"), rows)
+    return f"{view.id}, saved by {view.world_size} ranks\n{table}"
+
+
+def prune(tier: Tier) -> list[CheckpointId]:
+    """Delete what is older than each run's newest `tier.keep` complete ones; return what it was.
+
+    Args:
+        tier: A place that holds all ranks' parts.
+    """
+    inventory, files = take_inventory([tier], node=_NODE), tier.store.list()
+    complete: dict[str, list[CheckpointId]] = defaultdict(list)
+    for item in complete_checkpoints(inventory):
+        complete[item.run].append(item)
+    gone = [
+        item
+        for item in checkpoints_in(files)
+        if any(item < oldest for oldest in complete[item.run][tier.keep - 1 : tier.keep])
+    ]
+    remove_checkpoints(tier.store, files, gone)
+    return gone
 
 
 def reject(tiers: Sequence[Tier], step: int) -> list[str]:
@@ -253,17 +312,17 @@ def export_checkpoint(
             f"{recovered.id} has no 'pytorch-lightning_version' in its metadata, so "
             "Lightning can't read an export of it. It was saved without a Trainer."
         )
-    target = Path(path)
-    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
-    try:
-        with temporary.open("xb") as file:
+
+    def write(new: Path) -> None:
+        with new.open("xb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
+
+    try:
+        write_whole(Path(path), write)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"Can't write {target}: {error}") from error
+        raise CheckpointError(f"Can't write {path}: {error}") from error
     return recovered
 
 

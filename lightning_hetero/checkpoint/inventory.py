@@ -14,7 +14,6 @@ lasting one.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 
 from pydantic import TypeAdapter
 
@@ -90,12 +89,12 @@ class Inventory:
 
     def encode(self) -> str:
         """Return it as JSON."""
-        return _parser().dump_json(self).decode()
+        return _PARSER.dump_json(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> "Inventory":
         """Parse what `encode` returns."""
-        return _parser().validate_json(text)
+        return _PARSER.validate_json(text)
 
     @classmethod
     def merge(cls, inventories: Iterable["Inventory"]) -> "Inventory":
@@ -106,9 +105,7 @@ class Inventory:
         return cls(**{name: tuple(sorted(entries, key=repr)) for name, entries in found.items()})
 
 
-@cache
-def _parser() -> TypeAdapter[Inventory]:
-    return TypeAdapter(Inventory)
+_PARSER = TypeAdapter(Inventory)
 
 
 def take_inventory(

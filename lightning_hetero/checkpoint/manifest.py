@@ -14,7 +14,7 @@ another plan or tensor-parallel degree asks for, is one byte range.
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import total_ordering
 from typing import Any, TypeAlias
@@ -37,7 +37,6 @@ __all__ = [
     "TensorEntry",
     "align_to_blocks",
     "fault_in",
-    "first_corrupt_block",
     "manifest_name",
     "name_of_unit",
     "parse_manifest_name",
@@ -61,6 +60,8 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
+_BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
 
 
 @total_ordering
@@ -199,6 +200,29 @@ class PartManifest:
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
 
+    def refuse_crafted(self) -> None:
+        """Check that a rank can have written this manifest: its file may come from anywhere.
+
+        Raises:
+            CheckpointError: It names files outside of its folder, or bytes that files don't have.
+        """
+        sizes = {entry.name: entry.size_bytes for entry in self.files}
+        names = [(name, f"{self.id.folder}/{name}") for name in sizes]
+        is_good = (
+            CheckpointId.parse(self.id.folder) == self.id
+            and 0 <= self.part < self.world_size
+            and self.block_bytes > 0
+            and all(_BARE_NAME.fullmatch(name) and not parse_manifest_name(n) for name, n in names)
+            and all(len(e.checksums) == -(-e.size_bytes // self.block_bytes) for e in self.files)
+            and all(
+                0 <= tensor.begin <= tensor.end <= sizes.get(tensor.file, -1)
+                for item in self.slices
+                for tensor in item.tensors
+            )
+        )
+        if not is_good:
+            raise CheckpointError("The checkpoint's manifest can't have been written by a rank.")
+
     def encode(self) -> bytes:
         """Return the manifest as JSON text that carries its own checksum."""
         fields = {"format": _FORMAT, **_PARSER.dump_python(self)}
@@ -279,33 +303,13 @@ def align_to_blocks(start: int, stop: int, *, block_bytes: int, size_bytes: int)
     )
 
 
-def first_corrupt_block(
-    data: Buffer, start: int, checksums: Sequence[int], *, block_bytes: int
-) -> int | None:
-    """Return the index of the first block of `data` that doesn't match, or None.
-
-    Args:
-        data: Bytes of a file from `start` on, up to a block's end or the file's.
-        start: A multiple of `block_bytes`.
-        checksums: Of all blocks of the file.
-        block_bytes: Bytes that one checksum covers.
-    """
-    view = memoryview(data).cast("B")
-    first = start // block_bytes
-    for index in range(-(-len(view) // block_bytes)):
-        block = view[index * block_bytes : (index + 1) * block_bytes]
-        if zlib.crc32(block) != checksums[first + index]:
-            return first + index
-    return None
-
-
 def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes: int) -> str:
     """Return what is wrong with bytes [start, stop), whole blocks, of a file; "" if nothing is."""
     if len(data) != stop - start:
         return f"got {len(data)} of {stop - start} bytes at {start}"
-    if not entry.checksums:  # Live memory has none.
-        return ""
-    block = first_corrupt_block(data, start, entry.checksums, block_bytes=block_bytes)
-    if block is None:
-        return ""
-    return f"the checksum of block {block} ({block_bytes} bytes each) is wrong"
+    view, first = memoryview(data).cast("B"), start // block_bytes
+    # Live memory has no checksums.
+    for index, checksum in enumerate(entry.checksums[first : -(-stop // block_bytes)]):
+        if zlib.crc32(view[index * block_bytes : (index + 1) * block_bytes]) != checksum:
+            return f"the checksum of block {first + index} ({block_bytes} bytes each) is wrong"
+    return ""

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
+from lightning_hetero.core.process import is_loopback
+
 __all__ = ["Address", "FileServer", "PeerFiles", "Probe", "Readable", "own_host"]
 
 Address = tuple[str, int, str]
@@ -208,9 +210,5 @@ def own_host(meeting_host: str) -> str:
         with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
             probe.connect(found[4])
             own = str(probe.getsockname()[0])
-        return meeting_host if _is_loopback(own) else own
+        return meeting_host if is_loopback(own) else own
     return meeting_host
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

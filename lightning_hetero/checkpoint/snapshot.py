@@ -36,14 +36,14 @@ class HostBuffer:
         self._free = threading.Semaphore(1)
         self._copier = BackgroundThread("checkpoint-snapshot")
 
-    def take(self, content: CheckpointContent, timeout_s: float | None = None) -> "Snapshot":
-        """Start a snapshot; wait first until the memory of the earlier one is released.
+    def take(self, content: CheckpointContent) -> "Snapshot":
+        """Start a snapshot.
 
         Raises:
-            TimeoutError: The memory didn't become free in time.
+            TimeoutError: Storage still reads the memory of the earlier one.
         """
-        if not self._free.acquire(timeout=timeout_s):
-            raise TimeoutError(f"The last checkpoint wasn't written within {timeout_s} s.")
+        if not self._free.acquire(blocking=False):
+            raise TimeoutError("The last checkpoint hasn't been written yet.")
         try:
             return self._start(content)
         except BaseException:

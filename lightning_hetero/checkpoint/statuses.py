@@ -11,6 +11,7 @@ Keys are set again and again, so they don't pile up. Bytes of files don't travel
 but from rank to rank (`serving`).
 """
 
+import copy
 import itertools
 import json
 import time
@@ -26,8 +27,8 @@ from lightning_hetero.core.process import Deadline, Progress
 
 __all__ = ["Keys", "Peers"]
 
-_LONGEST_PAUSE_S = 0.05
 _LOOK_AGAIN_S = 1.0
+"""Seconds between two looks at a rank's server."""
 _T = TypeVar("_T")
 
 
@@ -90,16 +91,9 @@ class Peers:
 
     def branch(self) -> "Peers":
         """Return the same ranks for another thread; all ranks call it in the same order."""
-        made = Peers(
-            self._keys,
-            global_rank=self.global_rank,
-            world_size=self.world_size,
-            timeout_s=self.timeout_s,
-            is_over=self._is_over,
-        )
+        made = copy.copy(self)
+        made.progress, made._round, made._branches = Progress(), 0, itertools.count()
         made._prefix = f"{self._prefix}{next(self._branches)}/"
-        made.server = self.server
-        made._next_rank = self._next_rank
         return made
 
     def serve(self, stores: Mapping[str, Readable]) -> Address | None:
@@ -233,7 +227,7 @@ class Peers:
                     "they are only slow, allow more time (timeout)."
                 )
             time.sleep(pause_s)
-            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2.0 * pause_s, 0.05 * _LOOK_AGAIN_S)
 
     def _find_gone(self) -> int | None:
         """Return a rank whose process has ended, which the rank before it finds and tells all."""

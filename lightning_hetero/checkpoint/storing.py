@@ -3,9 +3,10 @@
 If one of the node's own tiers fails, the other tiers and ranks go on, and what it has taken of the
 part is deleted, so that a full disk doesn't fill up with useless files.
 
-The remote tier gets parts after that. All ranks decide the same, from everyone's `status`: while an
-upload runs anywhere, later checkpoints stay local, and only the newest of them is uploaded
-afterwards. A part is copied from the fastest own tier that has it, else from the snapshot.
+The remote tier gets parts after that, from the fastest own tier that has them. All ranks decide
+the same, from everyone's `status`: while an upload runs anywhere, later checkpoints stay local, and
+only the newest of them is uploaded afterwards. A part that no own tier takes goes to the remote one
+at once.
 
 One failed save doesn't end training: the next one may succeed. But if no disk and no store takes
 any, the next fault would lose everything trained meanwhile, and the user must know.
@@ -58,14 +59,9 @@ class OwnPart:
     """Its files, readable until the snapshot is released."""
     manifest: PartManifest
     stores: Mapping[TierKind, Store]
-    """The own tiers that have it, fastest first."""
+    """The tiers that have it, fastest first; the remote one only if no own tier has."""
     errors: Sequence[str]
-    """Why the other own tiers don't have it."""
-
-    @property
-    def source(self) -> Store | None:
-        """The fastest own tier that has it."""
-        return next(iter(self.stores.values()), None)
+    """Why the other tiers don't have it."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -75,9 +71,20 @@ class OwnPart:
 
 
 def write_part(
-    snapshot: Snapshot, metadata: Mapping[str, bytes], tiers: Sequence[Tier], progress: Progress
+    snapshot: Snapshot,
+    metadata: Mapping[str, bytes],
+    own: Sequence[Tier],
+    remote: Tier | None,
+    progress: Progress,
 ) -> OwnPart:
-    """Write a part into all own tiers that take it; `progress` is told of every chunk.
+    """Write a part into all own tiers that take it, else into the remote one.
+
+    Args:
+        snapshot: The state.
+        metadata: See `encode_part`.
+        own: The node's own tiers, fastest first.
+        remote: The remote tier, None if there is none.
+        progress: Ticks with every chunk.
 
     Raises:
         CheckpointError: The state isn't finite or can't be encoded.
@@ -89,7 +96,9 @@ def write_part(
     stores: dict[TierKind, Store] = {}
     errors: list[str] = []
     manifest: PartManifest | None = None
-    for tier in tiers:
+    for tier in (*own, remote):
+        if tier is None or (stores and tier is remote):
+            continue
         try:
             _write_files(tier.store, content.id, bodies, progress)
             manifest = manifest or make_manifest(content, bodies, slices)
@@ -144,6 +153,11 @@ class Uploads:
         self._confirmed: CheckpointId | None = None
         self._error = ""
 
+    def note(self, part: OwnPart) -> None:
+        """Note that a part has been brought to the remote tier already, if it has."""
+        if TierKind.REMOTE in part.stores:
+            self._done.append(part.manifest.id)
+
     def status(self) -> dict[str, Any]:
         """Return what the other ranks must know."""
         deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
@@ -162,64 +176,45 @@ class Uploads:
 
     def offer(
         self, part: OwnPart | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
-    ) -> bool:
-        """Start the upload of a part, keep it for later, or skip it: the same on all ranks.
-
-        Returns:
-            Whether the caller must upload the part itself, from memory (`upload`).
-        """
-        is_free = not any(status["uploading"] for status in statuses)
-        is_everywhere = not any("error" in status for status in statuses)
-        can_wait = all(status["written"] for status in statuses)
-        if self.tier is None or part is None or not is_everywhere or not (is_free or can_wait):
+    ) -> None:
+        """Start the upload of a part, keep it for later, or skip it: the same on all ranks."""
+        if self.tier is None or part is None or any("error" in status for status in statuses):
             uploaded.set_result(False)
-            return False
+            return
         if self._deferred is not None:
             self._deferred[1].set_result(False)
             self._deferred = None
-        if is_free and part.source is None:
-            return True
-        self._deferred = part, uploaded
-        if is_free:
-            self.start_deferred()
-        return False
+        if TierKind.REMOTE in part.stores:
+            uploaded.set_result(True)
+        elif not part.stores:
+            uploaded.set_exception(CheckpointError(" ".join(part.errors)))
+        else:
+            self._deferred = part, uploaded
+            if not any(status["uploading"] for status in statuses):
+                self.start_deferred()
 
     def start_deferred(self) -> None:
         """Upload the part that was kept for later, if there is one."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._running.append(deferred[0].manifest.id)
-            self._thread.submit(self._upload_stored, *deferred)
+            self._thread.submit(self._upload, *deferred)
 
-    def _upload_stored(self, part: OwnPart, uploaded: "Future[bool]") -> None:
-        self._copy(part, self._thread.progress)
-        # First, because whoever waits for the result may look for what runs.
-        self._running.remove(part.manifest.id)
-        self._resolve(uploaded)
-
-    def upload(self, part: OwnPart, uploaded: "Future[bool]", progress: Progress) -> None:
-        """Copy a part to the remote tier; the outcome is set in `uploaded`."""
-        self._copy(part, progress)
-        self._resolve(uploaded)
-
-    def _copy(self, part: OwnPart, progress: Progress) -> None:
+    def _upload(self, part: OwnPart, uploaded: "Future[bool]") -> None:
         assert self.tier is not None
-        tier, id_ = self.tier, part.manifest.id
+        source, id_ = next(iter(part.stores.values())), part.manifest.id
+        self._error = ""
         try:
-            if part.source is not None:
-                copy_part(part.source, tier.store, part.manifest, progress)
-            else:
-                _write_files(tier.store, id_, part.bodies, progress)
-                write_manifest(tier.store, part.manifest)
+            copy_part(source, self.tier.store, part.manifest, self._thread.progress)
+            self._done.append(id_)
         except Exception as error:
             # The client libraries of remote stores raise their own types.
-            self._error = f"Rank {part.manifest.part} couldn't upload {id_} to {tier}: {error}."
+            self._error = (
+                f"Rank {part.manifest.part} couldn't upload {id_} to {self.tier}: {error}."
+            )
             _log.warning("%s", self._error)
-        else:
-            self._error = ""
-            self._done.append(id_)
-
-    def _resolve(self, uploaded: "Future[bool]") -> None:
+        # First, because whoever waits for the result may look for what runs.
+        self._running.remove(id_)
         if self._error:
             uploaded.set_exception(CheckpointError(self._error))
         else:

@@ -156,13 +156,14 @@ def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartM
     """Read and check one manifest.
 
     Raises:
-        TornError: It is torn, or another part's.
+        TornError: It is torn, crafted, or another part's.
         OSError: It is missing. Stores may raise their client library's own types.
     """
     name = manifest_name(checkpoint, part)
     data = store.read(name)
     try:
         manifest = PartManifest.decode(data)
+        manifest.refuse_crafted()
     except CheckpointError as error:
         raise TornError(f"{store}/{name}: {error}") from error
     if (manifest.id, manifest.part) != (checkpoint, part):

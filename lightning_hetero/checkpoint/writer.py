@@ -141,6 +141,11 @@ class CheckpointWriter:
             _remote=task.uploaded,
         )
 
+    @property
+    def complete_steps(self) -> dict[str, int]:
+        """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
+        return self._committer.complete_steps
+
     def _take(self, content: CheckpointContent) -> Snapshot | None:
         """Start to copy the state, once the last checkpoint is written; None if that hangs."""
         try:
@@ -149,7 +154,7 @@ class CheckpointWriter:
             # What the ranks have agreed on by then, so all raise it at the same save.
             if self._committer.overdue is not None:
                 raise self._committer.overdue
-            return self._memory.take(content, timeout_s=0.0)
+            return self._memory.take(content)
         except TimeoutError as error:
             _log.warning("%s isn't saved: %s", content.id, error)
             return None

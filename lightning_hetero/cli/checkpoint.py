@@ -1,4 +1,4 @@
-"""`lightning-hetero checkpoint`: list, verify, export and reject checkpoints.
+"""`lightning-hetero checkpoint`: list, inspect, verify, export, reject and prune checkpoints.
 
 A PATH is a local folder or any URL that fsspec knows. Give several PATHs to look at the folders of
 all nodes, or at copies, together.
@@ -6,17 +6,21 @@ all nodes, or at copies, together.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
+from lightning_hetero.callbacks.checkpointing.places import free_memory
 from lightning_hetero.checkpoint.inspection import (
+    describe_layers,
     export_checkpoint,
     list_checkpoints,
     look,
+    prune,
     reject,
     verify,
 )
 from lightning_hetero.checkpoint.store import check_store, local_folder, open_store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["add_arguments", "run_checkpoint"]
 
@@ -24,15 +28,16 @@ _EXIT_DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `checkpoint list|verify|export|reject`."""
+    """Add `checkpoint list|inspect|verify|export|reject|prune`."""
     parser.description = (
-        "Look at checkpoints, check them, convert them. A PATH is a local folder or any URL that "
-        "fsspec knows. Give several PATHs to look at the folders of all nodes, or at copies, "
-        "together."
+        "Look at checkpoints, check them, convert them, delete old ones. A PATH is a local folder "
+        "or any URL that fsspec knows. Give several PATHs to look at the folders of all nodes, or "
+        "at copies, together."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "print one line for each checkpoint, the newest first"),
+        ("inspect", "print how much of each layer each place has"),
         ("verify", "read everything and compare the checksums"),
         ("export", "write one file that plain Lightning reads"),
     ):
@@ -51,10 +56,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rejecting.add_argument("step", type=int, metavar="STEP", help="the step")
     rejecting.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
+    pruning = actions.add_parser(
+        "prune",
+        help="delete old ones",
+        description="Delete what is older than the newest complete checkpoints of a place; or, "
+        "with --memory, what your runs have left in this machine's shared memory.",
+    )
+    pruning.add_argument("paths", nargs="*", metavar="PATH", help="a place with all ranks' parts")
+    pruning.add_argument("--keep", type=int, help="how many to keep there, 1 or more")
+    pruning.add_argument(
+        "--memory",
+        type=float,
+        metavar="HOURS",
+        help="free shared memory of runs that have written nothing for so long",
+    )
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
     """Run one action; 0, or 1 if `verify` finds damage."""
+    if arguments.action == "prune":
+        if (arguments.memory is None) == (len(arguments.paths) != 1 or arguments.keep is None):
+            raise ConfigurationError("prune takes one PATH and --keep, or --memory HOURS.")
+        if arguments.memory is not None:
+            for folder in free_memory(3600.0 * arguments.memory):
+                print(f"freed {folder}")
+            return 0
     tiers = [
         Tier(kind=TierKind.REMOTE, store=open_store(path), name=path) for path in arguments.paths
     ]
@@ -65,11 +91,23 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
     if len(readable) < len(tiers):
         # A place that is missing or can't be read isn't the same as an empty one.
         raise CheckpointError(" ".join(text for text in problems.values() if text is not None))
+    try:
+        return _act(arguments, tiers)
+    except OSError as error:
+        raise CheckpointError(f"Can't {arguments.action}: {error}.") from error
+
+
+def _act(arguments: argparse.Namespace, tiers: Sequence[Tier]) -> int:
     if arguments.action == "verify":
         return _verify(tiers, arguments.step)
-    if arguments.action == "reject":
+    if arguments.action == "inspect":
+        print(describe_layers(look(tiers, step=arguments.step)))
+    elif arguments.action == "reject":
         for text in reject(tiers, arguments.step):
             print(f"rejected {text}")
+    elif arguments.action == "prune":
+        for item in prune(replace(tiers[0], keep=arguments.keep)):
+            print(f"deleted {item}")
     elif arguments.action == "export":
         recovered = export_checkpoint(tiers, arguments.output, step=arguments.step)
         print(f"wrote {recovered.id} to {arguments.output}: {len(recovered.slices)} parameters")

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 from lightning_hetero.cli.run_page import render_page
-from lightning_hetero.cli.run_page.figures import charts, lanes, plan_rows
+from lightning_hetero.cli.run_page.figures import charts, lanes, memory_rows, plan_rows
 from lightning_hetero.cli.run_page.story import Story, read_story
 from lightning_hetero.core.errors import ConfigurationError
 
@@ -51,10 +51,11 @@ def render(story: Story) -> str:
     Raises:
         ConfigurationError: Jinja2 isn't installed.
     """
-    plans = []
+    plans, memory = [], []
     for step, plan in story.plans[-_MOST_PLANS:]:
         try:
             plans.append((step, plan_rows(plan, story.nodes)))
+            memory = memory_rows(story, plan)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             story.verdicts.append(f"The plan of step {step} can't be drawn: {error!r}")
     span_s = (story.last_s or 0.0) - (story.first_s or 0.0)
@@ -66,6 +67,7 @@ def render(story: Story) -> str:
         charts=charts(story),
         lanes=lanes(story),
         plans=plans,
+        memory=memory,
         duration=f"{span_s:.0f} s" if span_s < 7200 else f"{span_s / 3600:.1f} h",
         events=story.happenings[:_MOST_EVENTS],
         left_out=max(0, len(story.happenings) - _MOST_EVENTS),

@@ -11,6 +11,7 @@ Planning processes make assignments of samples ahead of time and pass them on as
 looks up the plan by its index and runs its own pipeline's micro-batches.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -83,16 +84,18 @@ def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action
     return tuple(Action(ActionKind.FORWARD, stage_index, m) for m in range(num_microbatches))
 
 
-def most_held(actions: Iterable[Action]) -> int:
-    """Return the most micro-batches between their forward and the gradient of their input."""
-    held = most = 0
+def most_held(actions: Iterable[Action]) -> dict[int, int]:
+    """Return by stage the most micro-batches between forward and the gradient of their input."""
+    held: dict[int, int] = defaultdict(int)
+    most: dict[int, int] = defaultdict(int)
     for action in actions:
+        stage = action.stage_index
         if action.kind is ActionKind.FORWARD:
-            held += 1
-            most = max(most, held)
+            held[stage] += 1
+            most[stage] = max(most[stage], held[stage])
         elif action.kind is not ActionKind.WEIGHT:
-            held -= 1
-    return most
+            held[stage] -= 1
+    return dict(most)
 
 
 @dataclass(frozen=True, kw_only=True)

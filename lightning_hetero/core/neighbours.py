@@ -8,13 +8,17 @@ receivers, a sender's link carries ⌈b/a⌉/b of an activation instead of ⌈b/
 receiver gets the other (b - 1)/b inside the group.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 
-__all__ = ["Neighbour", "SentPiece", "deal_pieces", "find_neighbour", "stage_edges"]
+__all__ = ["Edge", "Neighbour", "SentPiece", "deal_pieces", "find_neighbours", "stage_edges"]
+
+Edge = tuple[int, int, int]
+"""Sender, receiver and channel of messages that keep their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,18 @@ class SentPiece:
     receiver: int
     index: int = 0
     count: int = 1
+    channel: int = 0
+    """Tells apart what goes from one rank to another between several pairs of stages."""
+
+    @property
+    def edge(self) -> "Edge":
+        """Names the queue in which it travels."""
+        return self.sender, self.receiver, self.channel
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a rank keeps it: both stages are its own."""
+        return self.sender == self.receiver
 
     def bounds(self, num_bytes: int) -> tuple[int, int]:
         """Return the piece's bytes [first, last + 1); the last pieces may be short or empty."""
@@ -62,17 +78,48 @@ def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[SentP
     )
 
 
-def find_neighbour(global_rank: int, own: Sequence[int], other: Sequence[int]) -> Neighbour:
-    """Return another stage's group as a rank of the group `own` sees it."""
-    received = deal_pieces(other, own)[own.index(global_rank)]
-    sent = (piece for piece in deal_pieces(own, other) if piece.sender == global_rank)
-    return Neighbour(received=received, sent=tuple(sent))
+def find_neighbours(
+    global_rank: int, pipeline: PipelinePlan
+) -> dict[int, tuple[Neighbour | None, Neighbour | None]]:
+    """Return the stages before and after each of a rank's stages, as the rank sees them."""
+    pieces = _pieces_between(pipeline)
+
+    def seen(boundary: int, *, is_next: bool) -> Neighbour | None:
+        if not 0 <= boundary < len(pieces):
+            return None
+        sent, received = pieces[boundary] if is_next else pieces[boundary][::-1]
+        return Neighbour(
+            received=next(piece for piece in received if piece.receiver == global_rank),
+            sent=tuple(piece for piece in sent if piece.sender == global_rank),
+        )
+
+    return {
+        index: (seen(index - 1, is_next=False), seen(index, is_next=True))
+        for index, stage in enumerate(pipeline.stages)
+        if global_rank in stage.ranks
+    }
 
 
-def stage_edges(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
-    """Return each (sender, receiver) of a plan's activations and of their gradients, once."""
-    pairs = [
-        pair for pipeline in plan.pipelines for pair in pairwise([s.ranks for s in pipeline.stages])
-    ]
-    pieces = (piece for a, b in pairs for ends in ((a, b), (b, a)) for piece in deal_pieces(*ends))
-    return tuple(dict.fromkeys((piece.sender, piece.receiver) for piece in pieces))
+def stage_edges(plan: ParallelPlan) -> tuple[Edge, ...]:
+    """Return each queue of a plan's activations and of their gradients, once."""
+    ways = (
+        way for pipeline in plan.pipelines for both in _pieces_between(pipeline) for way in both
+    )
+    pieces = (piece for way in ways for piece in way)
+    return tuple(dict.fromkeys(piece.edge for piece in pieces if not piece.is_local))
+
+
+_Pieces = tuple[SentPiece, ...]
+
+
+def _pieces_between(pipeline: PipelinePlan) -> list[tuple[_Pieces, _Pieces]]:
+    """Return the pieces sent to the next stage and back, for each stage but the last."""
+    used: Counter[tuple[int, int]] = Counter()
+
+    def dealt(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[SentPiece]:
+        for piece in deal_pieces(senders, receivers):
+            yield replace(piece, channel=used[piece.sender, piece.receiver])
+            used[piece.sender, piece.receiver] += 1
+
+    pairs = pairwise([stage.ranks for stage in pipeline.stages])
+    return [(tuple(dealt(one, other)), tuple(dealt(other, one))) for one, other in pairs]

@@ -7,17 +7,18 @@ runtime executes it, and it can be written to JSON and read back.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.ownership import check_owners, check_owners_exist
+from lightning_hetero.core.places import RankPlace, find_places, workers_of
 from lightning_hetero.core.reading import LayerRange, build, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.texts import format_table, load_file, parse_json
 
-__all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
+__all__ = ["ParallelPlan", "PipelinePlan", "StagePlan"]
 
 
 @readable
@@ -69,7 +70,8 @@ class PipelinePlan:
     """One model replica: stages that cover every layer once and in order."""
 
     stages: tuple[StagePlan, ...]
-    """Stages in the order in which activations flow."""
+    """Stages in the order in which activations flow. Ranks may run several, their chunks: then each
+    of these names the same ranks."""
     num_microbatches: int | None = None
     """Micro-batches of this pipeline in an iteration; None leaves it to the strategy."""
     microbatch_size: int | None = None
@@ -105,7 +107,22 @@ class PipelinePlan:
     @property
     def usual_num_microbatches(self) -> int:
         """The default number of micro-batches, which keeps the stages busy."""
-        return 4 * self.num_stages if self.num_stages > 1 else 1
+        return 4 * len(self.groups) if self.num_stages > 1 else 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the stages, each group once."""
+        return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """For each stage the index of its ranks in `groups`."""
+        return workers_of([stage.ranks for stage in self.stages])
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether any ranks run several stages."""
+        return len(self.groups) < self.num_stages
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:
@@ -114,17 +131,8 @@ class PipelinePlan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All global ranks, stage by stage."""
-        return tuple(rank for stage in self.stages for rank in stage.ranks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """The place of one global rank in a plan."""
-
-    pipeline_index: int
-    stage_index: int
-    tp_rank: int
+        """All global ranks, group by group."""
+        return tuple(rank for group in self.groups for rank in group)
 
 
 @readable
@@ -138,7 +146,7 @@ class ParallelPlan:
         HeteroStrategy(plan=ParallelPlan.load("plan.json"))
 
     Raises:
-        PlanError: A rank has two places, layers are skipped or repeated, or pipelines disagree on
+        PlanError: A rank is in two groups, layers are skipped or repeated, or pipelines disagree on
             the number of layers.
     """
 
@@ -163,19 +171,7 @@ class ParallelPlan:
             )
         if all(pipeline.num_microbatches == 0 for pipeline in self.pipelines):
             raise PlanError("Every pipeline has num_microbatches 0; at least one must have work.")
-        places: dict[int, RankPlace] = {}
-        for pipeline_index, stage_index, stage in self.iter_stages():
-            for tp_rank, global_rank in enumerate(stage.ranks):
-                if global_rank in places:
-                    first = places[global_rank]
-                    raise PlanError(
-                        f"Rank {global_rank} stands in pipeline {first.pipeline_index} stage "
-                        f"{first.stage_index} and in pipeline {pipeline_index} stage "
-                        f"{stage_index}. Name each rank once."
-                    )
-                places[global_rank] = RankPlace(
-                    pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
-                )
+        places = find_places([[s.ranks for s in item.stages] for item in self.pipelines])
         object.__setattr__(self, "_places", places)
         check_owners(self.owner_shares, self.host_owners, self.ranks[-1])
 
@@ -214,8 +210,9 @@ class ParallelPlan:
         place = self.place(global_rank)
         if place is None:
             return 0.0
-        stage = self.pipelines[place.pipeline_index].stages[place.stage_index]
-        return len(stage.layers) / (self.num_layers * stage.tp_degree)
+        stages = self.pipelines[place.pipeline_index].stages
+        own = [stages[index] for index in place.chunks]
+        return sum(len(s.layers) for s in own) / (self.num_layers * own[0].tp_degree)
 
     def count_microbatches(self, unnamed: int | None = None) -> tuple[int, ...]:
         """Return the micro-batches of each pipeline in a full iteration.

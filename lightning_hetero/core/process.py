@@ -33,6 +33,7 @@ __all__ = [
     "answer_questions",
     "cache_folder",
     "installed_version",
+    "is_loopback",
     "machine_id",
     "machine_namespace",
     "membership_name",
@@ -57,6 +58,11 @@ def machine_namespace() -> str:
     with contextlib.suppress(OSError):
         return f"{machine_id()}/{os.readlink('/proc/self/ns/pid')}"
     return machine_id()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address of a host stands for the machine that uses it."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def name_membership(name: str) -> None:

@@ -371,7 +371,10 @@ def _stages_that_use(spec: ParameterSpec, pipeline: PipelinePlan) -> list[int]:
     stages = set()
     if OuterRole.FIRST in spec.roles:
         stages.add(0)
-    if OuterRole.LAST in spec.roles:
+    # Ranks that run both ends hold it once.
+    if OuterRole.LAST in spec.roles and not (
+        stages and pipeline.stages[-1].ranks == pipeline.stages[0].ranks
+    ):
         stages.add(pipeline.num_stages - 1)
     return sorted(stages)
 

@@ -52,11 +52,13 @@ class ExchangeKind(Choice):
     """How units travel between their owners and their holders."""
 
     AUTO = "auto"
-    """MESSAGES on gloo among few ranks, else COLLECTIVES."""
+    """MESSAGES on gloo among few ranks, else COLLECTIVES, or BY_NODE where that is faster."""
     MESSAGES = "messages"
     """One message for each unit and peer."""
     COLLECTIVES = "collectives"
     """One collective for each unit, and gradients summed by their owner in pipeline order."""
+    BY_NODE = "by-node"
+    """COLLECTIVES, but each node first sums the gradients of its ranks."""
     REDUCE_SCATTER = "reduce-scatter"
     """COLLECTIVES, but the backend sums gradients, in the compute dtype and in its own order, if
     all ranks of a unit hold it whole."""

@@ -151,6 +151,12 @@ class AheadPlanner:
         """
         text = self._store.wait(key, self._patience_s)
         if text is None:
+            if self._patience_s:
+                _log.warning(
+                    "No assignment has come within %g s, so the trainer plans this iteration "
+                    "itself. Give planning more time (num_ahead), or use fewer candidate plans.",
+                    self._patience_s,
+                )
             text = self._store.publish(key, plan_text(request))
         self.forget(key)
         return read_assignment(text, request)

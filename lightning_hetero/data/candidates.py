@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.packing import QUADRATIC_WEIGHT
 
-__all__ = ["Candidates", "assumed_costs"]
+__all__ = ["Candidates", "assumed_costs", "fill_empty"]
 
 _UNLIMITED = 2**40
 
@@ -25,7 +26,7 @@ class Candidates:
     costs: tuple[tuple[PipelineCost, ...], ...]
     """For each plan its pipelines' costs."""
     plans: tuple[ParallelPlan, ...] | None = None
-    """The plans; None on a single device under a strategy without plans."""
+    """The plans; None if every rank is a pipeline of its own, as under DDP."""
 
     def __post_init__(self) -> None:
         sizes = [len(costs) for costs in self.costs]
@@ -37,12 +38,12 @@ class Candidates:
             )
 
     @classmethod
-    def alone(cls) -> Self:
-        """Return the only candidate of a single device, which takes a step's samples at once."""
+    def equal_ranks(cls, world_size: int) -> Self:
+        """Return the only candidate of a strategy without plans: each rank is a pipeline."""
         cost = PipelineCost(
             a=QUADRATIC_WEIGHT, b=1.0, c=0.0, max_len=_UNLIMITED, util_len=_UNLIMITED, num_stages=1
         )
-        return cls(costs=((cost,),))
+        return cls(costs=((cost,) * world_size,))
 
     def first(self) -> Self:
         """Return only the first candidate."""
@@ -52,7 +53,7 @@ class Candidates:
     def pipeline_index(self, plan_index: int, global_rank: int) -> int | None:
         """Return a rank's pipeline under a plan; None if the rank is idle."""
         if self.plans is None:
-            return 0
+            return global_rank
         place = self.plans[plan_index].place(global_rank)
         return None if place is None else place.pipeline_index
 
@@ -71,7 +72,7 @@ class Candidates:
             )
 
         def factor(plan_index: int, pipeline_index: int) -> float:
-            ranks: Sequence[int] = (0,)
+            ranks: Sequence[int] = (pipeline_index,)
             if self.plans is not None:
                 ranks = self.plans[plan_index].pipelines[pipeline_index].ranks
             if max(ranks) >= len(slowdowns):
@@ -117,3 +118,23 @@ def assumed_costs(
             )
         )
     return tuple(costs)
+
+
+def fill_empty(assignment: Assignment) -> Assignment:
+    """Give each pipeline without samples one of the fullest pipeline's: DDP's ranks need one each.
+
+    A pipeline's micro-batches are merged into one, because such a rank runs one batch per step.
+
+    Raises:
+        ConfigurationError: There are fewer samples than pipelines.
+    """
+    if assignment.num_samples < len(assignment.microbatches):
+        raise ConfigurationError(
+            f"An iteration has {assignment.num_samples} samples for "
+            f"{len(assignment.microbatches)} ranks. Use a larger tokens_per_step or fewer ranks."
+        )
+    rows = [[i for batch in batches for i in batch] for batches in assignment.microbatches]
+    for row in rows:
+        if not row:
+            row.append(max(rows, key=len).pop())
+    return replace(assignment, microbatches=tuple((tuple(row),) for row in rows))

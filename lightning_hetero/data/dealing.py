@@ -22,6 +22,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.orders import Order, peek, size_of
+from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.models.batches import EmptyBatch
 
 __all__ = ["Deal", "DealtBatchSampler", "DealtIterable", "deal_of", "deal_out"]
@@ -102,11 +103,11 @@ def _is_stream(dataloader: DataLoader[Any]) -> bool:
 
 
 def _refuse_rank_sampler(sampler: object) -> None:
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+    if isinstance(sampler, DistributedSampler | TwoStageBatchSampler) and sampler.num_replicas > 1:
         raise ConfigurationError(
-            f"The data loader has a DistributedSampler over {sampler.num_replicas} replicas, so "
-            "the stages of a pipeline would see different samples. Give an ordinary sampler: "
-            "HeteroStrategy deals the batches out to the pipelines."
+            f"The data loader has a {type(sampler).__name__} over {sampler.num_replicas} replicas, "
+            "so the stages of a pipeline would see different samples. Give an ordinary sampler, "
+            "whose batches HeteroStrategy deals out to the pipelines, or HeteroDataModule."
         )
 
 

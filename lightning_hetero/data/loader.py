@@ -6,7 +6,8 @@ handed out in order.
 
 The loader deals by pipeline itself, so strategies don't change it. Its state is the data's cursor,
 from which a run can be resumed under any plan, with any number of ranks and workers. Iterations
-that workers have fetched but nobody has trained don't count.
+that were fetched but not trained don't count: those of workers, and the one that a Trainer
+prefetches from a stream without a length.
 """
 
 import time
@@ -21,12 +22,14 @@ from lightning_hetero.assign.iteration import AssignmentRequest
 from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.candidates import Candidates
-from lightning_hetero.data.order import Cursor, Drawn, EpochOrder, Progress
+from lightning_hetero.data.candidates import Candidates, fill_empty
+from lightning_hetero.data.order import Cursor, Drawn, IterationSource, Progress
 from lightning_hetero.data.samples import as_is
 from lightning_hetero.models.batches import AssignedBatch
 
-__all__ = ["AssignedLoader", "BatchMaker", "Ticket", "TicketDealer"]
+__all__ = ["AssignedLoader", "BatchMaker", "SizedLoader", "Ticket", "TicketDealer"]
+
+_NUM_REMEMBERED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,9 @@ class Ticket:
     """One rank's part of one iteration."""
 
     plan: ParallelPlan | None
-    """The plan that runs; None on a single device without plans."""
-    microbatches: tuple[tuple[int, ...], ...]
-    """For each micro-batch of the rank's pipeline the indices of its samples."""
+    """The plan that runs; None if each rank is a pipeline of its own."""
+    microbatches: tuple[tuple[Any, ...], ...]
+    """For each micro-batch of the rank's pipeline its samples, as in `Drawn.samples`."""
     first_index: int
     """Number of micro-batches of the pipelines before this rank's."""
     after: Cursor
@@ -55,7 +58,7 @@ class TicketDealer:
     """Draws iterations, has them assigned ahead of time, and deals one rank's part of each.
 
     Args:
-        source: The order of samples.
+        source: The source of iterations.
         planner: Assigns the iterations.
         candidates: The plans they may run under.
         global_rank: This rank.
@@ -64,7 +67,7 @@ class TicketDealer:
 
     def __init__(
         self,
-        source: EpochOrder,
+        source: IterationSource,
         planner: AheadPlanner,
         candidates: Candidates,
         *,
@@ -174,6 +177,8 @@ class TicketDealer:
 
     def _ticket(self, item: _Ahead) -> Ticket:
         assignment = self._planner.take(item.key, item.request)
+        if item.candidates.plans is None:
+            assignment = fill_empty(assignment)
         plan = (
             None if item.candidates.plans is None else item.candidates.plans[assignment.plan_index]
         )
@@ -190,7 +195,7 @@ class TicketDealer:
 
 def _samples(
     assignment: Assignment, drawn: Drawn, index: int | None
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[tuple[Any, ...], ...]:
     if index is None:
         return ()
     return tuple(tuple(drawn.samples[i] for i in batch) for batch in assignment.microbatches[index])
@@ -200,7 +205,7 @@ class BatchMaker:
     """A dataset whose keys are tickets' `microbatches`, and whose items are these, collated.
 
     Args:
-        samples: The samples by index.
+        samples: The samples by index; None if tickets hold the samples themselves.
         collate: Makes a micro-batch of a list of samples.
     """
 
@@ -208,7 +213,9 @@ class BatchMaker:
         self._samples = samples
         self._collate = collate
 
-    def __getitem__(self, microbatches: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    def __getitem__(self, microbatches: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        if self._samples is None:
+            return tuple(self._collate(list(batch)) for batch in microbatches)
         return tuple(self._collate([self._samples[key] for key in b]) for b in microbatches)
 
 
@@ -219,9 +226,10 @@ class AssignedLoader:
         dealer: Deals the tickets.
         maker: Makes their batches.
         progress: The run's cursor, which each batch moves; shared with the data module.
-        num_iterations: Iterations of an epoch. A Trainer that knows them doesn't prefetch.
         num_workers: Processes that read samples and collate; 0 uses this process.
         restarts: Whether each pass begins a new epoch instead of resuming the last one.
+        num_trained: Returns how many iterations of the epoch were trained, for a Trainer that
+            prefetches; None counts all batches that were handed out.
     """
 
     deals_by_pipeline = True
@@ -232,9 +240,9 @@ class AssignedLoader:
         maker: BatchMaker,
         progress: Progress,
         *,
-        num_iterations: int,
         num_workers: int = 0,
         restarts: bool = False,
+        num_trained: Callable[[], int | None] | None = None,
     ) -> None:
         self.dealer = dealer
         self.stall_s = 0.0
@@ -243,15 +251,19 @@ class AssignedLoader:
         """By it Lightning sets the epoch; of a loader with a `sampler` it would expect more."""
         self._progress = progress
         self._restarts = restarts
-        self._num_iterations = num_iterations
+        self._num_trained = num_trained
         self._tickets = _Tickets(dealer, progress)
+        self._recent: deque[Cursor] = deque(maxlen=_NUM_REMEMBERED)
         self._maker = maker
         self._num_workers = num_workers
 
     def __iter__(self) -> Iterator[Any]:
         if self._restarts and self._progress.cursor.num_samples:
             self._progress.end_epoch()
+        self.rewind()
         self._tickets.dealt.clear()
+        self._recent.clear()
+        self._recent.append(self._progress.cursor)
         # Made for each pass, so that its workers end with the pass.
         batches: DataLoader[Any] = DataLoader(
             self._maker,  # type: ignore[arg-type]
@@ -263,25 +275,55 @@ class AssignedLoader:
         for microbatches in batches:
             ticket = self._tickets.dealt.popleft()
             self._progress.cursor = ticket.after
+            self._recent.append(self._progress.cursor)
             self.stall_s = self._tickets.take_waited_s()
             yield _batch_of(ticket, microbatches)
         self._progress.end_epoch()
 
-    def __len__(self) -> int:
-        return self._num_iterations
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor after the last iteration handed out; the same on every rank."""
-        return self._progress.state_dict()
+        """Return the cursor after the last trained iteration; the same on every rank."""
+        return self._progress.state_dict(self._trained())
 
     @property
     def num_fetched(self) -> int:
-        """Number of iterations that are dealt but not handed out yet: those of workers."""
-        return len(self._tickets.dealt)
+        """Number of iterations that are dealt but not trained yet, as far as known."""
+        trained = self._trained()
+        num_given = 0 if trained is None else len(self._recent) - 1 - self._recent.index(trained)
+        return len(self._tickets.dealt) + num_given
+
+    def rewind(self) -> None:
+        """Move the cursor back to the last trained iteration, unless another epoch has begun.
+
+        A Trainer that reloads its data loaders begins an epoch twice, and has prefetched by then.
+        """
+        trained = self._trained()
+        if trained is not None and self._progress.cursor == self._recent[-1]:
+            self._progress.cursor = trained
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, under any topology; CheckpointError if it is of another order."""
         self._progress.load_state_dict(state)
+
+    def _trained(self) -> Cursor | None:
+        """Return the cursor after the last iteration that was trained; None if unknown."""
+        done = None if self._num_trained is None else self._num_trained()
+        trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
+        return trained[-1] if trained else None
+
+
+class SizedLoader(AssignedLoader):
+    """A loader whose number of iterations is known, the same in every epoch.
+
+    Args:
+        num_iterations: Iterations of an epoch.
+    """
+
+    def __init__(self, *args: Any, num_iterations: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_iterations = num_iterations
+
+    def __len__(self) -> int:
+        return self._num_iterations
 
 
 class _EpochSetter:
@@ -310,7 +352,7 @@ class _Tickets:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+    def __iter__(self) -> Iterator[tuple[tuple[Any, ...], ...]]:
         tickets = self._dealer.deal(self._progress.cursor)
         while True:
             start_s = time.perf_counter()
@@ -323,7 +365,7 @@ class _Tickets:
 
 
 def _batch_of(ticket: Ticket, microbatches: tuple[Any, ...]) -> Any:
-    """Return the batch that the strategy runs; without plans the only micro-batch."""
+    """Return the batch that the strategy runs; without plans the rank's only micro-batch."""
     if ticket.plan is None:
         return microbatches[0]
     return AssignedBatch(

@@ -2,16 +2,18 @@
 
 Every iteration draws samples up to a budget of tokens, assigns them under every candidate plan of
 the strategy and runs the best (Hydraulis §4), planned in the background while earlier iterations
-train. On a single device without `HeteroStrategy` each iteration is one batch.
+train. Under a strategy without plans (DDP, one device) each rank is a pipeline of its own.
 """
 
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.pytorch.strategies import ParallelStrategy
 from numpy.typing import ArrayLike
 from typing_extensions import override
 
@@ -21,31 +23,39 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
-from lightning_hetero.data.loader import AssignedLoader, BatchMaker, TicketDealer
-from lightning_hetero.data.order import (
-    EpochOrder,
-    Progress,
+from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader, TicketDealer
+from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
+from lightning_hetero.data.samples import (
+    OnOverlong,
+    TokenSamples,
+    cached_lengths,
+    let_models_attend_packed,
 )
-from lightning_hetero.data.samples import TokenSamples, cached_lengths, let_models_attend_packed
+from lightning_hetero.data.streams import StreamOrder, is_stream
 from lightning_hetero.models import pack_samples
 
 __all__ = ["HeteroDataModule"]
 
 _NUM_SAMPLED = 20_000
+_NUM_STREAMED = 8  # Iterations of a stream from which its lengths are sampled.
 
 
 class HeteroDataModule(pl.LightningDataModule):
     """Train on samples of different lengths, each once an epoch, balanced over the pipelines.
 
     Args:
-        train_dataset: Samples of token ids (see `data.samples`), with a length and indices.
+        train_dataset: Samples of token ids (see `data.samples`): map-style, or a stream that yields
+            the same samples on every rank.
         val_dataset: The same for validation; samples come in order, under the first plan.
-        tokens_per_step: Tokens of an iteration on all pipelines together, on average (see
-            `data.order`).
-        context_length: Most tokens of a sample; the rest of longer ones is cut off.
+        tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
+            of known lengths (see `data.order`), at most for streams. Only on a stream a run can
+            resume with another number.
+        context_length: Most tokens of a sample.
+        on_overlong: What to do with a longer one: "cut" off the rest, "split" it into several
+            samples, or "refuse" it with a BatchError.
         lengths: Tokens of each training sample; None reads them once and caches them in a file.
         seed: Seed of the shuffle, the same on every rank.
-        num_workers: Processes that read samples and collate.
+        num_workers: Processes that read samples of a map-style dataset and collate.
         collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
             Hugging Face models in the module see where they end (`use_packed_attention`). Other
             models must keep them apart themselves, as `varlen_attention` does.
@@ -53,8 +63,7 @@ class HeteroDataModule(pl.LightningDataModule):
             each when it is needed, without a process.
 
     Raises:
-        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`, or a dataset is
-            a stream.
+        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`.
         ModelError: In `setup`: samples are packed, and a Hugging Face model can't see where they
             end. A model that `configure_model` makes is refused when the loader is made.
     """
@@ -66,6 +75,7 @@ class HeteroDataModule(pl.LightningDataModule):
         *,
         tokens_per_step: int,
         context_length: int,
+        on_overlong: OnOverlong | str = OnOverlong.CUT,
         lengths: ArrayLike | None = None,
         seed: int = 0,
         num_workers: int = 0,
@@ -81,16 +91,9 @@ class HeteroDataModule(pl.LightningDataModule):
         self.tokens_per_step = tokens_per_step
         self.context_length = context_length
         self._datasets = {"train": train_dataset, "val": val_dataset}
-        self._splits = [split for split, dataset in self._datasets.items() if dataset is not None]
-        for split in self._splits:
-            kind = type(self._datasets[split])
-            if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
-                raise ConfigurationError(
-                    f"HeteroDataModule needs a dataset with a length and indices, but "
-                    f"{kind.__name__} is a stream. Store its samples, or use a DataLoader."
-                )
         self._lengths: dict[str, ArrayLike | None] = {"train": lengths, "val": None}
         self._seed = seed
+        self._on_overlong = OnOverlong(on_overlong)
         self._num_workers = num_workers
         self._collate = collate or pack_samples
         self._num_ahead = num_ahead
@@ -110,17 +113,18 @@ class HeteroDataModule(pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        for split in self._splits:
+        for split in self._sized():
             self._find_lengths(split)
 
     @override
     def setup(self, stage: str) -> None:
-        for split in self._splits:
+        for split in self._sized():
             if split not in self._samples:
                 self._samples[split] = TokenSamples(
                     self._datasets[split],
                     self._find_lengths(split),
                     context_length=self.context_length,
+                    on_overlong=self._on_overlong,
                 )
         self._progress = self._new_progress()
         self._prepare_models()
@@ -130,7 +134,11 @@ class HeteroDataModule(pl.LightningDataModule):
         self._prepare_models()
         candidates = self._find_candidates()
         assert self._progress is not None, "setup comes before train_dataloader"
-        self._train_loader = self._make_loader("train", candidates, self._progress)
+        if self._train_loader is not None:
+            self._train_loader.rewind()
+        self._train_loader = self._make_loader(
+            "train", candidates, self._progress, num_trained=self._num_trained
+        )
         if self._slowdowns is not None:
             self._train_loader.dealer.set_slowdowns(self._slowdowns)
         return self._train_loader
@@ -233,11 +241,17 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._count_planned()
 
     def sample_lengths(self) -> IntArray:
-        """Return the tokens of training samples, once cut; of many, those of a random part."""
-        lengths = self._samples["train"].lengths
-        if len(lengths) <= _NUM_SAMPLED:
-            return lengths
-        return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
+        """Return the tokens of training samples, once cut or split, or of a part of these.
+
+        The part is drawn at random; of a stream it is its first iterations.
+        """
+        if "train" in self._samples:
+            lengths = self._samples["train"].lengths
+            if len(lengths) <= _NUM_SAMPLED:
+                return lengths
+            return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
+        drawn = self._make_source("train", 1).draw(Cursor())
+        return np.concatenate([item.lengths for item in islice(drawn, _NUM_STREAMED)])
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -246,6 +260,14 @@ class HeteroDataModule(pl.LightningDataModule):
         if self.trainer is not None and self._collate is pack_samples:
             let_models_attend_packed(self.trainer.lightning_module)
 
+    def _sized(self) -> list[str]:
+        """Return the splits whose datasets are map-style."""
+        return [
+            split
+            for split, dataset in self._datasets.items()
+            if dataset is not None and not is_stream(dataset)
+        ]
+
     def _find_lengths(self, split: str) -> ArrayLike:
         lengths = self._lengths[split]
         if lengths is None:
@@ -253,49 +275,60 @@ class HeteroDataModule(pl.LightningDataModule):
         return lengths
 
     def _new_progress(self) -> Progress:
+        if "train" not in self._samples:
+            return Progress(seed=self._seed)
         return Progress(
             seed=self._seed,
             tokens_per_step=self.tokens_per_step,  # Cursors count iterations, too.
-            num_samples=len(self._datasets["train"]),
+            num_samples=len(self._samples["train"]),
         )
 
     def _find_candidates(self) -> Candidates:
-        if self._candidates is None and self.trainer is not None and self.trainer.world_size > 1:
-            raise ConfigurationError(
-                f"HeteroDataModule assigns samples to HeteroStrategy's pipelines, but "
-                f"{type(self.trainer.strategy).__name__} runs on {self.trainer.world_size} ranks. "
-                "Use Trainer(strategy=HeteroStrategy())."
+        return self._candidates or Candidates.equal_ranks(self._rank_and_count()[1])
+
+    def _make_source(self, split: str, min_samples: int) -> IterationSource:
+        training = split == "train"
+        if split in self._samples:
+            return EpochOrder(
+                self._samples[split].lengths,
+                tokens_per_step=self.tokens_per_step,
+                seed=self._seed,
+                shuffle=training and not self._overfits(),
+                min_samples=min_samples,
             )
-        return self._candidates or Candidates.alone()
+        return StreamOrder(
+            self._datasets[split],
+            tokens_per_step=self.tokens_per_step,
+            context_length=self.context_length,
+            on_overlong=self._on_overlong,
+            min_samples=min_samples,
+        )
 
     def _make_loader(
-        self, split: str, candidates: Candidates, progress: Progress, *, restarts: bool = False
+        self, split: str, candidates: Candidates, progress: Progress, **options: Any
     ) -> AssignedLoader:
+        by_pipeline = candidates.plans is not None
         self._num_loaders += 1
-        trainer: Any = self.trainer
-        overfits = trainer is not None and trainer.overfit_batches > 0
-        samples = self._samples[split]
-        order = EpochOrder(
-            samples.lengths,
-            tokens_per_step=self.tokens_per_step,
-            seed=self._seed,
-            shuffle=split == "train" and not overfits,
-        )
+        source = self._make_source(split, 1 if by_pipeline else len(candidates.costs[0]))
         dealer = TicketDealer(
-            order,
+            source,
             self._open_planner(),
             candidates,
-            global_rank=0 if trainer is None else trainer.global_rank,
+            global_rank=self._rank_and_count()[0],
             name=f"{split}/{self._num_loaders}",
         )
-        return AssignedLoader(
-            dealer,
-            BatchMaker(samples, self._collate),
-            progress,
-            num_iterations=len(order),
-            num_workers=self._num_workers,
-            restarts=restarts,
-        )
+        samples = self._samples.get(split)
+        maker = BatchMaker(samples, self._collate)
+        if isinstance(source, EpochOrder):
+            return SizedLoader(
+                dealer,
+                maker,
+                progress,
+                num_iterations=len(source),
+                num_workers=self._num_workers,
+                **options,
+            )
+        return AssignedLoader(dealer, maker, progress, **options)
 
     def _open_planner(self) -> AheadPlanner:
         if self._planner is None:
@@ -309,6 +342,30 @@ class HeteroDataModule(pl.LightningDataModule):
                     num_ahead=self._num_ahead,
                 )
         return self._planner
+
+    def _rank_and_count(self) -> tuple[int, int]:
+        """Return this rank's index, and the number of ranks, among which samples are divided.
+
+        Without plans, ranks that share a model (tensor parallelism) count as one.
+        """
+        if self.trainer is None:
+            return 0, 1
+        strategy = self.trainer.strategy
+        by_rank = {"rank": self.trainer.global_rank, "num_replicas": self.trainer.world_size}
+        if self._candidates is None and isinstance(strategy, ParallelStrategy):
+            by_rank |= strategy.distributed_sampler_kwargs
+        return by_rank["rank"], by_rank["num_replicas"]
+
+    def _overfits(self) -> bool:
+        trainer: Any = self.trainer
+        return trainer is not None and trainer.overfit_batches > 0
+
+    def _num_trained(self) -> int | None:
+        """Return how many iterations of the epoch the Trainer has trained."""
+        if self.trainer is None:
+            return None
+        tracked: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(tracked.processed)
 
     def _count_planned(self) -> int:
         """Return the number of training iterations that are drawn but not trained yet."""

@@ -11,7 +11,7 @@ cursor, which depends neither on plans, nor on ranks or workers.
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,6 +23,7 @@ __all__ = [
     "Cursor",
     "Drawn",
     "EpochOrder",
+    "IterationSource",
     "Progress",
     "checksum",
 ]
@@ -76,9 +77,9 @@ class Progress:
         """Move the cursor to the start of the next epoch."""
         self.cursor = Cursor(epoch=self.cursor.epoch + 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the cursor with the identity of the order."""
-        return {"order": dict(self._identity), "cursor": asdict(self.cursor)}
+    def state_dict(self, cursor: Cursor | None = None) -> dict[str, Any]:
+        """Return the cursor, or another one of the same order, with the identity of the order."""
+        return {"order": dict(self._identity), "cursor": asdict(cursor or self.cursor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the cursor of a saved state.
@@ -102,16 +103,23 @@ class Progress:
 class Drawn:
     """The samples of one iteration."""
 
-    samples: Sequence[int]
-    """Indices of the dataset's samples."""
+    samples: Sequence[Any]
+    """Indices of a map-style dataset, or the samples of a stream."""
     lengths: IntArray
     """Tokens of each sample."""
     before: Cursor
     after: Cursor
     checksum: int
     """Checksum of the samples, by which ranks notice that they have drawn different ones."""
-    is_last: bool
-    """Whether the epoch ends with it."""
+    is_last: bool = False
+    """Whether the epoch ends with it; always False for a stream, which can't tell."""
+
+
+class IterationSource(Protocol):
+    """A source of iterations; the same on every rank."""
+
+    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
+        """Yield iterations from a cursor on, to the end of its epoch or endlessly."""
 
 
 def checksum(*values: ArrayLike) -> int:
@@ -130,9 +138,10 @@ class EpochOrder:
         tokens_per_step: Tokens of an iteration, on average; at least those of the longest sample.
         seed: Seed of the shuffle.
         shuffle: Whether to shuffle every epoch; else samples keep their order.
+        min_samples: Least number of samples in an iteration.
 
     Raises:
-        ConfigurationError: A budget below the longest sample, or no samples.
+        ConfigurationError: A budget below the longest sample, or too few samples.
     """
 
     def __init__(
@@ -142,6 +151,7 @@ class EpochOrder:
         tokens_per_step: int,
         seed: int = 0,
         shuffle: bool = True,
+        min_samples: int = 1,
     ) -> None:
         self.lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         longest = int(self.lengths.max(initial=0))
@@ -150,10 +160,14 @@ class EpochOrder:
                 f"tokens_per_step is {tokens_per_step} but the longest sample has {longest} "
                 "tokens. Allow at least as many tokens an iteration, or a smaller context_length."
             )
-        if not len(self.lengths):
-            raise ConfigurationError("The dataset has 0 samples; give at least one.")
+        if len(self.lengths) < max(min_samples, 1):
+            raise ConfigurationError(
+                f"The dataset has {len(self.lengths)} samples but an iteration needs at least "
+                f"{max(min_samples, 1)}, one a rank. Use fewer ranks or more samples."
+            )
         wanted = -(-int(self.lengths.sum()) // tokens_per_step)
-        self._num_iterations = min(wanted, len(self.lengths))
+        self._num_iterations = min(wanted, len(self.lengths) // max(min_samples, 1))
+        self._min_samples = min_samples
         self._seed = seed
         self._shuffle = shuffle
 
@@ -197,7 +211,7 @@ class EpochOrder:
 
     def _stops(self, order: IntArray, cursor: Cursor) -> IntArray:
         """Return the ends of the iterations after a cursor, in samples; the last ends the epoch."""
-        count = len(self)
+        count, least = len(self), self._min_samples
         left = count - cursor.num_iterations
         if cursor.num_samples >= self.num_samples:
             return np.zeros(0, dtype=np.int64)
@@ -209,9 +223,9 @@ class EpochOrder:
         targets = number * (sums[-1] / count)
         above = np.searchsorted(sums, targets).clip(1, self.num_samples)
         nearest = above - (targets - sums[above - 1] < sums[above] - targets)
-        # Forwards, then backwards: a sample before each cut, and one left after it.
-        step = np.arange(1, left + 1)
+        # Forwards, then backwards: enough samples before each cut, and enough left after it.
+        step = np.arange(1, left + 1) * least
         stops = np.maximum(np.maximum.accumulate(nearest - step), cursor.num_samples) + step
-        stops = np.minimum(stops, self.num_samples - (left - step))
+        stops = np.minimum(stops, self.num_samples - (left * least - step))
         stops[-1] = self.num_samples
         return stops[stops > cursor.num_samples]

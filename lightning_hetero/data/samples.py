@@ -1,7 +1,8 @@
-"""Samples of token ids that fit the context: the rest of longer ones is cut off.
+"""Samples of token ids as pieces that fit the context: longer ones are cut, split or refused.
 
 A dataset's sample is a row of token ids (tensor, array or list), or a mapping with one as
-"input_ids", whose other entries of the same length (labels, masks) are cut alike.
+"input_ids", whose other entries of the same length (labels, masks) are cut alike. All other modules
+count pieces: a sample that is split counts as several.
 
 The lengths of a dataset's samples are read once and cached in a file. Its name is a digest of the
 dataset's type and size and the tokens of some samples, so that other datasets have other files. If
@@ -23,9 +24,11 @@ from torch import nn
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
 from lightning_hetero.core.process import cache_folder, write_whole
+from lightning_hetero.core.reading import Choice
 from lightning_hetero.models.packing import row_of, token_ids
 
 __all__ = [
+    "OnOverlong",
     "TokenSamples",
     "as_is",
     "cached_lengths",
@@ -33,49 +36,86 @@ __all__ = [
     "lengths_file",
     "let_models_attend_packed",
     "num_tokens",
+    "spans_of",
 ]
 
 _NUM_PROBES = 64
 
 
+class OnOverlong(Choice):
+    """What to do with a sample that is longer than the context."""
+
+    CUT = "cut"
+    """Keep only its first tokens."""
+    SPLIT = "split"
+    """Split it into several samples."""
+    REFUSE = "refuse"
+    """Raise an error that names it."""
+
+
 class TokenSamples:
-    """The samples of a map-style dataset, cut to the context.
+    """The pieces of a map-style dataset.
 
     Args:
         dataset: Anything with `len` and integer indices.
         lengths: Tokens of each sample; checked when a sample is read.
-        context_length: Most tokens of a sample.
+        context_length: Most tokens of a piece.
+        on_overlong: What to do with longer samples.
 
     Raises:
         ConfigurationError: Lengths don't match the dataset, or a sample is empty.
+        BatchError: A sample is too long and `on_overlong` is "refuse".
     """
 
-    def __init__(self, dataset: Any, lengths: ArrayLike, *, context_length: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: ArrayLike,
+        *,
+        context_length: int,
+        on_overlong: OnOverlong | str = OnOverlong.CUT,
+    ) -> None:
         if context_length < 1:
             raise ConfigurationError(f"context_length is {context_length}; it must be 1 or more.")
         self.dataset = dataset
         self._whole = _checked(lengths, len(dataset))
-        self._context_length = context_length
-        self.lengths: IntArray = np.minimum(self._whole, context_length)
-        """Tokens of each sample, once cut."""
+        action = OnOverlong(on_overlong)
+        if action is OnOverlong.REFUSE:
+            longest = int(self._whole.argmax())
+            spans_of(
+                int(self._whole[longest]),
+                longest,
+                context_length=context_length,
+                on_overlong=action,
+            )
+        counts = -(-self._whole // context_length)
+        if action is not OnOverlong.SPLIT:
+            counts = np.ones_like(counts)
+        self._sample_of = np.repeat(np.arange(len(self._whole)), counts)
+        number = np.arange(len(self._sample_of)) - (np.cumsum(counts) - counts)[self._sample_of]
+        self._starts: IntArray = number * context_length
+        left = self._whole[self._sample_of] - self._starts
+        self.lengths: IntArray = np.minimum(left, context_length)
+        """Tokens of each piece."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a cut sample, of the same type as the sample.
+        """Return a piece, of the same type as its sample.
 
         Raises:
             BatchError: The sample has another length than `lengths` says.
         """
-        sample = self.dataset[index]
-        found, expected = num_tokens(sample), int(self._whole[index])
+        sample_index, start = int(self._sample_of[index]), int(self._starts[index])
+        sample = self.dataset[sample_index]
+        found, expected = num_tokens(sample), int(self._whole[sample_index])
         if found != expected:
             raise BatchError(
-                f"Sample {index} has {found} tokens but its length is known as {expected}. Give "
-                "the dataset's true lengths, or delete the file that they were cached in."
+                f"Sample {sample_index} has {found} tokens but its length is known as {expected}. "
+                "Give the dataset's true lengths, or delete the file that they were cached in."
             )
-        return cut_sample(sample, self._context_length)
+        return cut_sample(sample, start, start + int(self.lengths[index]))
 
 
 def num_tokens(sample: Any) -> int:
@@ -83,17 +123,30 @@ def num_tokens(sample: Any) -> int:
     return len(token_ids(sample))
 
 
-def cut_sample(sample: Any, most: int) -> Any:
-    """Return a sample's first `most` tokens, and that part of its entries of equal length."""
+def cut_sample(sample: Any, start: int, stop: int) -> Any:
+    """Return tokens [start, stop) of a sample, and that part of its entries of equal length."""
     length = num_tokens(sample)
-    if length <= most:
+    if (start, stop) == (0, length):
         return sample
     if not isinstance(sample, Mapping):
-        return sample[:most]
+        return sample[start:stop]
     return {
-        key: value[:most] if _is_row(value) and len(value) == length else value
+        key: value[start:stop] if _is_row(value) and len(value) == length else value
         for key, value in sample.items()
     }
+
+
+def spans_of(
+    length: int, index: int, *, context_length: int, on_overlong: OnOverlong
+) -> list[tuple[int, int]]:
+    """Return (start, stop) of a sample's pieces; BatchError if it is too long and refused."""
+    if length > context_length and on_overlong is OnOverlong.REFUSE:
+        raise BatchError(
+            f"Sample {index} has {length} tokens but context_length is {context_length} and "
+            'on_overlong is "refuse". Drop it, or choose on_overlong="cut" or "split".'
+        )
+    last = length if on_overlong is OnOverlong.SPLIT else min(length, context_length)
+    return [(start, min(start + context_length, last)) for start in range(0, last, context_length)]
 
 
 def _is_row(value: Any) -> bool:

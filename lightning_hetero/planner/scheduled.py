@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from lightning_hetero.core.actions import Action
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlanningResult
 from lightning_hetero.schedules import (
@@ -18,12 +18,20 @@ from lightning_hetero.schedules import (
     order_1f1b,
     solve_in_rooms,
 )
-from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
+from lightning_hetero.simulator import (
+    CostModel,
+    MemoryTerms,
+    MicroBatchShape,
+    Simulation,
+    simulate,
+)
 
 __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
 _MOST_RANKED = 16
 """Candidates, the best ones under 1F1B, that are simulated under solved schedules."""
+_MOST_FOLDED = 1024
+"""Stages times micro-batches of a pipeline up to which chunks are tried; more take seconds."""
 Orders = tuple[tuple[Action, ...], ...]
 
 
@@ -105,7 +113,11 @@ def rank_scheduled(
     for candidate in result.candidates[:_MOST_RANKED]:
         batches = own_microbatches(candidate.plan, result.workload.microbatch)
         best = None
-        for found_plan in (candidate.plan, _recomputing(candidate.plan)):
+        plans = [candidate.plan, _recomputing(candidate.plan)]
+        folds = [_folded(plan) for plan in plans if plan.max_stages > 1]
+        if 2 * candidate.plan.max_stages * max(map(len, batches)) <= _MOST_FOLDED:
+            plans += [plan for plan in folds if plan is not None]
+        for found_plan in plans:
             found = simulate_scheduled(found_plan, cost, batches, schedule)
             judge = replace(candidate, plan=found_plan, simulation=found.simulation)
             is_better = best is None or judge.score(result.objective) < best[0].score(
@@ -136,6 +148,52 @@ def _recomputing(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, pipelines=tuple(pipelines))
 
 
+def _folded(plan: ParallelPlan) -> ParallelPlan | None:
+    """Return the plan with pipelines that go there and back: ranks get two halves of their layers.
+
+    They begin at the ranks of the last stage, whose layers leave time for the head. None if a stage
+    has one layer, a budget of activations, or chunks already.
+    """
+    pipelines = []
+    for pipeline in plan.pipelines:
+        if pipeline.num_stages == 1:
+            pipelines.append(pipeline)
+            continue
+        stages = pipeline.stages[::-1]
+        budgets = [stage.activation_budget_bytes for stage in stages]
+        if pipeline.has_chunks or any(budgets) or min(len(s.layers) for s in stages) == 1:
+            return None
+        parts = [_part(stage, len(stage.layers) // 2, is_first=True) for stage in stages]
+        parts += [_part(stage, len(stage.layers) // 2, is_first=False) for stage in stages[::-1]]
+        ends = list(accumulate((len(stage.layers) for stage in parts), initial=0))
+        cut = zip(parts, pairwise(ends), strict=True)
+        chunks = tuple(replace(stage, layers=range(*layers)) for stage, layers in cut)
+        pipelines.append(replace(pipeline, stages=chunks))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _part(stage: StagePlan, count: int, *, is_first: bool) -> StagePlan:
+    """Return the first `count` layers of a stage, or the others."""
+    whole, selective = stage.recomputed_layers or 0, stage.selective_layers or 0
+    first = min(whole, count)
+    selective_first = min(selective, count - first)
+    if is_first:
+        layers = stage.layers[:count]
+    else:
+        layers, first, selective_first = (
+            stage.layers[count:],
+            whole - first,
+            selective - selective_first,
+        )
+    said = stage.recomputed_layers is not None or stage.selective_layers is not None
+    return replace(
+        stage,
+        layers=layers,
+        recomputed_layers=first if said else None,
+        selective_layers=selective_first if said else None,
+    )
+
+
 def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Orders | None:
     """Return the orders of a pipeline, None where they gain nothing over 1F1B.
 
@@ -153,9 +211,10 @@ def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Order
     nothing = tuple((0.0,) * len(row) for row in backward_s)
     whole = replace(problem, input_s=backward_s, weight_s=nothing, waiting_bytes=nothing)
     memory = [room / longest for room in problem.room_bytes]
+    has_chunks = problem.num_workers < problem.num_stages
     found = solve_in_rooms(
         replace(problem, room_bytes=tuple(most * longest for most in room))
-        for room in schedule.rooms(memory)
+        for room in schedule.rooms(memory, has_chunks=has_chunks)
     )
     if found.end_s >= end_s(whole, order_1f1b(whole)) * (1 - schedule.least_gain):
         return None
@@ -177,21 +236,39 @@ def _problem(
     pairs = [[cost.compute_s(shape, batch) for batch in work] for shape in shapes]
     weight_s = [tuple(cost.weight_s(shape, batch) for batch in work) for shape in shapes]
     longest = max(map(sum, work), default=0)
-    tokens = (tuple(float(sum(batch)) for batch in work),) * len(shapes)
-    rooms = []
-    for stage_index, (stage, shape) in enumerate(zip(pipeline.stages, shapes, strict=True)):
-        owned = cost.owned_params(plan, stage)
+    rooms, workers = [], pipeline.workers
+    count = len(pipeline.groups)
+    for worker in range(count):
+        own = [stage for stage, other in enumerate(workers) if other == worker]
         totals = [
-            cost.memory_of_tokens(
-                shape, plan.num_pipelines, held, longest, owned_params=owned
+            MemoryTerms.of_chunks(
+                [
+                    cost.memory_of_tokens(
+                        shapes[stage],
+                        plan.num_pipelines,
+                        held,
+                        longest,
+                        owned_params=cost.owned_params(plan, pipeline.stages[stage]),
+                    )
+                    for stage in own
+                ]
             ).total
             for held in (longest, 2 * longest)
         ]
         each = totals[1] - totals[0]
-        room = 1 + (cost.usable_bytes(shape.device) - totals[0]) / each if each else len(work)
-        if stage.activation_budget_bytes is not None:
+        usable = cost.usable_bytes(shapes[own[0]].device)
+        room = 1 + (usable - totals[0]) / each if each else len(work)
+        if any(pipeline.stages[stage].activation_budget_bytes is not None for stage in own):
             room = 0  # The budget is for as many as 1F1B holds.
-        rooms.append(longest * max(room, len(shapes) - stage_index))
+        rooms.append(longest * max(room, count if pipeline.has_chunks else count - worker))
+    held_layers = [0] * count
+    for stage, worker in zip(pipeline.stages, workers, strict=True):
+        held_layers[worker] += len(stage.layers)
+    shares = [
+        len(stage.layers) / held_layers[worker]
+        for stage, worker in zip(pipeline.stages, workers, strict=True)
+    ]
+    held_bytes = tuple(tuple(share * sum(batch) for batch in work) for share in shares)
 
     def edges(*, back: bool) -> tuple[Edge, ...]:
         hops = [pair[::-1] if back else pair for pair in pairwise(pipeline.stages)]
@@ -206,7 +283,8 @@ def _problem(
         weight_s=tuple(weight_s),
         forward_edges=edges(back=False),
         backward_edges=edges(back=True),
-        held_bytes=tokens,
-        waiting_bytes=tokens,
+        held_bytes=held_bytes,
+        waiting_bytes=held_bytes,
         room_bytes=tuple(rooms),
+        workers=workers,
     )

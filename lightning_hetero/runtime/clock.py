@@ -41,6 +41,7 @@ class ActionTime:
     """Seconds of waits inside it."""
     start_s: float = field(default=0.0, compare=False)
     """When it began, seconds since its iteration began."""
+    stage_index: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +142,9 @@ class ComputeClock:
         """Time one iteration inside this context; one that raises isn't kept."""
         return self._iteration
 
-    def action(self, kind: ActionKind, microbatch_index: int) -> "_Section":
+    def action(self, kind: ActionKind, microbatch_index: int, stage_index: int = 0) -> "_Section":
         """Time one action inside this context."""
-        self._marks.action = (kind, microbatch_index)
+        self._marks.action = (kind, microbatch_index, stage_index)
         return self._action
 
     def waiting(self) -> "_Section":
@@ -241,21 +242,22 @@ class _Marks:
     def __init__(self) -> None:
         self.began_s = 0.0
         self.start: Any = None
-        self.action: tuple[ActionKind, int] = (ActionKind.FORWARD, 0)
+        self.action: tuple[ActionKind, int, int] = (ActionKind.FORWARD, 0, 0)
         self.action_start: Any = None
         self.wait_start: Any = None
         self.waits_before = 0
         self.waits: list[tuple[Any, Any]] = []
         self.messages: list[tuple[int, int, Any, Any, bool, int]] = []
-        self.actions: list[tuple[tuple[ActionKind, int], Any, Any, range]] = []
+        self.actions: list[tuple[tuple[ActionKind, int, int], Any, Any, range]] = []
 
     def resolve(self) -> IterationTimes:
         waits_s = [_seconds(start, end) for start, end in self.waits]
         actions = []
-        for (kind, index), start, end, waits in self.actions:
+        for (kind, index, stage), start, end, waits in self.actions:
             wait_s = sum(waits_s[waits.start : waits.stop])
             compute_s = _seconds(start, end) - wait_s
-            actions.append(ActionTime(kind, index, compute_s, wait_s, _seconds(self.start, start)))
+            begin_s = _seconds(self.start, start)
+            actions.append(ActionTime(kind, index, compute_s, wait_s, begin_s, stage))
         messages = tuple(
             MessageTime(
                 peer,

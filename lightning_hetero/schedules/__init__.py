@@ -14,6 +14,7 @@ from lightning_hetero.schedules.solve import (
     solve,
     solve_actions,
     solve_in_rooms,
+    usual_actions,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "solve",
     "solve_actions",
     "solve_in_rooms",
+    "usual_actions",
 ]

@@ -1,12 +1,13 @@
 """What a schedule is solved for, and running a pipeline in simulated time.
 
 A stage runs each micro-batch three times: forward (F), the gradient of its input (I) and the
-gradients of its weights (W). The stage before waits for I; nobody waits for W. Each stage runs its
-passes (kind, stage, micro-batch) one at a time, and micro-batches in the order of their numbers: by
-priorities, or in given orders.
+gradients of its weights (W). The stage before waits for I; nobody waits for W. A worker runs one
+stage, or several, its chunks. It runs their passes (kind, stage, micro-batch) one at a time, and
+each stage's micro-batches in the order of their numbers: by priorities, or in given orders.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,16 +81,19 @@ class ScheduleProblem:
     waiting_bytes: Matrix
     """What it keeps from I to W."""
     room_bytes: tuple[float, ...]
-    """Room for both, by stage."""
+    """Room for both, by worker."""
+    workers: tuple[int, ...] = ()
+    """The worker of each stage; by default each stage has its own."""
 
     def __post_init__(self) -> None:
-        for stage, (room, held) in enumerate(zip(self.room_bytes, self.held_bytes, strict=True)):
-            needed = max(held, default=0.0)
+        if not self.workers:
+            object.__setattr__(self, "workers", tuple(range(len(self.forward_s))))
+        for worker, (room, needed) in enumerate(zip(self.room_bytes, self.most_bytes, strict=True)):
             if needed > room * (1 + 1e-9):
                 raise PlanError(
-                    f"Stage {stage} has room for {room:,.0f} bytes of activations, and one "
-                    f"micro-batch needs {needed:,.0f}. Use smaller micro-batches, recompute more "
-                    "layers, or give the stage fewer."
+                    f"Stage {self.workers.index(worker)} has room for {room:,.0f} bytes of "
+                    f"activations, and one micro-batch needs {needed:,.0f}. Use smaller "
+                    "micro-batches, recompute more layers, or give the stage fewer."
                 )
 
     @classmethod
@@ -104,25 +108,34 @@ class ScheduleProblem:
         edges: Sequence[Edge] = (),
         waiting: float = 1.0,
         sizes: Sequence[float] = (),
+        workers: Sequence[int] = (),
     ) -> "ScheduleProblem":
-        """Return the problem of micro-batches whose activations take one unit a stage.
+        """Return the problem of micro-batches whose activations take one unit a worker.
 
         Args:
             forward_s: Seconds of F, by stage.
             input_s: Seconds of I.
             weight_s: Seconds of W.
             num_microbatches: Micro-batches of the iteration.
-            most_held: Micro-batches that each stage has room for; by default as many as 1F1B
-                holds there.
+            most_held: Micro-batches that each worker has room for; by default as many as 1F1B
+                holds there, or with chunks as many as there are workers.
             edges: The links between neighbouring stages, both ways; without delay by default.
             waiting: Share of an activation that W needs after I: about all of a transformer
                 layer's, whose linear layers keep their inputs and the gradients of their outputs.
             sizes: Of each micro-batch, where they differ: seconds and units are these times as
                 many, and there is room for any `most_held` that follow each other.
+            workers: The worker of each stage. Its stages share its unit by their seconds of F.
         """
         num_stages = len(forward_s)
         each = tuple(sizes) or (1.0,) * num_microbatches
-        held = tuple(most_held) or tuple(map(float, range(num_stages, 0, -1)))
+        runs = tuple(workers) or tuple(range(num_stages))
+        num_workers = max(runs) + 1
+        usual = (
+            range(num_stages, 0, -1) if num_workers == num_stages else [num_workers] * num_workers
+        )
+        held = tuple(most_held) or tuple(map(float, usual))
+        whole = [sum(itertools.compress(forward_s, [w == own for w in runs])) for own in runs]
+        shares = [s / all_s if all_s else 1.0 for s, all_s in zip(forward_s, whole, strict=True)]
 
         def rows(values: Sequence[float]) -> Matrix:
             return tuple(tuple(value * size for size in each) for value in values)
@@ -140,15 +153,31 @@ class ScheduleProblem:
             weight_s=rows(weight_s),
             forward_edges=links,
             backward_edges=links,
-            held_bytes=rows([1.0] * num_stages),
-            waiting_bytes=rows([waiting if seconds else 0.0 for seconds in weight_s]),
+            held_bytes=rows(shares),
+            waiting_bytes=rows(
+                [waiting * s if own else 0.0 for s, own in zip(shares, weight_s, strict=True)]
+            ),
             room_bytes=tuple(map(room, held)),
+            workers=runs,
         )
 
     @property
     def num_stages(self) -> int:
-        """Stages, each of which runs one pass at a time."""
+        """Stages through which each micro-batch goes."""
+        return len(self.forward_s)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers, each of which runs one pass at a time."""
         return len(self.room_bytes)
+
+    @property
+    def most_bytes(self) -> list[float]:
+        """The most bytes that a micro-batch keeps on each worker."""
+        rows: list[list[Sequence[float]]] = [[] for _ in self.room_bytes]
+        for worker, row in zip(self.workers, self.held_bytes, strict=True):
+            rows[worker].append(row)
+        return [max(map(sum, zip(*own, strict=True)), default=0.0) for own in rows]
 
     @property
     def num_microbatches(self) -> int:
@@ -160,7 +189,7 @@ FORWARD, INPUT, WEIGHT = range(3)
 Pass = tuple[int, int, int]
 """Kind, stage and micro-batch."""
 Orders = tuple[tuple[Pass, ...], ...]
-"""The passes of each stage, in the order in which it runs them."""
+"""The passes of each worker, in the order in which it runs them."""
 Priorities = tuple[list[list[float]], list[list[float]]]
 """Of each F and I, by stage and micro-batch; the least goes first."""
 
@@ -175,130 +204,160 @@ class Rule:
 
 
 class Dispatch:
-    """One run of the pipeline, in which free stages choose by a rule.
+    """One run of the pipeline, in which free workers choose by a rule.
 
-    Of the F and I whose inputs have arrived and whose bytes fit, a stage takes the one with the
+    Of the F and I whose inputs have arrived and whose bytes fit, a worker takes the one with the
     least priority value. Where there is none, it runs a W.
     """
 
     def __init__(self, problem: ScheduleProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
-        num_stages = problem.num_stages
-        self._next = [[0] * num_stages for _ in range(3)]
+        self._seconds = problem.forward_s, problem.input_s, problem.weight_s
+        self._next = [[0] * problem.num_stages for _ in range(3)]
         self._arrivals = _Arrivals(problem)
-        self._used = [0.0] * num_stages
-        self._orders: list[list[Pass]] = [[] for _ in range(num_stages)]
+        self._used = [0.0] * problem.num_workers
+        self._held = [0.0] * problem.num_workers
+        """The part of it that doesn't wait for W."""
+        self._most = problem.most_bytes
+        self._orders: list[list[Pass]] = [[] for _ in range(problem.num_workers)]
+        self._chunks: list[list[int]] = [[] for _ in range(problem.num_workers)]
+        for stage, worker in enumerate(problem.workers):
+            self._chunks[worker].append(stage)
 
     def run(self) -> tuple[float, Orders]:
-        """Return when the last pass ends, and all stages' orders."""
-        num_stages = self.problem.num_stages
-        free_s = [0.0] * num_stages
-        wake = [(0.0, stage) for stage in range(num_stages)]
+        """Return when the last pass ends, and all workers' orders."""
+        num_workers = self.problem.num_workers
+        free_s = [0.0] * num_workers
+        wake = [(0.0, worker) for worker in range(num_workers)]
         while wake:
-            now, stage = heapq.heappop(wake)
-            if now < free_s[stage]:
+            now, worker = heapq.heappop(wake)
+            if now < free_s[worker]:
                 continue
-            kind, until = self._choose(stage, now)
-            if kind is None:
+            chosen, until = self._choose(worker, now)
+            if chosen is None:
                 if until < math.inf:
-                    heapq.heappush(wake, (until, stage))
+                    heapq.heappush(wake, (until, worker))
                 continue
-            free_s[stage] = self._begin(kind, stage, now)
-            heapq.heappush(wake, (free_s[stage], stage))
+            free_s[worker] = self._begin(*chosen, now)
+            heapq.heappush(wake, (free_s[worker], worker))
             landed = self._arrivals.last
             if landed is not None:
-                heapq.heappush(wake, landed)
+                heapq.heappush(wake, (landed[0], self.problem.workers[landed[1]]))
         return max(free_s), tuple(map(tuple, self._orders))
 
-    def _choose(self, stage: int, now: float) -> tuple[int | None, float]:
-        """Return the kind of the stage's next pass; None, and until when it waits for one."""
-        ready: list[tuple[float, int]] = []
+    def _choose(self, worker: int, now: float) -> tuple[tuple[int, int] | None, float]:
+        """Return kind and stage of the worker's next pass, or None; and until when it waits."""
+        ready: list[tuple[float, int, int]] = []
         until = math.inf
         is_full = False
-        for kind, arrives, priority in self._candidates(stage):
-            if kind == FORWARD and not self._fits(stage):
-                is_full = arrives <= now
+        for kind, stage, arrives, priority in self._candidates(worker):
+            if kind == FORWARD and not self._fits(worker, stage):
+                is_full |= arrives <= now
             elif arrives <= now:
-                ready.append((priority, kind))
+                ready.append((priority, kind, stage))
             else:
                 until = min(until, arrives)
         if ready:
-            return min(ready)[1], until
-        if self._next[WEIGHT][stage] < self._next[INPUT][stage]:
-            patience_s = self.rule.patience * self._seconds(WEIGHT, stage)
+            return min(ready)[1:], until
+        _, inputs, weights = self._next
+        waiting = [(weights[s], s) for s in self._chunks[worker] if weights[s] < inputs[s]]
+        if waiting:
+            microbatch, stage = min(waiting)
+            patience_s = self.rule.patience * self._seconds[WEIGHT][stage][microbatch]
             if is_full or until - now >= patience_s:
-                return WEIGHT, until
+                return (WEIGHT, stage), until
         return None, until
 
-    def _candidates(self, stage: int) -> Iterator[tuple[int, float, float]]:
-        """Yield kind, arrival and priority of the stage's next I and F, if they are known."""
-        forward, input_ = self._next[FORWARD][stage], self._next[INPUT][stage]
-        for kind, microbatch, stop in (
-            (INPUT, input_, forward),
-            (FORWARD, forward, self.problem.num_microbatches),
-        ):
-            if microbatch < stop:
-                arrives = self._arrivals.arrives_s[kind][stage][microbatch]
-                if arrives < math.inf:
-                    yield kind, arrives, self.rule.priorities[kind][stage][microbatch]
+    def _candidates(self, worker: int) -> Iterator[tuple[int, int, float, float]]:
+        """Yield kind, stage, arrival and priority of stages' next I and F, if they are known."""
+        forwards, inputs, _ = self._next
+        for stage in self._chunks[worker]:
+            forward, input_ = forwards[stage], inputs[stage]
+            for kind, microbatch, stop in (
+                (INPUT, input_, forward),
+                (FORWARD, forward, self.problem.num_microbatches),
+            ):
+                if microbatch < stop:
+                    arrives = self._arrivals.arrives_s[kind][stage][microbatch]
+                    if arrives < math.inf:
+                        yield kind, stage, arrives, self.rule.priorities[kind][stage][microbatch]
 
-    def _fits(self, stage: int) -> bool:
-        microbatch = self._next[FORWARD][stage]
-        used = self._used[stage] + self.problem.held_bytes[stage][microbatch]
-        return used <= self.problem.room_bytes[stage] * (1 + 1e-9)
+    def _fits(self, worker: int, stage: int) -> bool:
+        """Whether there is room for a stage's next F."""
+        held, room = self.problem.held_bytes, self.problem.room_bytes[worker] * (1 + 1e-9)
+        own = held[stage][self._next[FORWARD][stage]]
+        if self._used[worker] + own > room:
+            return False
+        return len(self._chunks[worker]) == 1 or self._leaves_a_way(worker, stage, room - own)
 
-    def _seconds(self, kind: int, stage: int) -> float:
-        problem = self.problem
-        rows = (problem.forward_s, problem.input_s, problem.weight_s)[kind]
-        return rows[stage][self._next[kind][stage]]
+    def _leaves_a_way(self, worker: int, stage: int, left: float) -> bool:
+        """Whether after a stage's next F all micro-batches get through, the oldest first.
+
+        Else workers could be full of micro-batches whose next chunks have no room (Dijkstra 1965,
+        "the banker's algorithm"). What waits for W counts as free, since W can always run.
+        """
+        held, chunks = self.problem.held_bytes, self._chunks[worker]
+        inputs = self._next[INPUT]
+        forwards = {s: self._next[FORWARD][s] + (s == stage) for s in chunks}
+        left -= self._held[worker]
+        for m in range(min([inputs[s] for s in chunks]), max(forwards.values())):
+            if left >= self._most[worker]:
+                break
+            if sum([held[s][m] for s in chunks if forwards[s] <= m]) > left:
+                return False
+            left += sum([held[s][m] for s in chunks if inputs[s] <= m < forwards[s]])
+        return True
 
     def _begin(self, kind: int, stage: int, now: float) -> float:
         """Run a stage's next pass of a kind; return its end."""
-        end = now + self._seconds(kind, stage)
-        microbatch = self._next[kind][stage]
+        microbatch, worker = self._next[kind][stage], self.problem.workers[stage]
+        end = now + self._seconds[kind][stage][microbatch]
         self._next[kind][stage] += 1
-        self._orders[stage].append((kind, stage, microbatch))
+        self._orders[worker].append((kind, stage, microbatch))
         held = self.problem.held_bytes[stage][microbatch]
         waiting = self.problem.waiting_bytes[stage][microbatch]
-        self._used[stage] += (held, waiting - held, -waiting)[kind]
+        self._used[worker] += (held, waiting - held, -waiting)[kind]
+        self._held[worker] += (held, -held, 0.0)[kind]
         self._arrivals.send(kind, stage, microbatch, end)
         return end
 
 
 def end_s(problem: ScheduleProblem, orders: Sequence[Sequence[Pass]]) -> float:
-    """Return when the last pass ends if stages run their passes in order, as soon as they can.
+    """Return when the last pass ends if workers run their passes in order, as soon as they can.
 
     Raises:
         PlanError: The orders wait for each other.
     """
     seconds = problem.forward_s, problem.input_s, problem.weight_s
     arrivals = _Arrivals(problem)
-    free_s, position = [0.0] * problem.num_stages, [0] * problem.num_stages
-    waiting = [*range(problem.num_stages)]
+    free_s, position = [0.0] * problem.num_workers, [0] * problem.num_workers
+    waiting = [*range(problem.num_workers)]
     while waiting:
-        stage = waiting.pop()
-        for kind, _, m in orders[stage][position[stage] :]:
+        worker = waiting.pop()
+        for kind, stage, m in orders[worker][position[worker] :]:
             ready = 0.0 if kind == WEIGHT else arrivals.arrives_s[kind][stage][m]
             if ready == math.inf:
                 break
-            free_s[stage] = max(free_s[stage], ready) + seconds[kind][stage][m]
-            position[stage] += 1
-            arrivals.send(kind, stage, m, free_s[stage])
-            if arrivals.last is not None and arrivals.last[1] not in waiting:
-                waiting.append(arrivals.last[1])
+            free_s[worker] = max(free_s[worker], ready) + seconds[kind][stage][m]
+            position[worker] += 1
+            arrivals.send(kind, stage, m, free_s[worker])
+            if arrivals.last is not None:
+                target = problem.workers[arrivals.last[1]]
+                if target != worker and target not in waiting:
+                    waiting.append(target)
     if position != [*map(len, orders)]:
         raise PlanError("The schedule's passes wait for each other.")
     return max(free_s)
 
 
 def has_room(problem: ScheduleProblem, orders: Orders) -> bool:
-    """Return whether no stage ever keeps more bytes than it has room for."""
-    for stage, order in enumerate(orders):
+    """Return whether no worker ever keeps more bytes than it has room for."""
+    for worker, order in enumerate(orders):
         used = 0.0
-        for kind, _, m in order:
+        for kind, stage, m in order:
             held, waiting = problem.held_bytes[stage][m], problem.waiting_bytes[stage][m]
             used += (held, waiting - held, -waiting)[kind]
-            if used > problem.room_bytes[stage] * (1 + 1e-9):
+            if used > problem.room_bytes[worker] * (1 + 1e-9):
                 return False
     return True
 

@@ -9,6 +9,7 @@ feasible run, so the orders that it returns can't wait for each other.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.reading import Choice
@@ -19,7 +20,6 @@ from lightning_hetero.schedules.problem import (
     Dispatch,
     Edge,
     Orders,
-    Pass,
     Priorities,
     Rule,
     ScheduleProblem,
@@ -36,6 +36,7 @@ __all__ = [
     "solve",
     "solve_actions",
     "solve_in_rooms",
+    "usual_actions",
 ]
 
 _DEPTHS = 1.5, 2.0, 3.0, 4.0
@@ -52,7 +53,7 @@ _WHOLE_KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.BACKWARD}
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The order of each stage's passes, and when the last of them ends."""
+    """The order of each worker's passes, and when the last of them ends."""
 
     orders: Orders
     end_s: float
@@ -64,9 +65,12 @@ def solve(problem: ScheduleProblem) -> Solution:
 
     It is never longer than 1F1B, where that has room.
     """
-    usual = order_1f1b(problem)
+    usual, least_s = order_1f1b(problem), _least_s(problem) * (1 + 1e-9)
     found = [(end_s(problem, usual), usual)] if has_room(problem, usual) else []
-    found += [Dispatch(problem, rule).run() for rule in _rules(problem)]
+    for rule in _rules(problem):
+        found.append(Dispatch(problem, rule).run())
+        if found[-1][0] <= least_s:
+            break
     seconds, orders = min(found, key=lambda pair: pair[0])
     return Solution(orders=orders, end_s=seconds)
 
@@ -88,36 +92,85 @@ def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:
 
 
 def order_1f1b(problem: ScheduleProblem) -> Orders:
-    """Return 1F1B's orders, each I followed by its W.
+    """Return 1F1B's orders, each I followed by its W; with chunks, see `usual_actions`.
 
     Without a split, the stage before waits for all of a backward: then W must take no seconds.
     """
-    orders = []
-    for stage in range(problem.num_stages):
-        order: list[Pass] = []
-        for action in schedule_1f1b(
-            stage_index=stage,
-            num_stages=problem.num_stages,
-            num_microbatches=problem.num_microbatches,
-        ):
-            is_forward = action.kind is ActionKind.FORWARD
-            kinds = (FORWARD,) if is_forward else (INPUT, WEIGHT)
-            order += [(kind, stage, action.microbatch_index) for kind in kinds]
-        orders.append(tuple(order))
-    return tuple(orders)
+    kinds = {ActionKind.FORWARD: (FORWARD,), ActionKind.BACKWARD: (INPUT, WEIGHT)}
+    return tuple(
+        tuple(
+            (kind, action.stage_index, action.microbatch_index)
+            for action in actions
+            for kind in kinds[action.kind]
+        )
+        for actions in usual_actions(problem.workers, problem.num_microbatches)
+    )
+
+
+@lru_cache(maxsize=256)
+def usual_actions(
+    workers: tuple[int, ...], num_microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Return each worker's actions where nothing is solved: 1F1B.
+
+    With chunks it is what the dispatch makes of stages of equal seconds, I before F, where no
+    worker holds more micro-batches than there are workers.
+
+    Args:
+        workers: The worker of each stage.
+        num_microbatches: Micro-batches of the iteration.
+    """
+    num_stages = len(workers)
+    if len(set(workers)) == num_stages:
+        return tuple(
+            schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=num_microbatches)
+            for s in range(num_stages)
+        )
+    problem = ScheduleProblem.equal(
+        forward_s=[1.0] * num_stages,
+        input_s=[2.0] * num_stages,
+        weight_s=[0.0] * num_stages,
+        num_microbatches=num_microbatches,
+        workers=workers,
+    )
+    _, orders = min(
+        (Dispatch(problem, rule).run() for rule in _rules(problem)), key=lambda pair: pair[0]
+    )
+    return as_actions(orders, is_split=False)
+
+
+def _least_s(problem: ScheduleProblem) -> float:
+    """Return the seconds of the busiest worker, from when its first F can begin."""
+    begin_s, work_s = 0.0, [0.0] * problem.num_workers
+    begins_s: dict[int, float] = {}
+    hops_s = [*(edge.whole_s for edge in problem.forward_edges), 0.0]
+    seconds = zip(problem.forward_s, problem.input_s, problem.weight_s, strict=True)
+    for worker, rows, hop_s in zip(problem.workers, seconds, hops_s, strict=True):
+        begins_s.setdefault(worker, begin_s)
+        work_s[worker] += sum(map(sum, rows))
+        begin_s += sum(rows[0][:1]) + hop_s
+    return max(begins_s[worker] + own_s for worker, own_s in enumerate(work_s))
 
 
 def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
     """Yield rules by critical path, for several paces of a micro-batch."""
-    rows = zip(problem.forward_s, problem.input_s, problem.weight_s, strict=True)
-    work_s = [[sum(row) / problem.num_microbatches for row in stage] for stage in rows]
+    work_s = [[0.0] * 3 for _ in range(problem.num_workers)]
+    """Mean seconds of a micro-batch on each worker, by kind."""
+    for kind, rows in enumerate((problem.forward_s, problem.input_s, problem.weight_s)):
+        for worker, row in zip(problem.workers, rows, strict=True):
+            work_s[worker][kind] += sum(row) / max(1, problem.num_microbatches)
     whole_s = max(map(sum, work_s))
     urgent_s = max(forward_s + input_s for forward_s, input_s, _ in work_s)
     # The last two: I always first, F always first.
     for pace_s in dict.fromkeys((whole_s, urgent_s, urgent_s / 2, 1e3 * whole_s, 0.0)):
         priorities = _critical(problem, pace_s)
         yield Rule(priorities, patience=0.0)
-        yield Rule(priorities, patience=1.0)
+        if any(map(any, problem.weight_s)):
+            yield Rule(priorities, patience=1.0)
+        if problem.num_workers < problem.num_stages:
+            forwards, inputs = priorities
+            earlier = [[value - whole_s / 2 for value in row] for row in inputs]
+            yield Rule((forwards, earlier), patience=0.0)
 
 
 def _critical(problem: ScheduleProblem, pace_s: float) -> Priorities:
@@ -159,18 +212,21 @@ class Schedule(Choice):
         """Share of an iteration that a solved order must save over 1F1B to run instead."""
         return 0.01 if self is Schedule.AUTO else 0.0
 
-    def rooms(self, memory: Sequence[float]) -> list[tuple[float, ...]]:
-        """Return how many micro-batches each stage may hold: choices, the smallest first.
+    def rooms(
+        self, memory: Sequence[float], *, has_chunks: bool = False
+    ) -> list[tuple[float, ...]]:
+        """Return how many micro-batches each worker may hold: choices, the smallest first.
 
         Args:
-            memory: How many each stage's memory has room for; as many as under 1F1B in any case.
+            memory: How many each worker's memory has room for; as many as usual in any case.
+            has_chunks: Whether any worker has several stages.
         """
-        num_stages = len(memory)
-        usual = tuple(map(float, range(num_stages, 0, -1)))
+        count = len(memory)
+        usual = (float(count),) * count if has_chunks else tuple(map(float, range(count, 0, -1)))
         if self is Schedule.SPLIT:
             return [usual]
         deep = [
-            tuple(map(max, usual, (min(depth * num_stages, most) for most in memory)))
+            tuple(map(max, usual, (min(depth * count, most) for most in memory)))
             for depth in _DEPTHS
         ]
         return list(dict.fromkeys([usual, *deep]))
@@ -186,7 +242,7 @@ class StageTimes:
     """The link to the next stage, both ways."""
 
 
-def solve_actions(
+def solve_actions(  # noqa: PLR0913 - what a schedule depends on
     stages: Sequence[StageTimes],
     num_microbatches: int,
     *,
@@ -194,17 +250,19 @@ def solve_actions(
     least_gain: float = 0.0,
     is_split: bool = True,
     sizes: Sequence[float] = (),
+    workers: Sequence[int] = (),
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """Return each stage's actions; None if they don't gain enough over 1F1B.
+    """Return each worker's actions; None if they don't gain enough over 1F1B.
 
     Args:
         stages: Seconds of a micro-batch, by stage.
         num_microbatches: Micro-batches of the iteration.
-        rooms: Micro-batches that each stage may hold; the first of these that is nearly as good as
-            any is used. By default as many as 1F1B holds.
+        rooms: Micro-batches that each worker may hold; the first of these that is nearly as good
+            as any is used. By default as many as usual.
         least_gain: What an order must gain, as a share of 1F1B's seconds.
         is_split: Whether backwards are split.
         sizes: Of each micro-batch, where they differ: it takes so many times those seconds.
+        workers: The worker of each stage; by default each stage has its own.
     """
 
     def problem_of(weight_share: float, most_held: Sequence[float] = ()) -> ScheduleProblem:
@@ -216,6 +274,7 @@ def solve_actions(
             most_held=most_held,
             edges=[stage.edge for stage in stages[:-1]],
             sizes=sizes,
+            workers=workers,
         )
 
     whole, share = problem_of(0.0), _WEIGHT_SHARE if is_split else 0.0

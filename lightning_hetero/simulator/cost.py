@@ -182,15 +182,14 @@ class CostModel(ClusterLinks, ABC):
         Each rank sends to its counterpart. A larger group gets it in pieces, several from one
         sender, and puts them together over its own links; see `core.neighbours`.
         """
+        if sender.ranks == receiver.ranks:
+            return 0.0  # They keep it.
         num_bytes, count = self._hidden_bytes(num_tokens), receiver.tp_degree
+        first, other, part = sender.ranks[0], receiver.ranks[0], num_bytes / count
         if count <= sender.tp_degree:
-            return self.transfer_s(sender.ranks[0], receiver.ranks[0], num_bytes)
-        sent = -(-count // sender.tp_degree) * self.transfer_s(
-            sender.ranks[0], receiver.ranks[0], num_bytes / count
-        )
-        gathered = (count - 1) * self.transfer_s(
-            receiver.ranks[0], receiver.ranks[1], num_bytes / count
-        )
+            return self.transfer_s(first, other, num_bytes)
+        sent = -(-count // sender.tp_degree) * self.transfer_s(first, other, part)
+        gathered = (count - 1) * self.transfer_s(other, receiver.ranks[1], part)
         return sent + gathered
 
     def num_stage_params(self, shape: StageShape) -> float:

@@ -1,9 +1,13 @@
-"""Seconds of messages over a cluster's links, and of collectives: in a ring or pairwise.
+"""Seconds of messages over a cluster's links, and of collectives: in a ring, pairwise or by node.
 
 For n ranks and S bytes in total, ring and pairwise move S·(n-1)/n out of each rank and as much in.
 A ring pays n-1 latencies, one after another, and goes over every link of the ring; pairwise pays
 one, as its messages are under way together. NCCL's trees serve all-reduces only, which an exchange
 doesn't use.
+
+By node, each of n holders of S bytes, g of them on each node, sends S·(g - 1)/g inside its node and
+then a sum to each of (n - g)/g others, S/n each if sums are as wide as gradients: see
+`runtime.exchange.by_node`.
 
 A search times thousands of plans, so exchanges of many pieces are computed at once, as arrays of
 [D, G]: D holders of each of G pieces, which exchange among themselves.
@@ -20,6 +24,8 @@ from lightning_hetero.core.cluster import Cluster
 __all__ = [
     "ClusterLinks",
     "Peers",
+    "push_by_node_s",
+    "push_straight_s",
     "rings_inside_s",
     "rings_s",
 ]
@@ -193,3 +199,38 @@ def _inside_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> Fl
         links.inside_latency_s[nodes] + num_bytes / links.inside_bytes_per_s[nodes]
     )
     return seconds
+
+
+def push_straight_s(links: ClusterLinks, ranks: Sequence[int], num_bytes: float) -> float:
+    """Return the seconds in which holders send each other their pieces of `num_bytes` each."""
+    nodes = np.array(links.node_of_rank)[[*ranks], None]
+    peers = Peers.of_holders(links, nodes)
+    pieces = np.full(nodes.shape, num_bytes / len(ranks))
+    return float((peers.latency_s + peers.carry_s(pieces)).max())
+
+
+def push_by_node_s(
+    links: ClusterLinks, ranks: Sequence[int], num_bytes: float, *, width: float
+) -> float:
+    """Return the seconds of the same push if it is summed on each node first.
+
+    If no node has several holders, or one has all, the runtime sends straight.
+
+    Args:
+        links: The cluster's links.
+        ranks: The holders.
+        num_bytes: Bytes of gradients that each of them holds.
+        width: Bytes of a value in a sum, over those of a value in a gradient on its way.
+    """
+    counts = np.bincount(np.array(links.node_of_rank)[[*ranks]], minlength=len(links.cluster.nodes))
+    nodes = np.flatnonzero(counts)
+    if len(nodes) in (1, len(ranks)):
+        return push_straight_s(links, ranks, num_bytes)
+    own, nothing = counts[nodes], np.zeros((1, len(nodes), 1))
+    on_nodes = np.ceil(counts / own[:, None])
+    on_nodes[np.arange(len(nodes)), nodes] = 0.0
+    inside_s = (own > 1) * links.inside_latency_s[nodes]
+    inside_s += (own - 1) / own * num_bytes / links.inside_bytes_per_s[nodes]
+    between = Peers(links, nodes[None], on_nodes, nothing)
+    pieces = np.full((1, len(nodes)), num_bytes / len(ranks) * width)
+    return float(inside_s.max() + (between.latency_s + between.carry_s(pieces)).max())

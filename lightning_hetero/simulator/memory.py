@@ -7,7 +7,7 @@ computed. A run that goes out of memory leaves a `MemoryCorrection`, so that no 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeVar
 
@@ -71,6 +71,15 @@ class MemoryTerms(NamedTuple):
         """The bytes that don't depend on micro-batches."""
         return self.weights + self.frozen + self.gradients + self.owned
 
+    @classmethod
+    def of_chunks(cls, stages: Sequence["MemoryTerms"]) -> "MemoryTerms":
+        """Return the peak of a rank that runs several stages: one at a time computes."""
+        sums = cls(*map(sum, zip(*stages, strict=True)))
+        return sums._replace(
+            recomputed=max(terms.recomputed for terms in stages),
+            head=max(terms.head for terms in stages),
+        )
+
     def with_states(
         self, *, weights: float, gradients: float, owned: float, buffers: float
     ) -> "MemoryTerms":
@@ -92,20 +101,30 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
     return most
 
 
-def held_tokens(order: Sequence[Action], microbatches: Sequence[MicroBatchShape]) -> int:
-    """Return the most tokens that a stage holds at once if it runs its actions in this order.
+def held_tokens(
+    order: Sequence[Action], microbatches: Sequence[MicroBatchShape], layers: Mapping[int, int]
+) -> dict[int, int]:
+    """Return the tokens that a rank holds in each stage when it holds most.
 
     A micro-batch is held from its forward to the end of its backward: of its W, if that is split.
+
+    Args:
+        order: The rank's actions, in their order.
+        microbatches: Its micro-batches.
+        layers: The number of layers of each of its stages.
     """
-    held = most = 0
+    held = dict.fromkeys(layers, 0)
+    most, now, found = 0, 0, dict(held)
     for action in order:
-        tokens = sum(microbatches[action.microbatch_index])
-        if action.kind is ActionKind.FORWARD:
-            held += tokens
-            most = max(most, held)
-        elif action.kind is not ActionKind.INPUT:
-            held -= tokens
-    return most
+        stage, tokens = action.stage_index, sum(microbatches[action.microbatch_index])
+        if action.kind is ActionKind.INPUT:
+            continue
+        sign = 1 if action.kind is ActionKind.FORWARD else -1
+        held[stage] += sign * tokens
+        now += sign * tokens * layers[stage]
+        if now > most:
+            most, found = now, dict(held)
+    return found
 
 
 def push_buffer_bytes(

@@ -11,7 +11,8 @@ What is left of the repetitions is then skipped.
 1F1B goes in rounds: in round r stage s runs the forward of micro-batch `r - s` and then, once the
 first micro-batch is through, the backward of `r - (num_stages - 1)`. As long as micro-batches are
 equal, so are these rounds. So any number of equal micro-batches takes about 4·S rounds of 2·S
-steps, for S stages. Any other schedule is given as each stage's list of actions, and is one round.
+steps, for S stages. Any other schedule is given as each worker's list of actions, and is one round.
+A worker runs one stage, or several, its chunks.
 """
 
 import bisect
@@ -21,13 +22,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.schedules import usual_actions
 
 __all__ = ["EqualTimes", "Orders", "Step", "Timeline", "propagate", "propagate_all"]
 
 Orders = Sequence[Sequence[Action]]
-"""The actions of each stage of a pipeline, in the order in which it runs them."""
+"""The actions of each worker of a pipeline, in the order in which it runs them."""
 
 _SAME = 1e-9
 """Rounds that differ by at most this share of their steps' seconds count as equal."""
@@ -87,7 +89,7 @@ class Timeline:
     end_s: tuple[float, ...]
     """End of each stage's last action; its start time if it has none."""
     busy_s: tuple[float, ...]
-    """Seconds each stage computed."""
+    """Seconds each stage's worker computed."""
     last_s: tuple[float, ...]
     """Seconds of each stage's last action; 0 if it has none."""
     events: tuple[_Event, ...]
@@ -99,6 +101,7 @@ def propagate(
     start_s: Sequence[float],
     *,
     orders: Orders | None = None,
+    workers: Sequence[int] = (),
     blocking: bool = False,
     record: bool = False,
 ) -> Timeline:
@@ -107,8 +110,9 @@ def propagate(
     Args:
         times: Seconds of every action and message, for each run of equal micro-batches in turn.
         start_s: When each stage may start its first forward.
-        orders: The actions of each stage, of any depth, with whole or split backwards, such as
-            `schedules.solve_actions` returns; None runs 1F1B.
+        orders: The actions of each worker, of any depth, with whole or split backwards, such as
+            `schedules.solve_actions` returns; None runs 1F1B (`schedules.usual_actions`).
+        workers: The worker of each stage; by default each stage has its own.
         blocking: Whether a message keeps both its ends from computing.
         record: Whether to keep the events.
 
@@ -117,31 +121,38 @@ def propagate(
     """
     runs = (times,) if isinstance(times, EqualTimes) else tuple(times)
     num_stages, count = len(start_s), sum(run.num_microbatches for run in runs)
-    events: list[_Event] | None = [] if record else None
-    if record and orders is None:
-        orders = [
-            schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=count)
-            for s in range(num_stages)
-        ]
+    workers = tuple(workers) or tuple(range(num_stages))
+    has_chunks = len(set(workers)) < num_stages
+    events: list[_Event] | None = [] if record or has_chunks else None
+    if orders is None and events is not None:
+        orders = usual_actions(workers, count)
     num_messages = 2 * num_stages * (1 if orders is None else max(1, count))
     # The last two entries are those of NOWHERE and NOTHING.
-    state = _State([*start_s], *([0.0] * (num_messages + 2) for _ in range(2)))
+    free_s = [start_s[workers.index(worker)] for worker in dict.fromkeys(workers)]
+    state = _State(free_s, *([0.0] * (num_messages + 2) for _ in range(2)))
     if orders is None:
         last_s = [*runs[-1].backward_s] if runs else [0.0] * num_stages
         for steps, number in _rounds_1f1b(runs, num_stages, blocking=blocking):
             state.repeat(steps, number, blocking=blocking)
     else:
-        steps, last_s = _steps_of(orders, runs, blocking=blocking)
+        steps, last_s = _steps_of(orders, runs, workers, blocking=blocking)
         state.run(steps, blocking=blocking, events=events)
     busy_s = [
         sum(run.num_microbatches * (run.forward_s[stage] + run.backward_s[stage]) for run in runs)
         for stage in range(num_stages)
     ]
+    end_s = state.free_s
+    if has_chunks:
+        end_s = [*start_s]
+        for kind, stage, _, _, end in events or ():
+            if not kind.startswith("S"):
+                end_s[stage] = end
+        busy_s = [sum(itertools.compress(busy_s, [w == own for w in workers])) for own in workers]
     return Timeline(
-        end_s=tuple(state.free_s),
+        end_s=tuple(end_s),
         busy_s=tuple(busy_s),
         last_s=tuple(last_s),
-        events=tuple(events or ()),
+        events=tuple(events or ()) if record else (),
     )
 
 
@@ -149,6 +160,7 @@ def propagate_all(
     compute: Sequence[EqualTimes | Sequence[EqualTimes]],
     starts: Sequence[Sequence[float]],
     orders: Sequence[Orders | None] | None = None,
+    workers: Sequence[Sequence[int]] | None = None,
     *,
     blocking: bool,
     record: bool = False,
@@ -159,14 +171,19 @@ def propagate_all(
     """
     timelines: list[Timeline] = []
     known: dict[tuple[object, ...], Timeline] = {}
-    for times, start, order in zip(compute, starts, orders or [None] * len(starts), strict=True):
+    none = [None] * len(starts)
+    every = zip(compute, starts, orders or none, workers or [()] * len(starts), strict=True)
+    for times, start, order, own in every:
         key = (
             times if isinstance(times, EqualTimes) else tuple(times),
             tuple(start),
             order if order is None else tuple(map(tuple, order)),
+            tuple(own),
         )
         if key not in known:
-            known[key] = propagate(times, start, orders=order, blocking=blocking, record=record)
+            known[key] = propagate(
+                times, start, orders=order, workers=own, blocking=blocking, record=record
+            )
         timelines.append(known[key])
     return timelines
 
@@ -285,14 +302,14 @@ def _rounds_1f1b(
 
 
 def _steps_of(
-    orders: Orders, runs: Sequence[EqualTimes], *, blocking: bool
+    orders: Orders, runs: Sequence[EqualTimes], workers: Sequence[int], *, blocking: bool
 ) -> tuple[list[Step], list[float]]:
-    """Return the steps of all stages' actions, each after those that it waits for.
+    """Return the steps of all workers' actions, each after those that it waits for.
 
     Every micro-batch has slots of its own, as stages may run ahead by any number of them. The
     second result is the seconds of each stage's last action.
     """
-    num_stages = len(orders)
+    num_stages = len(workers)
     known = [_steps(times, num_stages, blocking=blocking) for times in runs]
     column = [index for index, run in enumerate(runs) for _ in range(run.num_microbatches)]
 
@@ -308,23 +325,25 @@ def _steps_of(
             slot if slot < 0 else slot + 2 * num_stages * microbatch
             for slot in (step.awaits, step.arrives)
         )
-        return step._replace(awaits=awaits, arrives=arrives, name=(kind.value, stage, microbatch))
+        name = kind.value, stage, microbatch
+        return step._replace(worker=workers[stage], awaits=awaits, arrives=arrives, name=name)
 
     steps: list[Step] = []
-    sent, done = {NOTHING}, [0] * num_stages
-    last_s, waiting = [0.0] * num_stages, [*range(num_stages)]
+    sent, done = {NOTHING}, [0] * len(orders)
+    last_s, waiting = [0.0] * num_stages, [*range(len(orders))]
     while waiting:
-        stage = waiting.pop()
-        for action in orders[stage][done[stage] :]:
+        worker = waiting.pop()
+        for action in orders[worker][done[worker] :]:
             step = step_of(action)
             if step.awaits not in sent:
                 break
             steps.append(step)
-            done[stage] += 1
-            last_s[stage] = step.seconds
+            done[worker] += 1
+            last_s[action.stage_index] = step.seconds
             if step.arrives != NOWHERE:
                 sent.add(step.arrives)
-                waiting.append(stage + (1 if action.kind is ActionKind.FORWARD else -1))
+                step_to = 1 if action.kind is ActionKind.FORWARD else -1
+                waiting.append(workers[action.stage_index + step_to])
     if done != [len(order) for order in orders]:
         raise PlanError("The schedule's actions wait for each other.")
     return steps, last_s

@@ -42,7 +42,7 @@ class Simulation:
     iteration_time_s: float
     """From the first pull to the last optimizer step."""
     stage_busy: tuple[tuple[float, ...], ...]
-    """[pipeline][stage] share of the iteration spent computing, 0 to 1."""
+    """[pipeline][stage] share of the iteration that the stage's ranks spent computing, 0 to 1."""
     stage_memory: tuple[tuple[MemoryTerms, ...], ...]
     """[pipeline][stage] peak of each of the stage's ranks, by terms."""
     stage_usable_bytes: tuple[tuple[float, ...], ...]
@@ -147,7 +147,7 @@ def simulate(
         plan: The plan; its own `num_microbatches` are ignored.
         cost: Times and bytes; it caches, so pass the same one for every plan.
         microbatches: For each pipeline its micro-batches; a pipeline may have none.
-        orders: For each pipeline the actions of its stages, of any depth, with whole or split
+        orders: For each pipeline the actions of its workers, of any depth, with whole or split
             backwards, such as `schedules.solve_actions` returns; None runs 1F1B.
         record_events: Keep every event, for traces and pictures; slower.
 
@@ -164,6 +164,7 @@ def simulate(
         [work.times for work in works],
         pulled,
         [work.orders for work in works],
+        [work.workers for work in works],
         blocking=cost.layout.blocking_messages,
         record=record_events,
     )
@@ -217,7 +218,17 @@ def _alike(
         )
         nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
         order = orders[index] and tuple(map(tuple, orders[index] or ()))
-        key: object = index if is_ordered else (shapes, nodes, _summary(batches), order)
+        key: object = (
+            index
+            if is_ordered
+            else (
+                shapes,
+                nodes,
+                pipeline.workers,
+                _summary(batches),
+                order,
+            )
+        )
         members = kinds.setdefault(key, [])
         members.append(index)
         kind_of.append(key)
@@ -276,11 +287,15 @@ def _check(
     for index, (batches, order) in enumerate(zip(microbatches, orders, strict=True)):
         if order is None:
             continue
-        numbers = [{action.microbatch_index for action in actions} for actions in order]
-        if numbers != [set(range(len(batches)))] * plan.pipelines[index].num_stages:
+        pipeline = plan.pipelines[index]
+        passes = [{(a.stage_index, a.microbatch_index) for a in actions} for actions in order]
+        expected: list[set[tuple[int, int]]] = [set() for _ in pipeline.groups]
+        for stage, worker in enumerate(pipeline.workers):
+            expected[worker] |= {(stage, m) for m in range(len(batches))}
+        if passes != expected:
             raise PlanError(
                 f"The orders of pipeline {index} aren't those of {len(batches)} micro-batches on "
-                f"each of {plan.pipelines[index].num_stages} stages. Solve them for this plan."
+                f"each of {pipeline.num_stages} stages. Solve them for this plan."
             )
 
 
@@ -290,7 +305,8 @@ def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
     for _, _, stage in plan.iter_stages():
         for rank in stage.ranks:
             if cost.layout.host_owned or rank in plan.host_owners:
-                found[rank] = cost.owned_params(plan, stage) * cost.layout.kept_bytes
+                own = cost.owned_params(plan, stage) * cost.layout.kept_bytes
+                found[rank] = own if plan.owner_shares is not None else found[rank] + own
     return tuple(found)
 
 

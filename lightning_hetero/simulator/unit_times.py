@@ -14,7 +14,8 @@ those of the same part form a circle (`core.transfers.Circle`):
 - A pull is an all-gather around the circle's ring, and one of norms in each stage, if holders own
   about equal parts, use a collective (`are_collective`: AUTO on NCCL, or for many holders) and may
   gather into their weights (`StateLayout.pulls_into_views`).
-- A push of equal parts may be a ring's reduce-scatter (REDUCE_SCATTER).
+- A push of equal parts may be summed on each node first (BY_NODE), or be a ring's reduce-scatter
+  (REDUCE_SCATTER).
 
 All else is pairwise: messages, or an all-to-all, which NCCL makes of messages. Pieces are taken to
 be equal, where the runtime pads rows or, if that added more than an eighth, uses an all-to-all.
@@ -33,9 +34,12 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import MOST_PADDING, ExchangeKind, are_collective
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.links import Peers, rings_inside_s, rings_s
+from lightning_hetero.simulator.links import Peers, push_by_node_s, rings_inside_s, rings_s
 
 __all__ = ["Holders", "OwnedTimes", "Segment", "UnitTimes", "cut_segments"]
+
+_SUM_BYTES = 4
+"""Bytes of a gradient's value in a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,12 @@ class UnitTimes:
         if layout.exchange is ExchangeKind.REDUCE_SCATTER:
             rings = rings_s(cost, nodes, layout.pushed_bytes * shards[0])
             push = np.where(self.are_circles, rings, push)
+        if layout.exchange is ExchangeKind.BY_NODE:
+            width = _SUM_BYTES / layout.gradient_bytes
+            for index in np.flatnonzero(self.are_circles):
+                ranks = [cost.first_rank_of_node[node] for node in nodes[:, index]]
+                held = layout.pushed_bytes * float(shards[0, index])
+                push[:, index] = push_by_node_s(cost, ranks, held, width=width)
         return pull, push
 
     def _stage_gathers_s(self) -> FloatArray:

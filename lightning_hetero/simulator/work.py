@@ -17,6 +17,7 @@ from lightning_hetero.core.recomputation import (
     held_at_backward,
     peak_activation_bytes,
 )
+from lightning_hetero.schedules import usual_actions
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
@@ -41,7 +42,7 @@ class PipelineWork:
         index: The pipeline.
         cost: Times and bytes.
         microbatches: Its micro-batches.
-        orders: The actions of its stages; None is 1F1B.
+        orders: The actions of its workers; None is 1F1B.
 
     Raises:
         PlanError: A budget doesn't even hold one recomputed layer.
@@ -55,11 +56,24 @@ class PipelineWork:
         microbatches: Sequence[MicroBatchShape],
         orders: Orders | None,
     ) -> None:
+        pipeline = plan.pipelines[index]
+        self.workers = pipeline.workers
+        self._chunks = [
+            [stage for stage, other in enumerate(self.workers) if other == worker]
+            for worker in self.workers
+        ]
+        """For each stage all stages of its ranks."""
+        self.has_chunks = pipeline.has_chunks
+        if self.has_chunks and orders is None:
+            orders = usual_actions(self.workers, len(microbatches))
         self.microbatches, self.orders, self._cost = microbatches, orders, cost
-        self._plan, self._stages = plan, plan.pipelines[index].stages
+        self._plan, self._stages = plan, pipeline.stages
         self.shapes = [cost.shape_in(plan, stage) for stage in self._stages]
         pairs = zip(self._stages, self.shapes, strict=True)
         self._owned = [cost.owned_params(plan, *pair) for pair in pairs]
+        if plan.owner_shares is not None:  # All that a rank owns: it counts once.
+            first = [own[0] == stage for stage, own in enumerate(self._chunks)]
+            self._owned = [o * is_first for o, is_first in zip(self._owned, first, strict=True)]
         self._recomputed: dict[int, Sequence[int]] = {}
         """For each stage with a budget, the layers that it recomputes in each micro-batch."""
         self._peak_bytes: dict[int, float] = {}
@@ -96,8 +110,9 @@ class PipelineWork:
 
     @property
     def steps_s(self) -> list[float]:
-        """Seconds of each stage's optimizer step."""
-        return [self._cost.update_s(*p) for p in zip(self.shapes, self._owned, strict=True)]
+        """Seconds of the optimizer step of each stage's ranks."""
+        each = [self._cost.update_s(*p) for p in zip(self.shapes, self._owned, strict=True)]
+        return [sum(each[stage] for stage in own) for own in self._chunks]
 
     @cached_property
     def recompute_s(self) -> tuple[float, ...]:
@@ -128,12 +143,18 @@ class PipelineWork:
                 beside = terms.activations - kept
                 terms = terms._replace(activations=beside + self._peak_bytes[index])
             found.append(terms)
-        return tuple(found)
+        if not self.has_chunks:
+            return tuple(found)
+        return tuple(
+            [MemoryTerms.of_chunks([found[stage] for stage in own]) for own in self._chunks]
+        )
 
     def _held_tokens(self, index: int) -> int:
-        """Return the most tokens of micro-batches in flight on a stage."""
+        """Return the tokens in flight on a stage when its ranks hold most."""
         if self.orders is not None:
-            return held_tokens(self.orders[index], self.microbatches)
+            layers = {stage: len(self._stages[stage].layers) for stage in self._chunks[index]}
+            order = self.orders[self.workers[index]]
+            return held_tokens(order, self.microbatches, layers)[index]
         depth = min(len(self.shapes) - index, len(self.microbatches))
         return in_flight_tokens(self.microbatches, depth) if depth else 0
 
@@ -154,7 +175,7 @@ class PipelineWork:
             num_stages, count = len(self._stages), len(tokens)
             order = schedule_1f1b(stage_index=index, num_stages=num_stages, num_microbatches=count)
         else:
-            order = tuple(self.orders[index])
+            order = tuple(a for a in self.orders[self.workers[index]] if a.stage_index == index)
         windows = held_at_backward(order)
         # A run compares its budget with what it counts of a layer, without the correction.
         room = budget_bytes * cost.layout.activation_factor

@@ -18,6 +18,7 @@ the one `lag` later, corrected for chance. Lags are computed all at once by FFT.
 
 import gzip
 import io
+import math
 import pickle
 import zlib
 from collections import Counter
@@ -109,27 +110,24 @@ def _listed(content: bytes, path: str | Path) -> IterationTimes:
             continue
         try:
             time_s = float(cell)
-        except ValueError as error:
+        except ValueError:
             if number == 1:  # It may name the columns.
                 continue
-            raise ConfigurationError(
-                f"{path}, line {number}: {show(cell)} is no number of seconds. {_unknown(path)}"
-            ) from error
+            time_s = math.nan
         if not 0 <= time_s < 1e9:
             raise ConfigurationError(
-                f"{path}, line {number}: {show(cell)} is no iteration's time; give seconds, 0 or "
-                "more."
+                f"{path}, line {number}: {show(cell)} is no number of seconds, 0 or more. "
+                f"{_wanted(path)}"
             )
         times_s.append(time_s)
     if len(times_s) < _FEWEST:
         raise ConfigurationError(
-            f"{path} holds {len(times_s)} iteration times; give at least {_FEWEST}. "
-            f"{_unknown(path)}"
+            f"{path} holds {len(times_s)} iteration times; give at least {_FEWEST}. {_wanted(path)}"
         )
     return IterationTimes(source="a list of iteration times", times_s=tuple(times_s))
 
 
-def _unknown(path: str | Path) -> str:
+def _wanted(path: str | Path) -> str:
     return (
         f"{path} must be an event log of StragglerMonitor, a torch profiler's trace, an NCCL "
         "flight recorder's dump, or a list of seconds, one a line, such as "
@@ -161,13 +159,13 @@ def _traced(data: Any, path: str | Path) -> list[_Op]:
     if not isinstance(events, list):
         raise ConfigurationError(f"{path} has no traceEvents; give a torch profiler's JSON trace.")
     complete = [e for e in events if isinstance(e, Mapping) and e.get("ph") == "X"]
-    sizes = ("Collective name", "In msg nelems", "Input Dims", "dtype", "Process Group Name")
+    keys = ("Collective name", "In msg nelems", "Input Dims", "dtype", "Process Group Name")
     for family in _FAMILIES:
         chosen = [e for e in complete if str(e.get("name", "")).startswith(family)]
         if chosen:
             return [
-                (_number(event, "ts", path) / 1e6, _kind(event["name"], event.get("args"), sizes))
-                for event in chosen
+                (_number(e, "ts", path) / 1e6, _kind(e["name"], e.get("args"), keys))
+                for e in chosen
             ]
     raise ConfigurationError(
         f"{path} holds {len(complete)} events but no communication (names nccl:, gloo:, "
@@ -180,24 +178,20 @@ def _dumped(data: Any, path: str | Path) -> list[_Op]:
     entries = data.get("entries") if isinstance(data, Mapping) else None
     if not isinstance(entries, list | tuple):
         raise ConfigurationError(f"{path} has no list of entries; give a flight-recorder dump.")
-    found = []
+    keys, found = ("input_sizes", "input_dtypes", "process_group"), []
     for entry in entries:
         if not isinstance(entry, Mapping) or "profiling_name" not in entry:
             raise ConfigurationError(f"{path}: an entry has no profiling_name: {show(entry)}.")
-        sizes = ("input_sizes", "input_dtypes", "process_group")
-        kind = _kind(entry["profiling_name"], entry, sizes)
+        kind = _kind(entry["profiling_name"], entry, keys)
         found.append((_number(entry, "time_created_ns", path) / 1e9, kind))
     return found
 
 
 def _number(entry: Mapping[str, Any], name: str, path: str | Path) -> float:
-    try:
-        number = float(entry[name])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{path}: {show(entry)} has no number {name}.") from error
-    if not abs(number) < float("inf"):
-        raise ConfigurationError(f"{path}: {show(entry)} has no finite {name}.")
-    return number
+    number = entry.get(name)
+    if not isinstance(number, int | float) or not abs(number) < 1e300:
+        raise ConfigurationError(f"{path}: {show(entry)} has no finite number {name}.")
+    return float(number)
 
 
 def _kind(name: Any, entry: Any, keys: Sequence[str]) -> str:
@@ -230,19 +224,16 @@ def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
 
 def _autocorrelation(codes: IntArray) -> FloatArray:
     """Return the correlation of one-hot codes for lags 0 to n/2."""
-    num_ops, longest = len(codes), len(codes) // 2
-    size = 1 << (2 * num_ops - 1).bit_length()
-    matches = np.zeros(longest + 1)
-    chance = np.zeros(longest + 1)
-    lags = np.arange(longest + 1)
+    num_ops = len(codes)
+    size, lags = 1 << (2 * num_ops - 1).bit_length(), np.arange(num_ops // 2 + 1)
     overlap = num_ops - lags
+    share, chance = np.zeros((2, len(lags)))
     for kind in np.unique(codes):
         present = (codes == kind).astype(np.float64)
         spectrum = np.fft.rfft(present, size)
-        matches += np.fft.irfft(spectrum * spectrum.conj(), size)[: longest + 1]
+        share += np.fft.irfft(spectrum * spectrum.conj(), size)[lags] / overlap
         seen = np.concatenate(([0.0], np.cumsum(present)))
-        chance += seen[num_ops - lags] * (seen[-1] - seen[lags]) / overlap
-    share, chance = matches / overlap, chance / overlap
+        chance += seen[overlap] * (seen[-1] - seen[lags]) / overlap**2
     spread = 1.0 - chance
     # A stream of one kind repeats with every operation.
     return np.where(spread > 1e-9, (share - chance) / np.maximum(spread, 1e-9), 1.0)

@@ -60,6 +60,8 @@ class Mitigation(StrEnum):
     """Do nothing."""
     REBALANCE = "S2"
     """Give slow pipelines fewer micro-batches."""
+    REPLAN = "S2b"
+    """Cut pipelines into stages anew, by the costs that were observed."""
     SWAP = "S3"
     """Swap places in the plan."""
     RESTART = "S4"
@@ -123,7 +125,7 @@ class Finding:
     ranks: tuple[int, ...]
     """The rank, or the two ranks of a link."""
     ratio: float
-    """Its time over the median of its peers."""
+    """Its time over the median of its peers; a link's over what it should take."""
     step: int = 0
     """The step after which it was found."""
 
@@ -136,12 +138,12 @@ class Finding:
                 "device is as fast as ever"
             )
         ends = " and ".join(str(rank) for rank in self.ranks)
-        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
+        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than it should be"
 
 
 @readable
 class ActionEvent:
-    """A mitigation was applied or undone, or it was decided to wait."""
+    """A mitigation was applied or undone, or would have been; or it was decided to wait."""
 
     step: int
     kind: DecisionKind
@@ -152,13 +154,17 @@ class ActionEvent:
     before_s: float | None = None
     """Iteration time before it, seconds."""
     after_s: float | None = None
-    """Iteration time after it, seconds."""
+    """Iteration time after it, seconds; predicted in a dry run."""
     cost_s: float | None = None
     """Seconds that taking it cost."""
+    dry_run: bool = False
+    """Whether it was only reported."""
 
     def __str__(self) -> str:
         done = "was undone" if self.kind is DecisionKind.UNDO else self.effect or self.reason
         text = f"{self.mitigation.value} {done}"
+        if self.dry_run:
+            text = f"dry run, nothing changed: {text}"
         if self.before_s is not None and self.after_s is not None:
             text += f", iteration {self.before_s:.2f} s → {self.after_s:.2f} s"
         return text

@@ -2,17 +2,16 @@
 
 Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 times the median), and
 links whose messages are waited for longer than before. Waiting for a slow rank looks the same, so a
-link is blamed only if its probe is slow enough to explain the waiting. A slow rank whose probe is
-as fast as ever is slow for another reason than its device.
+link is blamed only if its probe is slow, too (and, see `prediction.true_causes`, slow enough). A
+slow rank whose probe is as fast as ever is slow for another reason than its device.
 
 Point-to-point probes go in rounds of disjoint pairs, so that no probe disturbs another, and in as
 many rounds for a thousand ranks as for eight: 2 for an even ring, 3 for an odd one.
 """
 
-import itertools
 import math
 import statistics
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,12 +21,12 @@ from lightning_hetero.straggler.paces import RankReport
 __all__ = [
     "Probes",
     "Suspicion",
-    "Waiting",
     "are_alike",
     "diagnose",
     "find_suspects",
     "probe_rounds",
-    "ring_rounds",
+    "ring_of",
+    "rounds_of",
     "slow_of_their_kind",
     "suspect",
 ]
@@ -42,8 +41,6 @@ _LEAST_EXCESS = 0.05
 """Least growth of the wait for a peer, as a share of an iteration."""
 _ALIKE = 1.3
 """Ratio up to which two findings about the same device or link count as equal."""
-_LEAST_EXPLAINED = 0.25
-"""Least share of the waiting that a slow link must explain; its ends wait in turns."""
 _MOST_PAIRS = 8
 _MOST_MEMBERS = 16
 """Most ranks in the ring of probed links, others than suspects being there for comparison."""
@@ -72,33 +69,13 @@ def find_suspects(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """How much longer than before a rank waits for a peer in an iteration."""
-
-    excess_s: float
-    """Seconds longer than before."""
-    num_messages: float
-    num_bytes: float
-
-    def is_explained(self, slower_s: float, probe_bytes: int) -> bool:
-        """Return whether a link can be the cause if its probe takes `slower_s` longer, one way.
-
-        A smaller message is slower by no more than the probe, a larger one in proportion.
-        """
-        probes = self.num_messages + (self.num_bytes / probe_bytes if probe_bytes else 0.0)
-        return slower_s * max(1.0, probes) >= _LEAST_EXPLAINED * self.excess_s
-
-
-@dataclass(frozen=True, kw_only=True)
 class Suspicion:
     """The ranks and links that may be the cause."""
 
     ranks: Mapping[int, float] = field(default_factory=dict)
     """Ranks whose pace has fallen behind, with their ratios."""
     pairs: tuple[Pair, ...] = ()
-    """Links whose messages are waited for longer."""
-    waiting: Mapping[Pair, Waiting] = field(default_factory=dict)
-    """By link, the wait of the end that waits more."""
+    """Links whose messages are waited for longer, or that are known to be slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +93,17 @@ class Probes:
 
     def expected_link_s(self, pairs: Collection[Pair]) -> dict[Pair, float]:
         """Return the expected time of each link: its own, or that of others of its kind."""
-        by_kind: dict[bool, list[float]] = {True: [], False: []}
-        for pair, seconds in self.link_s.items():
-            by_kind[self._is_inside(pair)].append(seconds)
-        usual = {kind: statistics.median(times) for kind, times in by_kind.items() if times}
-        fallback = statistics.median(usual.values()) if usual else 1.0
-        return {
-            pair: self.link_s.get(pair, usual.get(self._is_inside(pair), fallback))
-            for pair in pairs
-        }
+        all_s = statistics.median(self.link_s.values()) if self.link_s else 1.0
 
-    def _is_inside(self, pair: Pair) -> bool:
+        def usual_s(pair: Pair) -> float:
+            inside = self.is_inside(pair)
+            like = [s for other, s in self.link_s.items() if self.is_inside(other) == inside]
+            return statistics.median(like) if like else all_s
+
+        return {pair: self.link_s.get(pair) or usual_s(pair) for pair in pairs}
+
+    def is_inside(self, pair: Pair) -> bool:
+        """Return whether both ends of a link are on one machine."""
         return self.hosts[pair[0]] == self.hosts[pair[1]] if self.hosts else True
 
 
@@ -141,38 +118,35 @@ def suspect(
         known: The findings of the last look.
     """
     least_s = _LEAST_EXCESS * iteration_s if math.isfinite(iteration_s) else 0.0
-    waiting: dict[Pair, Waiting] = {}
+    excess_s: dict[Pair, float] = {}
     for report in reports:
         for peer, seconds in report.excess_wait_s.items():
             pair = normalise_pair(report.global_rank, peer)
-            if seconds > max(least_s, waiting[pair].excess_s if pair in waiting else 0.0):
-                assert report.now is not None
-                waiting[pair] = Waiting(
-                    excess_s=seconds,
-                    num_messages=report.now.num_messages.get(peer, 0.0),
-                    num_bytes=report.now.num_bytes.get(peer, 0.0),
-                )
-    waited = sorted(waiting, key=lambda pair: -waiting[pair].excess_s)
+            excess_s[pair] = max(seconds, excess_s.get(pair, least_s))
+    waited = [pair for pair, seconds in excess_s.items() if seconds > least_s]
+    waited.sort(key=lambda pair: -excess_s[pair])
     before = [normalise_pair(*f.ranks) for f in known if f.kind is FindingKind.LINK]
     return Suspicion(
         ranks=find_suspects({report.global_rank: report.slowness for report in reports}),
         pairs=tuple(dict.fromkeys([*before, *waited[:_MOST_PAIRS]])),
-        waiting=waiting,
     )
 
 
-def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
-    """Return rounds of disjoint pairs that cover every edge of a ring once: 2 if even, 3 if odd."""
-    size = len(ranks)
-    if size < 2:
-        return ()
-    if size == 2:
-        return ((normalise_pair(ranks[0], ranks[1]),),)
-    edges = [normalise_pair(ranks[i], ranks[(i + 1) % size]) for i in range(size)]
-    if size % 2:
-        # The edge that closes an odd ring touches both kinds of edges, so it goes alone.
-        return (tuple(edges[0:-1:2]), tuple(edges[1:-1:2]), (edges[-1],))
-    return (tuple(edges[0::2]), tuple(edges[1::2]))
+def ring_of(ranks: Sequence[int]) -> list[Pair]:
+    """Return the links of a ring of ranks."""
+    pairs = zip(ranks, (*ranks[1:], *ranks[:1]), strict=True)
+    return [*dict.fromkeys(normalise_pair(*pair) for pair in pairs if pair[0] != pair[1])]
+
+
+def rounds_of(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
+    """Return rounds of disjoint pairs, each pair in the first one in which both ranks are free."""
+    rounds: list[dict[int, Pair]] = []
+    for pair in pairs:
+        free = next((chosen for chosen in rounds if not chosen.keys() & {*pair}), None)
+        if free is None:
+            rounds.append(free := {})
+        free.update(dict.fromkeys(pair, pair))
+    return tuple(tuple(dict.fromkeys(chosen.values())) for chosen in rounds)
 
 
 def probe_rounds(suspicion: Suspicion, world_size: int) -> tuple[tuple[Pair, ...], ...]:
@@ -185,18 +159,7 @@ def probe_rounds(suspicion: Suspicion, world_size: int) -> tuple[tuple[Pair, ...
     suspected = {rank for pair in suspicion.pairs for rank in pair}
     others = [rank for rank in range(world_size) if rank not in suspected]
     members = sorted([*suspected, *others[: max(2, _MOST_MEMBERS - len(suspected))]])
-    rounds = [list(pairs) for pairs in ring_rounds(members)]
-    for pair in suspicion.pairs:
-        if any(pair in pairs for pairs in rounds):
-            continue
-        # Into the first round in which both ranks are free.
-        free = (pairs for pairs in rounds if not {*pair} & {*itertools.chain(*pairs)})
-        pairs = next(free, None)
-        if pairs is None:
-            rounds.append([pair])
-        else:
-            pairs.append(pair)
-    return tuple(map(tuple, rounds))
+    return rounds_of(dict.fromkeys([*ring_of(members), *suspicion.pairs]))
 
 
 def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Finding, ...]:
@@ -208,43 +171,51 @@ def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
         healthy: Measurements from when training began.
     """
     slow_devices = find_suspects(probes.device_s, expected_s=healthy.device_s or None)
-    kinds = {
-        rank: FindingKind.DEVICE if rank in slow_devices else FindingKind.HOST
-        for rank in suspicion.ranks
-    }
+    expected_s = healthy.expected_link_s(probes.link_s)
+    links = find_suspects(probes.link_s, expected_s=expected_s, least_ratio=_LEAST_LINK_RATIO)
     findings = [
-        Finding(kind=kinds[rank], ranks=(rank,), ratio=ratio)
+        Finding(
+            kind=FindingKind.DEVICE if rank in slow_devices else FindingKind.HOST,
+            ranks=(rank,),
+            ratio=ratio,
+        )
         for rank, ratio in suspicion.ranks.items()
         if rank in slow_devices or ratio >= _LEAST_HOST_RATIO
     ]
-    expected_s = healthy.expected_link_s(probes.link_s)
-    links = find_suspects(probes.link_s, expected_s=expected_s, least_ratio=_LEAST_LINK_RATIO)
-    for pair, ratio in links.items():
-        waiting = suspicion.waiting.get(pair)
-        slower_s = (probes.link_s[pair] - expected_s[pair]) / 2
-        explains = waiting is None or waiting.is_explained(slower_s, probes.link_bytes)
-        if pair in suspicion.pairs and explains:
-            findings.append(Finding(kind=FindingKind.LINK, ranks=pair, ratio=ratio))
+    findings += [
+        # Compared with itself: on a busy machine all probes are slower.
+        Finding(kind=FindingKind.LINK, ranks=pair, ratio=probes.link_s[pair] / expected_s[pair])
+        for pair in links
+        if pair in suspicion.pairs
+    ]
     return tuple(sorted(findings, key=lambda finding: -finding.ratio))
 
 
 def slow_of_their_kind(
-    probes: Sequence[Mapping[int, float]], kinds: Sequence[str], *, least_ratio: float
+    copies_s: Mapping[int, float], probes: Probes, types: Sequence[str], *, least_ratio: float
 ) -> tuple[Finding, ...]:
-    """Return devices that are slower than others of their type, the slowest first.
+    """Return devices and links that are slower than others of their type, the slowest first.
 
     Args:
-        probes: Seconds by rank, of each kind of probe; a device's worst one counts.
-        kinds: The type of each rank's device.
-        least_ratio: Least ratio to the median of its type.
+        copies_s: Seconds of a copy in each rank's memory; a device's worst probe counts.
+        probes: Measurements of products of matrices, and of links inside and between machines.
+        types: The type of each rank's device.
+        least_ratio: Least ratio of a device to the median of its type; a link's is 1.5 or more.
     """
-    ratios: dict[int, float] = {}
-    for kind, times_s in itertools.product(set(kinds), probes):
-        like = {rank: seconds for rank, seconds in times_s.items() if kinds[rank] == kind}
-        for rank, ratio in find_suspects(like, least_ratio=least_ratio).items():
-            ratios[rank] = max(ratio, ratios.get(rank, 0.0))
-    ranks = sorted(ratios, key=lambda rank: -ratios[rank])
-    return tuple(Finding(kind=FindingKind.DEVICE, ranks=(r,), ratio=ratios[r]) for r in ranks)
+    ratios: dict[tuple[int, ...], float] = {}
+    for times_s in (copies_s, probes.device_s):
+        for kind in set(types):
+            like = {(rank,): seconds for rank, seconds in times_s.items() if types[rank] == kind}
+            for ranks, ratio in find_suspects(like, least_ratio=least_ratio).items():
+                ratios[ranks] = max(ratio, ratios.get(ranks, 0.0))
+    for inside in (True, False):
+        links: dict[tuple[int, ...], float] = {
+            pair: s for pair, s in probes.link_s.items() if probes.is_inside(pair) == inside
+        }
+        ratios.update(find_suspects(links, least_ratio=max(least_ratio, _LEAST_LINK_RATIO)))
+    kinds = FindingKind.DEVICE, FindingKind.LINK
+    found = [Finding(kind=kinds[len(r) - 1], ranks=r, ratio=ratio) for r, ratio in ratios.items()]
+    return tuple(sorted(found, key=lambda finding: -finding.ratio))
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:

@@ -1,27 +1,25 @@
 """Decide what to do about a fault: which of Greyhound's four steps are possible, and which pays.
 
-S2 moves micro-batches, S3 swaps places in the plan, S4 restarts without a machine; each comes with
-its predicted time. Slices keep their owners when ranks swap places, so a link is relieved for good
-only if both its ends leave the layers that they own: hence moves of both ends at once.
+S2 moves micro-batches, S2b layers, S3 swaps places in the plan, S4 restarts without a machine; each
+comes with its predicted time. Slices keep their owners when ranks swap places, so a link is
+relieved for good only if both its ends leave the layers that they own: hence moves of both ends at
+once.
 
-When to take one is Greyhound's Algorithm 1, *ski rental*: begin with the cheapest step, S1 (do
-nothing), and climb when the time lost so far reaches what the next step costs. How long the fault
-lasts is unknown; this rule pays at most twice the best decision made in hindsight, where
-
-- a decision in hindsight climbs to step k at once and pays the costs of all steps up to k,
-  B_k = c_2 + … + c_k; with L_k(n) the time that n slow iterations lose under step k, the best one
-  pays OPT(n) = min_k B_k + L_k(n);
-- before slow iteration n we climb to the highest minimiser k of B_k + L_k(n), at once or not: the
-  step is taken as soon as the time it would have saved reaches its cost.
-
-Then the lost time is at most OPT(n), because OPT grows by at least the present step's loss in
-every iteration, and the costs paid are at most OPT(n), because B_k ≤ B_k + L_k(n).
+When to take one is Greyhound's Algorithm 1, *ski rental*: begin with S1 (do nothing), and climb
+when the time lost so far reaches what the next step costs. How long the fault lasts is unknown;
+this pays at most twice the best decision made in hindsight. That one climbs to step k at once, for
+the costs of all steps up to k, B_k = c_2 + … + c_k, and pays OPT(n) = min_k B_k + L_k(n), where
+L_k(n) is what n slow iterations lose under step k. We climb before iteration n to the highest
+minimiser. So the time lost is at most OPT(n), which grows by the present step's loss in every
+iteration, and the costs are at most OPT(n), because B_k ≤ B_k + L_k(n).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from functools import partial
+from itertools import islice, product
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -38,6 +36,9 @@ __all__ = [
     "restart_mitigation",
 ]
 
+_Change = Callable[[ParallelPlan], ParallelPlan]
+_Moves = dict[int, int]
+"""{rank: taker} of places that another rank takes."""
 _LADDER = tuple(Mitigation)
 _MOST_SWAPS = 4
 _PREDICTIONS = 64
@@ -60,6 +61,8 @@ class PossibleMitigation:
     """The plans to run: one, or those among which a data module chooses; none for a restart."""
     first_plans: tuple[ParallelPlan, ...] = ()
     """The plans to return to when the fault ends."""
+    is_lasting: bool = False
+    """Whether the plan was the cause, no fault, so that these plans stay."""
     factors: Mapping[int, float] = field(default_factory=dict)
     """By rank, its healthy pace in its first place over that in its new place."""
     slowdowns: Mapping[int, float] = field(default_factory=dict)
@@ -73,63 +76,72 @@ _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
-    """A run's plans from before a fault, and models that predict iteration times under it."""
+    """A run's plans from before a fault, and a model that predicts iteration times under it."""
 
     plans: tuple[ParallelPlan, ...]
     """One plan, or those among which a data module chooses."""
-    models: tuple[RunPrediction, ...]
-    """A model of each plan that ran, the one that ran most often first."""
+    model: RunPrediction
+    """A model of the plan that ran, of several the one that ran most often."""
     has_room: Callable[[ParallelPlan], bool]
     """Tells whether each rank's memory suffices for its place in a plan."""
 
-    def predict_s(self, taken_by: Mapping[int, int]) -> float:
-        """Return the predicted seconds of an iteration if ranks take others' places."""
-        return sum(
-            model.run.share
-            * model.iteration_s(model.balanced(move_ranks(model.run.plan, taken_by)))
-            for model in self.models
-        )
+    def predict_s(self, change: _Change) -> float:
+        """Return the predicted seconds of an iteration under changed plans."""
+        return self.model.iteration_s(self.model.balanced(change(self.model.run.plan)))
 
-    def mitigation(
-        self, step: Mitigation, taken_by: Mapping[int, int], effect: str
-    ) -> PossibleMitigation:
-        """Return the mitigation in which ranks take others' places, the same in all plans."""
-        model = self.models[0]
-        place_of = {taker: rank for rank, taker in taken_by.items()}
-        before = model.paces(model.run.plan)
-        after = model.paces(move_ranks(model.run.plan, taken_by))
+    def fits(self, change: _Change) -> bool:
+        """Return whether ranks have room for the changed plans."""
+        return all(self.has_room(change(plan)) for plan in self.plans)
+
+    def mitigation(self, step: Mitigation, change: _Change, effect: str) -> PossibleMitigation:
+        """Return the mitigation that changes all plans alike, with micro-batches moved."""
+        model = self.model
+        before, after = (model.paces(p) for p in (model.run.plan, change(model.run.plan)))
+        slowdowns: dict[int, float] = {}
+        for plan in self.plans:
+            had, moved = {plan.place(rank): rank for rank in plan.ranks}, change(plan)
+            slowdowns |= {r: model.slowdown(r, had[moved.place(r)]) for r in moved.ranks}
         return PossibleMitigation(
             mitigation=step,
-            iteration_s=self.predict_s(taken_by),
+            iteration_s=self.predict_s(change),
             effect=effect,
-            plans=tuple(model.balanced(move_ranks(plan, taken_by)) for plan in self.plans),
+            plans=tuple(model.balanced(change(plan)) for plan in self.plans),
             first_plans=self.plans,
             factors={rank: before[rank] / after[rank] for rank in before.keys() & after.keys()},
-            slowdowns={
-                rank: model.slowdown(rank, place_of.get(rank, rank))
-                for plan in self.plans
-                for rank in plan.ranks
-            },
+            slowdowns=slowdowns,
         )
 
 
 def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMitigation, ...]:
-    """Return S2 and S3, each if it would change anything.
+    """Return S2, S2b and S3, each if it would change anything, without a fault S2 and S2b.
 
-    S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. It also
-    moves micro-batches, so its predicted time is never worse than that of S2.
+    S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. S2b and
+    S3 also move micro-batches, so their predicted times are never worse than that of S2.
     """
-    model, found = run.models[0], []
-    plan = model.run.plan
-    balancing = _balancing(model, slowness, plan)
-    if balancing:
-        found.append(run.mitigation(Mitigation.REBALANCE, {}, balancing))
-    taken_by = _best_swaps(run, slowness)
-    if taken_by:
-        moved = move_ranks(plan, taken_by)
-        effects = [f"swapped places of {_ranks(taken_by)}", _balancing(model, slowness, moved)]
-        found.append(run.mitigation(Mitigation.SWAP, taken_by, " and ".join(filter(None, effects))))
+    model, found = run.model, []
+    plan, cut_anew = model.run.plan, model.with_layers_moved
+    steps: list[tuple[Mitigation, str, _Change]] = [
+        (Mitigation.REBALANCE, "", partial(move_ranks, taken_by={}))
+    ]
+    # A data module's plans cost what they were planned for.
+    cut = plan if model.run.is_assigned else cut_anew(plan)
+    if cut != plan and run.fits(cut_anew):
+        effect = f"cut stages to {_sizes(cut)} layers instead of {_sizes(plan)}"
+        steps.append((Mitigation.REPLAN, effect, cut_anew))
+    if taken_by := _best_swaps(run, slowness):
+        swap = partial(move_ranks, taken_by=taken_by)
+        steps.append((Mitigation.SWAP, f"swapped places of {_ranks(taken_by)}", swap))
+    for step, effect, change in steps:
+        effects = [*filter(None, (effect, _balancing(model, slowness, change(plan))))]
+        if effects:
+            found.append(run.mitigation(step, change, " and ".join(effects)))
     return tuple(found)
+
+
+def _sizes(plan: ParallelPlan) -> str:
+    """Return the layers of each stage: "3+5, 4+4", pipelines that are cut alike once."""
+    cuts = ("+".join(str(len(stage.layers)) for stage in p.stages) for p in plan.pipelines)
+    return ", ".join(dict.fromkeys(cuts))
 
 
 def restart_mitigation(
@@ -141,7 +153,8 @@ def restart_mitigation(
 ) -> PossibleMitigation | None:
     """Return S4, a restart without the slow ranks' machines: the others take over their work.
 
-    For a slow link its second rank is left out. None if no rank would be left.
+    Of a slow link the end is left out that has more slow links, or else the second. None if no rank
+    would be left.
 
     Args:
         findings: The slow devices and links.
@@ -149,7 +162,8 @@ def restart_mitigation(
         world_size: Number of ranks.
         num_left: Returns how many ranks a restart without some ranks would have.
     """
-    exclude = tuple(sorted({finding.ranks[-1] for finding in findings}))
+    named = Counter(rank for finding in findings for rank in finding.ranks)
+    exclude = tuple(sorted({max(f.ranks, key=lambda rank: (named[rank], rank)) for f in findings}))
     left = num_left(exclude)
     if not exclude or not left:
         return None
@@ -175,36 +189,24 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
 
 
-_Moves = dict[int, int]
-"""{rank: taker} of places that another rank takes."""
-
-
 def _best_swaps(run: WatchedPlans, slowness: Slowness) -> _Moves:
     """Return who takes whose place in the best plan found by swaps, one after another."""
-    plan = run.models[0].run.plan
-    best: _Moves = {}
-    best_s = run.predict_s(best)
+    plan = run.model.run.plan
+    best = {rank: rank for rank in plan.ranks}
+    best_s = run.predict_s(partial(move_ranks, taken_by=best))
     for _ in range(_MOST_SWAPS):
         tried = []
-        for index, move in enumerate(_moves(move_ranks(plan, best), slowness)):
-            if index == _PREDICTIONS:
+        for move in islice(_moves(move_ranks(plan, best), slowness), _PREDICTIONS):
+            takers = {rank: move.get(taker, taker) for rank, taker in best.items()}
+            tried.append((run.predict_s(partial(move_ranks, taken_by=takers)), takers))
+        tried.sort(key=lambda item: item[0])
+        enough_s, present = best_s * (1.0 - _LEAST_GAIN), best
+        for seconds, takers in tried:
+            if seconds <= enough_s and run.fits(partial(move_ranks, taken_by=takers)):
+                best_s, best = seconds, takers
                 break
-            now = {rank: best.get(rank, rank) for rank in best | move}
-            takers = {rank: move.get(present, present) for rank, present in now.items()}
-            tried.append((run.predict_s(takers), index, takers))
-        enough_s = best_s * (1.0 - _LEAST_GAIN)
-        chosen = next(
-            (
-                (seconds, takers)
-                for seconds, _, takers in sorted(tried, key=lambda entry: entry[:2])
-                if seconds <= enough_s
-                and all(run.has_room(move_ranks(plan, takers)) for plan in run.plans)
-            ),
-            None,
-        )
-        if chosen is None:
+        if best is present:
             break
-        best_s, best = chosen
     return {rank: taker for rank, taker in best.items() if rank != taker}
 
 
@@ -267,7 +269,7 @@ class PolicyConfig:
     rebalance_cost_s: float = 0.5
     """First guess for S2 and its undoing, seconds: computing new counts and one new table."""
     swap_cost_s: float = 5.0
-    """First guess for S3 and its undoing, seconds: a new plan's tables, buffers and first pull."""
+    """First guess for S2b, S3 and their undoing, seconds: tables, buffers and a first pull."""
     restart_cost_s: float = 300.0
     """Cost of S4, seconds: checkpoint, new processes, loading; about 1 in place."""
     allowed: tuple[Mitigation, ...] = _LADDER
@@ -285,6 +287,7 @@ class PolicyConfig:
         """What each step is thought to cost, seconds."""
         return {
             Mitigation.REBALANCE: self.rebalance_cost_s,
+            Mitigation.REPLAN: self.swap_cost_s,
             Mitigation.SWAP: self.swap_cost_s,
             Mitigation.RESTART: self.restart_cost_s,
         }
@@ -315,6 +318,10 @@ class MitigationPolicy:
         """Take in a step's measured cost: the known cost becomes the mean of both."""
         self._costs_s[mitigation] = 0.5 * (self._costs_s[mitigation] + cost_s)
 
+    def cost_s(self, mitigation: Mitigation) -> float:
+        """Return what a step is known to cost, seconds."""
+        return self._costs_s[mitigation]
+
     def begin(self, *, healthy_s: float) -> None:
         """Note that a fault began; `healthy_s` is the iteration time without it.
 
@@ -339,8 +346,7 @@ class MitigationPolicy:
         self._num_slow += 1
         choices = {item.mitigation: item for item in possible}
         self._charge(unmitigated_s, choices)
-        present = self.mitigation
-        totals = self._totals(choices)
+        present, totals = self.mitigation, self._totals(choices)
         best = min(totals, key=lambda step: (totals[step], -_LADDER.index(step)))
         lost = f"{self._lost_s[Mitigation.IGNORE]:.2f} s lost over {self._num_slow} slow iterations"
         if _LADDER.index(best) > _LADDER.index(present):
@@ -348,9 +354,8 @@ class MitigationPolicy:
             reason = f"{lost}, of which {self._saved(present, best)}: it pays"
             return Decision(kind=DecisionKind.APPLY, choice=choices[best], reason=reason)
         above = [step for step in totals if _LADDER.index(step) > _LADDER.index(present)]
-        saved = [self._saved(present, step) for step in above]
-        why = f"of which {' and '.join(saved)}" if saved else "and no further step is possible"
-        reason = f"{lost}, {why}"
+        saved = " and ".join(self._saved(present, step) for step in above)
+        reason = f"{lost}, {f'of which {saved}' if saved else 'and no further step is possible'}"
         return Decision(kind=DecisionKind.KEEP, choice=self._in_force, reason=reason)
 
     def _saved(self, present: Mitigation, step: Mitigation) -> str:

@@ -13,12 +13,12 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind
 from lightning_hetero.straggler.events import ChangeEvent
 
 __all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport"]
@@ -51,10 +51,6 @@ class Observation:
     """The rank's share of the model, which changes with the plan."""
     waits_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of waiting for messages of each peer."""
-    num_messages: Mapping[int, float] = field(default_factory=dict)
-    """Number of messages from each peer."""
-    num_bytes: Mapping[int, float] = field(default_factory=dict)
-    """Bytes of the messages from each peer."""
     hidden_bytes: int = 0
     """Bytes of the largest hidden state received; 0 if none was."""
 
@@ -69,21 +65,16 @@ class Observation:
         """Return the medians of some observations; None without any."""
         if not observations:
             return None
-
-        def by_peer(name: str) -> dict[int, float]:
-            maps = [getattr(o, name) for o in observations]
-            peers = {peer for found in maps for peer in found}
-            return {peer: statistics.median(m.get(peer, 0.0) for m in maps) for peer in peers}
-
+        peers = {peer for o in observations for peer in o.waits_s}
         return cls(
             step=observations[-1].step,
             forward_s=_median(o.forward_s for o in observations),
             backward_s=_median(o.backward_s for o in observations),
             work=_median(o.work for o in observations),
             num_microbatches=round(_median(o.num_microbatches for o in observations)),
-            waits_s=by_peer("waits_s"),
-            num_messages=by_peer("num_messages"),
-            num_bytes=by_peer("num_bytes"),
+            waits_s={
+                p: statistics.median(o.waits_s.get(p, 0.0) for o in observations) for p in peers
+            },
             hidden_bytes=max(o.hidden_bytes for o in observations),
         )
 
@@ -110,6 +101,24 @@ class RankReport:
         return {peer: seconds - before.get(peer, 0.0) for peer, seconds in waits_s.items()}
 
 
+class RankNote(NamedTuple):
+    """One rank's note of one iteration: numbers, which travel as a row of floats.
+
+    All ranks' notes form an array, (num_ranks, num_fields), which rank 0 reads by columns: a few
+    passes over num_ranks numbers per iteration.
+    """
+
+    iteration_s: float
+    load_s: float
+    """Seconds that its work should take to compute; NaN if unknown, 0 for a rank without work."""
+    change: float = 0.0
+    """A change of this rank's pace that was just found: 1 slower, -1 faster, 0 none."""
+    onset_step: float = 0.0
+    before: float = 0.0
+    """Pace before the change."""
+    after: float = 0.0
+
+
 class RankHistory:
     """One rank's memory of its iterations; doesn't communicate."""
 
@@ -122,13 +131,19 @@ class RankHistory:
         self._factor = 1.0
         self._first_pace = math.nan
 
-    def observe(self, observation: Observation) -> ChangePoint | None:
-        """Take in an iteration; return the change of pace that it completes (see `step_of`)."""
+    def observe(self, observation: Observation, iteration_s: float) -> RankNote:
+        """Take in an iteration; return the note of it for the leader."""
         if self._first_step is None:
             self._first_step = observation.step
         pace = observation.pace * self._factor
         self._kept.append((observation, pace))
-        return self._detector.update(pace)
+        note = RankNote(iteration_s, self.load_s(observation))
+        change = self._detector.update(pace)
+        if change is None:
+            return note
+        sign = 1.0 if change.kind is ChangeKind.SLOWDOWN else -1.0
+        onset_step = self._first_step + change.onset_step
+        return RankNote(*note[:2], sign, onset_step, change.before, change.after)
 
     def load_s(self, observation: Observation) -> float:
         """Return the seconds that an iteration's work should take this rank; 0 without work.
@@ -141,10 +156,6 @@ class RankHistory:
             self._first_pace = _median(kept.pace for kept, _ in self._kept)
         work = observation.work * observation.num_microbatches * observation.share
         return self._first_pace * work / self._factor
-
-    def step_of(self, index: int) -> int:
-        """Return the step that an index of a `ChangePoint` stands for."""
-        return (self._first_step or 0) + index
 
     def settle(self, onset_step: int) -> None:
         """Take the iterations before a step as the baseline, unless there is a baseline already."""
@@ -184,34 +195,6 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(finite) if finite else math.nan
 
 
-class RankNote(NamedTuple):
-    """One rank's note of one iteration: numbers, which travel as a row of floats.
-
-    All ranks' notes form an array, (num_ranks, num_fields), which rank 0 reads by columns: a few
-    passes over num_ranks numbers per iteration.
-    """
-
-    iteration_s: float
-    load_s: float
-    """Seconds that its work should take to compute; NaN if unknown, 0 for a rank without work."""
-    change: float = 0.0
-    """A change of this rank's pace that was just found: 1 slower, -1 faster, 0 none."""
-    onset_step: float = 0.0
-    before: float = 0.0
-    """Pace before the change."""
-    after: float = 0.0
-
-    @classmethod
-    def of(
-        cls, iteration_s: float, load_s: float, change: ChangePoint | None, onset_step: int
-    ) -> Self:
-        """Return the note of an iteration, with the change that the rank's detector found."""
-        if change is None:
-            return cls(iteration_s, load_s)
-        sign = 1.0 if change.kind is ChangeKind.SLOWDOWN else -1.0
-        return cls(iteration_s, load_s, sign, onset_step, change.before, change.after)
-
-
 class _Iteration(NamedTuple):
     """A summary of all ranks' notes of one iteration."""
 
@@ -221,11 +204,6 @@ class _Iteration(NamedTuple):
     """The largest `load_s` of any rank; NaN if unknown."""
     work_s: float
     """The sum of all ranks' `load_s`, which depends less on how work is divided."""
-
-    @classmethod
-    def of(cls, step: int, notes: FloatArray) -> Self:
-        loads_s = notes[:, 1]
-        return cls(step, float(notes[:, 0].max()), float(loads_s.max()), float(loads_s.sum()))
 
     @property
     def value(self) -> float:
@@ -262,9 +240,8 @@ class LevelWatch:
         Returns:
             The seconds that it would have taken with the usual work.
         """
-        self._count(step, math.nan)
-        self._note_rank_change(step, notes)
-        found = _Iteration.of(step, notes)
+        self._detector.update(math.nan)
+        found = self._read(step, notes)
         usual_s = _median(item.work_s for item in self._kept if item.work_s > 0.0)
         return found.seconds * (usual_s / found.work_s if usual_s > 0.0 < found.work_s else 1.0)
 
@@ -280,13 +257,12 @@ class LevelWatch:
             is_known: Whether a fault is known; else a rank's change matters only if iterations have
                 become longer.
         """
-        found = _Iteration.of(step, notes)
+        found = self._read(step, notes)
         self._kept.append(found)
-        self._note_rank_change(step, notes)
-        change = self._count(step, found.value)
-        if change is None:
+        change = self._detector.update(found.value)
+        if change is None or self._first_step is None:
             return self._take_rank_change(step, last, is_known=is_known)
-        onset_step = (self._first_step or 0) + change.onset_step
+        onset_step = self._first_step + change.onset_step
         return ChangeEvent(**{**vars(change), "step": step, "onset_step": onset_step})
 
     def settle(self) -> None:
@@ -297,27 +273,24 @@ class LevelWatch:
         """Forget the iterations that were seen."""
         self._kept.clear()
 
-    def _count(self, step: int, value: float) -> ChangePoint | None:
-        if self._first_step is None:
-            self._first_step = step
-        return self._detector.update(value)
-
-    def _note_rank_change(self, step: int, notes: FloatArray) -> None:
-        """Keep the largest change of a rank's pace, until it matters."""
+    def _read(self, step: int, notes: FloatArray) -> _Iteration:
+        """Return a summary of notes; keep the largest change of a rank's pace until it matters."""
+        self._first_step = step if self._first_step is None else self._first_step
         (changed,) = notes[:, 2].nonzero()
-        if not changed.size:
-            return
-        sizes = np.abs(np.log(notes[changed, 5] / notes[changed, 4]))
-        rank = int(changed[sizes.argmax()])
-        note = RankNote(*notes[rank].tolist())
-        self._rank_change = ChangeEvent(
-            step=step,
-            onset_step=int(note.onset_step),
-            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-            before=note.before,
-            after=note.after,
-            where=f"rank {rank}",
-        )
+        if changed.size:
+            sizes = np.abs(np.log(notes[changed, 5] / notes[changed, 4]))
+            rank = int(changed[sizes.argmax()])
+            note = RankNote(*notes[rank].tolist())
+            self._rank_change = ChangeEvent(
+                step=step,
+                onset_step=int(note.onset_step),
+                kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
+                before=note.before,
+                after=note.after,
+                where=f"rank {rank}",
+            )
+        seconds, loads_s = float(notes[:, 0].max()), notes[:, 1]
+        return _Iteration(step, seconds, float(loads_s.max()), float(loads_s.sum()))
 
     def _take_rank_change(
         self, step: int, last: ChangeEvent | None, *, is_known: bool

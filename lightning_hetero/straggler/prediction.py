@@ -1,29 +1,40 @@
 """Predict iterations of a run's plans under a fault: the simulator's propagation, observed costs.
 
-Nothing needs to be known of model or devices: a stage takes what stages of its shape took while
-nothing was slow, times the factor of its slowest rank, and a message what a probe of its link took.
-What was found slow scales these. Pull and push count the bytes of the runtime's own transfer
-tables, since slices keep their owners when ranks take other places. The rest of the measured
-iteration (optimizer, data, logging) is a constant.
+Nothing needs to be known of model or devices. A stage takes what stages of its shape took while
+nothing was slow, times the factor of its slowest rank. One of another number of layers takes the
+least seconds of a layer that any stage showed for each of them, and what first and last stages took
+beyond that. A message takes what a probe of its link took. What was found slow scales these. Pull
+and push count the bytes of the runtime's own transfer tables, since slices keep their owners when
+ranks take other places. The rest of the measured iteration (optimizer, data, logging) is a
+constant.
 """
 
-import statistics
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.neighbours import deal_pieces
-from lightning_hetero.core.plan import ParallelPlan, StagePlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.pace import Pace, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
 
 __all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "Slowness", "move_ranks", "true_causes"]
 
+_LEAST_EXCESS = 0.05
+"""Least growth of an iteration that is a slowdown, as a share of it."""
 _LEAST_SHARE = 0.1
 """Least share of a slowdown that a true cause explains."""
+_Shape = tuple[int, int, bool, bool]
+"""Ranks and layers of a stage, and whether it is the first and the last of its pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +69,7 @@ class MeasuredRun:
     """Measurements of a run while nothing was slow."""
 
     plan: ParallelPlan
-    """The plan that ran."""
+    """The plan that ran, of several the one that ran most often."""
     counts: tuple[int, ...]
     """Micro-batches of each pipeline."""
     iteration_s: float
@@ -76,132 +87,52 @@ class MeasuredRun:
     """Returns a plan's transfer table."""
     is_assigned: bool = False
     """Whether a data module assigns samples so that the pipelines end together."""
-    share: float = 1.0
-    """Share of the iterations that ran the plan."""
 
 
-class _ObservedCosts:
-    """What stages and messages of a run cost while some ranks and links are slow."""
+class RunPrediction:
+    """Predicts plans with other ranks, layers or micro-batches in the places of one that ran.
 
-    def __init__(self, run: MeasuredRun, slowness: Slowness) -> None:
-        self._run, self._slow = run, slowness
-        found: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
+    Args:
+        run: Measurements while nothing was slow.
+        slowness: The ranks and links that are slow now; none by default.
+    """
+
+    def __init__(self, run: MeasuredRun, slowness: Slowness | None = None) -> None:
+        self.run = run
+        self._slow = slowness or Slowness()
+        self._healthy = self if slowness is None else RunPrediction(run)
+        found: dict[_Shape, list[FloatArray]] = defaultdict(list)
         for _, _, stage in run.plan.iter_stages():
             for rank in stage.ranks:
                 place = run.places[rank]
                 unit = place.work * run.probe_s.get(rank, 1.0)
-                found[self._shape(stage)].append((place.forward_s / unit, place.backward_s / unit))
-        self._stage_s = {
-            shape: (statistics.median(f for f, _ in times), statistics.median(b for _, b in times))
-            for shape, times in found.items()
-        }
+                seconds = np.array([place.forward_s, place.backward_s])
+                found[self._shape(stage)].append(seconds / unit)
+        self._known_s = {shape: np.median(times, axis=0) for shape, times in found.items()}
         """Seconds per unit of work of each shape of stage, on a device of factor 1."""
         self._ends_s: dict[tuple[object, ...], float] = {}
-
-    def _shape(self, stage: StagePlan) -> tuple[int, ...]:
-        layers = stage.layers
-        ends = layers.start == 0, layers.stop == self._run.plan.num_layers
-        return stage.tp_degree, len(layers), *ends
-
-    def factor(self, rank: int) -> float:
-        """Return by what a rank's device multiplies the times of a stage."""
-        slow, place = self._slow.ranks.get(rank, 1.0), self._run.places.get(rank)
-        if place is None:
-            return slow * self._run.probe_s.get(rank, 1.0)
-        at = self._run.plan.place(rank)
-        assert at is not None
-        stage = self._run.plan.pipelines[at.pipeline_index].stages[at.stage_index]
-        usual_s = place.work * sum(self._stage_s[self._shape(stage)])
-        return slow * (place.forward_s + place.backward_s) / usual_s
-
-    def pace(self, stage: StagePlan, rank: int) -> float:
-        """Return a rank's seconds per unit of work in a stage."""
-        return self.factor(rank) * sum(self._stage_s[self._shape(stage)])
-
-    def pipeline_s(self, stages: tuple[StagePlan, ...], work: float, count: int) -> float:
-        """Return when a pipeline has run this number of micro-batches, by itself."""
-        key = stages, work, count
-        if key not in self._ends_s:
-            scales = [work * max(map(self.factor, stage.ranks)) for stage in stages]
-            unit_s = [self._stage_s[self._shape(stage)] for stage in stages]
-            hops = list(pairwise(stages))
-            times = EqualTimes(
-                forward_s=tuple(k * f for k, (f, _) in zip(scales, unit_s, strict=True)),
-                backward_s=tuple(k * b for k, (_, b) in zip(scales, unit_s, strict=True)),
-                forward_message_s=tuple(self._message_s(a, b) for a, b in hops),
-                backward_message_s=tuple(self._message_s(b, a) for a, b in hops),
-                num_microbatches=count,
-            )
-            self._ends_s[key] = max(propagate(times, [0.0] * len(stages)).end_s)
-        return self._ends_s[key]
-
-    def _message_s(self, sender: StagePlan, receiver: StagePlan) -> float:
-        """Return the seconds of an activation; a sender's pieces go one after another."""
-        by_sender: dict[int, float] = defaultdict(float)
-        for piece in deal_pieces(sender.ranks, receiver.ranks):
-            seconds = self._run.hidden_bytes * self._s_per_byte(piece.sender, piece.receiver)
-            by_sender[piece.sender] += seconds / piece.count
-        return max(by_sender.values())
-
-    def _s_per_byte(self, rank_a: int, rank_b: int) -> float:
-        slow = self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)
-        return slow * self._run.link_s_per_byte
-
-    def exchange_s(self, plan: ParallelPlan, ranks: Collection[int]) -> float:
-        """Return the seconds of pull and push of some ranks: the slowest's, one by one."""
-        # Transfers don't depend on the numbers of micro-batches.
-        same = tuple(replace(p, num_microbatches=1) for p in plan.pipelines)
-        table = self._run.table_of(replace(plan, pipelines=same))
-        return sum(
-            max((self._traffic_s(table, rank, push=push) for rank in ranks), default=0.0)
-            for push in (True, False)
-        )
-
-    def _traffic_s(self, table: TransferTable, rank: int, *, push: bool) -> float:
-        """Return the seconds of a rank's sends or of its receives, whichever take longer."""
-        seconds = {True: 0.0, False: 0.0}
-        for (source, destination), numel in table.traffic(rank, push=push).items():
-            if source != destination:
-                rate = self._s_per_byte(source, destination)
-                seconds[source == rank] += numel * self._run.value_bytes * rate
-        return max(seconds.values())
-
-
-class RunPrediction:
-    """Predicts plans with the same places as the plan that ran, but other ranks or micro-batches.
-
-    Args:
-        run: Measurements while nothing was slow.
-        slowness: The ranks and links that are slow now.
-    """
-
-    def __init__(self, run: MeasuredRun, slowness: Slowness) -> None:
-        self.run = run
-        self._cost = _ObservedCosts(run, slowness)
-        self._healthy = _ObservedCosts(run, Slowness())
-        self._healthy_s = self._pipelines_s(run.plan, self._healthy)
-        self._slow = {rank for pair in slowness.links for rank in pair}
 
     def iteration_s(self, plan: ParallelPlan) -> float:
         """Return the seconds of an iteration of a plan."""
         run = self.run
+        slow = {rank for pair in self._slow.links for rank in pair}
         # What ranks exchange that stay where they are, and have no slow link, doesn't change.
         ranks = [
             rank
             for rank in {*run.plan.ranks, *plan.ranks}
-            if rank in self._slow or plan.place(rank) != run.plan.place(rank)
+            if rank in slow or _seat(plan, rank) != _seat(run.plan, rank)
         ]
-        later_s = self._pipelines_s(plan, self._cost) - self._healthy_s
+        later_s = self._pipelines_s(plan) - self._healthy._measured_s
         if ranks:
-            later_s += self._cost.exchange_s(plan, ranks)
-            later_s -= self._healthy.exchange_s(run.plan, ranks)
+            later_s += self._exchange_s(plan, ranks)
+            later_s -= self._healthy._exchange_s(run.plan, ranks)
         return run.iteration_s + later_s
 
     def counts(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return each pipeline's micro-batches: the plan's number, or else the measured one."""
-        pairs = zip(self.run.counts, plan.pipelines, strict=True)
         if self.run.is_assigned:
             return self.run.counts
+        pairs = zip(self.run.counts, plan.pipelines, strict=True)
         return tuple(
             count if p.num_microbatches is None else p.num_microbatches for count, p in pairs
         )
@@ -218,7 +149,7 @@ class RunPrediction:
         total, paces = sum(self.run.counts), []
         usual = max(1, total // plan.num_pipelines)
         for index in range(plan.num_pipelines):
-            one, two = (self._end_s(plan, index, n, self._cost) for n in (usual, 2 * usual))
+            one, two = (self._end_s(plan, index, n) for n in (usual, 2 * usual))
             paces.append(Pace((two - one) / usual, max(0.0, 2 * one - two)))
         shares = deal(paces, [1] * len(paces), total)
         assert shares is not None, "every pipeline had a micro-batch"
@@ -228,25 +159,85 @@ class RunPrediction:
         )
         return replace(plan, pipelines=pipelines)
 
+    def with_layers_moved(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return the plan with the layers of each pipeline cut anew: S2b.
+
+        The plan is unchanged if it recomputes layers, whose seconds aren't known one by one, and so
+        are pipelines with chunks.
+        """
+        if any(any(stage.recomputation.values()) for _, _, stage in plan.iter_stages()):
+            return plan
+        return replace(plan, pipelines=tuple(map(self._cut_anew, plan.pipelines)))
+
+    def _cut_anew(self, pipeline: PipelinePlan) -> PipelinePlan:
+        stages, numbers = pipeline.stages, range(pipeline.num_layers + 1)
+        if pipeline.has_chunks:
+            return pipeline
+
+        def times_s(stage: StagePlan) -> FloatArray:
+            ends = stage is stages[0], stage is stages[-1]
+            unit_s = [self._unit_s((stage.tp_degree, n, *ends)).sum() for n in numbers]
+            return max(map(self.factor, stage.ranks)) * np.array(unit_s)
+
+        sizes = balance_layers([times_s(stage) for stage in stages], pipeline.num_layers)
+        assert sizes is not None, "a plan has a layer for each stage"
+        parts = zip(stages, pairwise([0, *accumulate(sizes)]), strict=True)
+        return replace(pipeline, stages=tuple(replace(s, layers=range(*cut)) for s, cut in parts))
+
     def paces(self, plan: ParallelPlan) -> dict[int, float]:
         """Return the healthy pace of each rank that computes: seconds per unit of work.
 
         Scaled to the whole model, as in a rank's own history.
         """
+        healthy = self._healthy
         return {
-            rank: self._healthy.pace(stage, rank) / plan.share(rank)
+            rank: healthy.factor(rank) * unit_s / plan.share(rank)
             for _, _, stage in plan.iter_stages()
+            for unit_s in [float(self._unit_s(self._shape(stage)).sum())]
             for rank in stage.ranks
         }
 
     def slowdown(self, rank: int, other: int) -> float:
         """Return a rank's time in another rank's place over that rank's time there."""
-        return self._cost.factor(rank) / self._healthy.factor(other)
+        return self.factor(rank) / self._healthy.factor(other)
 
-    def _pipelines_s(self, plan: ParallelPlan, cost: _ObservedCosts) -> float:
+    def factor(self, rank: int) -> float:
+        """Return by what a rank's device multiplies the times of a stage."""
+        slow, place = self._slow.ranks.get(rank, 1.0), self.run.places.get(rank)
+        if place is None:
+            return slow * self.run.probe_s.get(rank, 1.0)
+        stage = _stage_of(self.run.plan, rank)
+        assert stage is not None
+        usual_s = place.work * float(self._unit_s(self._shape(stage)).sum())
+        return slow * (place.forward_s + place.backward_s) / usual_s
+
+    def _shape(self, stage: StagePlan) -> _Shape:
+        layers = stage.layers
+        ends = layers.start == 0, layers.stop == self.run.plan.num_layers
+        return stage.tp_degree, len(layers), *ends
+
+    def _unit_s(self, shape: _Shape) -> FloatArray:
+        """Return forward and backward of a stage, per unit of work, on a device of factor 1."""
+        if shape in self._known_s:
+            return self._known_s[shape]
+        like = {known: s for known, s in self._known_s.items() if known[0] == shape[0]}
+        layer_s: FloatArray = min((s / known[1] for known, s in like.items()), key=np.sum)
+        found = shape[1] * layer_s
+        for end in (2, 3):
+            more = [s - known[1] * layer_s for known, s in like.items() if known[end]]
+            if shape[end] and more:
+                found = found + min(more, key=np.sum)
+        return found
+
+    @cached_property
+    def _measured_s(self) -> float:
+        """Seconds until all pipelines of the plan that ran have ended."""
+        return self._pipelines_s(self.run.plan)
+
+    def _pipelines_s(self, plan: ParallelPlan) -> float:
         """Return the seconds until all pipelines have ended."""
         counts = self.counts(plan)
-        ends_s = {i: self._end_s(plan, i, count, cost) for i, count in enumerate(counts) if count}
+        ends_s = {i: self._end_s(plan, i, count) for i, count in enumerate(counts) if count}
         if not self.run.is_assigned:
             return max(ends_s.values())
         # Pipelines end together, each working at the rate that it has alone.
@@ -256,8 +247,70 @@ class RunPrediction:
     def _work(self, index: int) -> float:
         return self.run.places[self.run.plan.pipelines[index].stages[0].ranks[0]].work
 
-    def _end_s(self, plan: ParallelPlan, index: int, count: int, cost: _ObservedCosts) -> float:
-        return cost.pipeline_s(plan.pipelines[index].stages, self._work(index), count)
+    def _end_s(self, plan: ParallelPlan, index: int, count: int) -> float:
+        """Return when a pipeline has run this number of micro-batches, by itself."""
+        pipeline, work = plan.pipelines[index], self._work(index)
+        stages, key = pipeline.stages, (pipeline.stages, work, count)
+        if key not in self._ends_s:
+            seconds = [
+                work * max(map(self.factor, s.ranks)) * self._unit_s(self._shape(s)) for s in stages
+            ]
+            forward_s, backward_s = np.transpose(seconds).tolist()
+            hops = list(pairwise(stages))
+            times = EqualTimes(
+                forward_s=tuple(forward_s),
+                backward_s=tuple(backward_s),
+                forward_message_s=tuple(self._message_s(a, b) for a, b in hops),
+                backward_message_s=tuple(self._message_s(b, a) for a, b in hops),
+                num_microbatches=count,
+            )
+            begin_s = [0.0] * len(stages)
+            self._ends_s[key] = max(propagate(times, begin_s, workers=pipeline.workers).end_s)
+        return self._ends_s[key]
+
+    def _message_s(self, sender: StagePlan, receiver: StagePlan) -> float:
+        """Return the seconds of an activation; a sender's pieces go one after another."""
+        if sender.ranks == receiver.ranks:
+            return 0.0
+        by_sender: dict[int, float] = defaultdict(float)
+        for piece in deal_pieces(sender.ranks, receiver.ranks):
+            seconds = self.run.hidden_bytes * self._s_per_byte(piece.sender, piece.receiver)
+            by_sender[piece.sender] += seconds / piece.count
+        return max(by_sender.values())
+
+    def _s_per_byte(self, rank_a: int, rank_b: int) -> float:
+        slow = self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)
+        return slow * self.run.link_s_per_byte
+
+    def _exchange_s(self, plan: ParallelPlan, ranks: Collection[int]) -> float:
+        """Return the seconds of pull and push of some ranks: the slowest's, one by one."""
+        # Transfers don't depend on the numbers of micro-batches.
+        same = tuple(replace(p, num_microbatches=1) for p in plan.pipelines)
+        table = self.run.table_of(replace(plan, pipelines=same))
+        return sum(
+            max((self._traffic_s(table, rank, push=push) for rank in ranks), default=0.0)
+            for push in (True, False)
+        )
+
+    def _traffic_s(self, table: TransferTable, rank: int, *, push: bool) -> float:
+        """Return the seconds of a rank's sends or of its receives, whichever take longer."""
+        seconds = {True: 0.0, False: 0.0}
+        for (source, destination), numel in table.traffic(rank, push=push).items():
+            if source != destination:
+                rate = self._s_per_byte(source, destination)
+                seconds[source == rank] += numel * self.run.value_bytes * rate
+        return max(seconds.values())
+
+
+def _stage_of(plan: ParallelPlan, rank: int) -> StagePlan | None:
+    place = plan.place(rank)
+    return None if place is None else plan.pipelines[place.pipeline_index].stages[place.stage_index]
+
+
+def _seat(plan: ParallelPlan, rank: int) -> tuple[object, ...]:
+    """Return what a rank exchanges for: its place and its layers."""
+    stage = _stage_of(plan, rank)
+    return plan.place(rank), stage and stage.layers
 
 
 def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
@@ -272,28 +325,40 @@ def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
     )
 
 
-def true_causes(findings: Sequence[Finding], runs: Sequence[MeasuredRun]) -> tuple[Finding, ...]:
+def true_causes(
+    findings: Sequence[Finding],
+    run: MeasuredRun | None,
+    *,
+    excess_s: float = math.nan,
+    known: Sequence[Finding] = (),
+) -> tuple[Finding, ...]:
     """Return those findings that explain a tenth of the slowdown, or more.
 
     A finding's share is the mean of what is saved by removing only it, and of what is lost by
-    keeping only it. So nothing is done about a device whose removal would change nothing.
+    keeping only it. So nothing is done about a device whose removal would change nothing. While
+    iterations are no longer than before, only what was known to be slow still is.
 
     Args:
         findings: What was found slow.
-        runs: Measurements of each plan that ran while nothing was slow; none believe all.
+        run: Measurements while nothing was slow; None believes all findings.
+        excess_s: By how much iterations have become longer, seconds; NaN if unknown.
+        known: The findings of the last look.
     """
+    if run is None:
+        return tuple(findings)
 
     def predict_s(findings: Sequence[Finding]) -> float:
-        slowness = Slowness.of(findings)
-        return sum(run.share * RunPrediction(run, slowness).iteration_s(run.plan) for run in runs)
+        return RunPrediction(run, Slowness.of(findings)).iteration_s(run.plan)
 
+    if excess_s < _LEAST_EXCESS * run.iteration_s:
+        before = [finding.ranks for finding in known]
+        findings = [finding for finding in findings if finding.ranks in before]
     healthy_s, slow_s = predict_s(()), predict_s(findings)
-    if len(findings) < 2 or slow_s <= healthy_s:
-        return tuple(findings)
+    least_s = _LEAST_SHARE * max(slow_s - healthy_s, excess_s if math.isfinite(excess_s) else 0.0)
     found = []
     for finding in findings:
         removed_s = slow_s - predict_s([other for other in findings if other is not finding])
         kept_s = predict_s([finding]) - healthy_s
-        if removed_s + kept_s >= 2 * _LEAST_SHARE * (slow_s - healthy_s):
+        if removed_s + kept_s >= 2 * least_s:
             found.append(finding)
     return tuple(found)

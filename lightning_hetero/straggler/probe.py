@@ -56,7 +56,7 @@ def probe_links(
     *,
     num_bytes: int = 16 * 2**20,
     repeats: int = 3,
-    wait_for: Callable[[dist.Work, int, int], None] | None = None,
+    wait_for: Callable[..., object] | None = None,
 ) -> dict[Pair, float]:
     """Return the shortest time of a message there and back, seconds, for every pair.
 
@@ -64,41 +64,37 @@ def probe_links(
     it with the same rounds. Pairs of one round run at the same time; barriers separate the rounds.
 
     Args:
-        rounds: Disjoint pairs of global ranks, as `ring_rounds` gives them.
+        rounds: Disjoint pairs of global ranks, as `rounds_of` gives them.
         device: Where the messages lie.
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.
-        wait_for: Waits for a message, given its work, sender and bytes, as the runtime does; None
-            just waits.
+        wait_for: Waits for a message, given its work, `peer` and `num_bytes`, as the runtime's
+            clock does; None just waits.
     """
     own = dist.get_rank()
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s: dict[Pair, float] = {}
 
-    def receive(peer: int) -> None:
+    def exchange(peer: int) -> None:
+        # Send before receive on one side only: two that both receive first would deadlock.
+        if own < peer:
+            dist.send(payload, peer)
         work = dist.irecv(payload, peer)
         assert work is not None
         if wait_for is None:
             work.wait()
         else:
-            wait_for(work, peer, num_bytes)
-
-    def ping(peer: int) -> None:
-        dist.send(payload, peer)
-        receive(peer)
-
-    def pong(peer: int) -> None:
-        receive(peer)
-        dist.send(payload, peer)
+            wait_for(work, peer=peer, num_bytes=num_bytes)
+        if own > peer:
+            dist.send(payload, peer)
 
     for pairs in rounds:
         dist.barrier()
-        for pair in (normalise_pair(*pair) for pair in pairs if own in pair):
-            # Send before receive on one side only: two that both receive first would deadlock.
-            answer, peer = (ping, pair[1]) if own == pair[0] else (pong, pair[0])
-            seconds = _repeat_s(partial(answer, peer), device=device, repeats=repeats)
-            if answer is ping:
-                times_s[pair] = min(seconds)
+        for low, high in (normalise_pair(*pair) for pair in pairs if own in pair):
+            peer = high if own == low else low
+            seconds = _repeat_s(partial(exchange, peer), device=device, repeats=repeats)
+            if own == low:
+                times_s[low, high] = min(seconds)
     everyone: list[dict[Pair, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, times_s)
     return {pair: seconds for part in everyone for pair, seconds in part.items()}

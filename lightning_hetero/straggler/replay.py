@@ -66,8 +66,7 @@ class Replay:
             [*_earlier_on_rank(trace, ended_s), _received(trace, ended_s), sent], axis=1
         )
         _join_collectives(trace, group)
-        step_start = np.full(int(trace.step.max()) + 1, np.inf)
-        np.minimum.at(step_start, trace.step, trace.start_s)
+        step_start = _extremes(trace.start_s, trace.step)[0]
         start, end = (times - step_start[trace.step] for times in (trace.start_s, trace.end_s))
         # A receive that only waits begins, in effect, when the send has ended.
         start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
@@ -88,8 +87,7 @@ class Replay:
             graph = OperationGraph.build(waits_for, np.r_[group, len(trace) + barriers.group])
         except ValueError as error:
             raise ConfigurationError(f"The trace can't be replayed: {error}.") from error
-        last_start = np.full(len(trace), -np.inf)
-        np.maximum.at(last_start, group, start)
+        last_start = _extremes(start, group)[1]
         return cls(
             trace=trace,
             graph=graph,
@@ -100,6 +98,11 @@ class Replay:
             only_waits=np.flatnonzero(sent >= 0),
         )
 
+    def of_all(self, column: IntArray) -> IntArray:
+        """Return a column of the trace for all operations and barriers."""
+        found: IntArray = np.r_[column, column[self.barriers]]
+        return found
+
     def step_s(self, own_s: FloatArray, gap_s: FloatArray) -> FloatArray:
         """Return the seconds of each step with these durations."""
         ends = propagate_operations(self.graph, own_s, gap_s)
@@ -109,11 +112,8 @@ class Replay:
 
     def observed_s(self) -> FloatArray:
         """Return the seconds of each step as recorded."""
-        count = int(self.trace.step.max()) + 1
-        first, last = np.full(count, np.inf), np.zeros(count)
-        np.minimum.at(first, self.trace.step, self.trace.start_s)
-        np.maximum.at(last, self.trace.step, self.trace.end_s)
-        seconds: FloatArray = last - first
+        step, end_s = self.trace.step, self.trace.end_s
+        seconds: FloatArray = _extremes(end_s, step)[1] - _extremes(self.trace.start_s, step)[0]
         return seconds
 
 
@@ -261,10 +261,7 @@ class _Barriers:
         before, at = _spread(self.ready_s[ops], step), _spread(self._start[ops], step)
         if at >= _COINCIDE * before or before <= self._least_s:
             return
-        count = int(self._trace.step.max()) + 1
-        first, last = np.full(count, np.inf), np.full(count, -np.inf)
-        np.minimum.at(first, step, self._start[ops])
-        np.maximum.at(last, step, self.ready_s[ops])
+        first, last = _extremes(self._start[ops], step)[0], _extremes(self.ready_s[ops], step)[1]
         own = np.maximum(first - last, 0.0)
         self.ready_s[ops] = (last + own)[step]
         offset = int(self.group.max()) + 1 if len(self.group) else 0
@@ -275,8 +272,14 @@ class _Barriers:
 
 def _spread(times: FloatArray, group: IntArray) -> float:
     """Return the sum over groups of the latest time less the earliest."""
+    first, last = _extremes(times, group)
+    return float((last - first)[np.isfinite(first)].sum())
+
+
+def _extremes(times: FloatArray, group: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return the earliest and the latest time of each group; infinite where it has none."""
     count = int(group.max()) + 1
     first, last = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(first, group, times)
     np.maximum.at(last, group, times)
-    return float((last - first)[np.isfinite(first)].sum())
+    return first, last

@@ -59,18 +59,19 @@ class OperationTrace:
         end = start + np.asarray(columns["duration"], float)
         if not np.isfinite(end).all() or (end < start).any():
             raise ConfigurationError("A start or duration in the trace is negative or not finite.")
-        whole = {name: np.asarray(columns[name], np.int64) for name in _NEEDED[:4]}
-        whole["mb_id"] = np.asarray(columns["mb_id"], np.int64)
-        whole["mc"] = np.asarray(columns.get("mc", np.zeros(len(start))), np.int64)
+        step, rank, pipeline, stage, microbatch = (
+            np.asarray(columns[name], np.int64) for name in (*_NEEDED[:4], "mb_id")
+        )
+        chunk = np.maximum(np.asarray(columns.get("mc", np.zeros(len(start))), np.int64), 0)
         kinds, kind = np.unique(np.asarray(columns["optype"], str), return_inverse=True)
-        order = np.lexsort((end, start, whole["rank"], whole["step"]))
+        order = np.lexsort((end, start, rank, step))
         return cls(
-            step=np.unique(whole["step"], return_inverse=True)[1][order],
-            rank=whole["rank"][order],
-            pipeline=whole["dp_rank"][order],
-            stage=whole["stage"][order],
-            chunk=np.maximum(whole["mc"], 0)[order],
-            microbatch=whole["mb_id"][order],
+            step=np.unique(step, return_inverse=True)[1][order],
+            rank=rank[order],
+            pipeline=pipeline[order],
+            stage=stage[order],
+            chunk=chunk[order],
+            microbatch=microbatch[order],
             kind=kind[order],
             kinds=tuple(map(str, kinds)),
             start_s=start[order],

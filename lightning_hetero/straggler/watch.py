@@ -4,6 +4,10 @@ One rank, the *leader*, gets all ranks' notes of every iteration and gives one o
 decide for themselves, because numbers that differ in the last bit could make them decide otherwise.
 The order is to go on, to *look* for the cause (all ranks report and probe together), or to act.
 
+Between faults the plan itself is looked at. If, by observed costs, other micro-batch shares or
+stages save a tenth of an iteration, and have been worth their cost since the plan began, they are
+taken for good, unless iterations become longer.
+
 A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
 they find is mitigated by ski rental (`mitigation`); a look that no longer finds anything ends it,
 and the first plan returns. A slow link that carries little under the new plan shows no recovery, so
@@ -15,6 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -46,6 +51,10 @@ _SETTLING = 3
 """Number of a new plan's iterations, after its first, whose median is its iteration time."""
 _LOOK_AGAIN = (8, 24)
 """Iterations until further looks, after one that has found no culprit."""
+_PLAN_LOOKS = (32, 128, 512, 2048)
+"""Iterations from the first one of a plan until the plan is looked at."""
+_LEAST_GAIN = 0.1
+"""Least share of an iteration that a better plan saves."""
 _RECENT = 4
 """Newest iterations that a look considers if no change says where to begin."""
 
@@ -58,6 +67,8 @@ class Order(IntEnum):
     """Report and probe, then get a decision from the leader."""
     ACT = 2
     """Get a decision from the leader."""
+    JUDGE = 3
+    """Report, so that the leader can judge the plan, then get a decision from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,8 @@ class WatchConfig:
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Costs of mitigations, and which are allowed."""
+    dry_run: bool = False
+    """Whether decisions are reported only, not carried out."""
     recheck_share: float = 0.002
     """Share of the time that may be spent on probing a known slow link again."""
 
@@ -83,8 +96,9 @@ class _Transition:
 class RunWatch:
     """The leader's memory of the run and of the fault it suffers from, if any.
 
-    In each iteration `see` returns the order. After LOOK the caller passes findings to `found`;
-    after LOOK and ACT it carries out the decision from `next_decision`, and calls `began`.
+    In each iteration `see` returns the order. After LOOK the caller passes findings to `found`,
+    after JUDGE possible plans to `judge`; after these and ACT it carries out the decision from
+    `next_decision`, and calls `began`.
 
     Args:
         config: How eagerly to watch.
@@ -115,6 +129,7 @@ class RunWatch:
         self._transition: _Transition | None = None
         self._said_why = False
         self._next_looks: tuple[int, ...] = ()
+        self._plan_since: float | None = None
         self.since_step = 0
         """First step since the last change; a look considers no earlier one."""
         self.known: tuple[Finding, ...] = ()
@@ -129,6 +144,10 @@ class RunWatch:
         """Return the median iteration time before the fault, seconds; NaN if it isn't known."""
         known = math.isfinite(self._healthy_s)
         return self._healthy_s if known else self._levels.before_s(self.since_step)
+
+    def excess_s(self) -> float:
+        """Return by how much iterations have become longer, seconds; NaN if it isn't known."""
+        return self._levels.since_s(self.since_step) - self.base_s()
 
     def see(
         self,
@@ -149,6 +168,7 @@ class RunWatch:
         rows = np.asarray(notes, dtype=np.float64)
         iteration_s = float(rows[:, 0].max())
         self._step = step
+        self._plan_since = step if self._plan_since is None else self._plan_since
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
         if self._transition is not None:
@@ -156,12 +176,15 @@ class RunWatch:
             usual_s = self._levels.skip(step, rows)
             if not is_changing:
                 self._follow(self._transition, usual_s)
-            return Order.GO_ON
+            return Order.ACT if self._decision else Order.GO_ON
         event = self._levels.see(step, rows, last=self._change, is_known=bool(self.known))
         if event is not None:
             return self._changed(event)
         if step in self._next_looks and not self.known:
             return Order.LOOK
+        if step - self._plan_since in _PLAN_LOOKS and not self.known:
+            self.since_step = step - _RECENT + 1
+            return Order.JUDGE
         has_link = any(finding.kind is FindingKind.LINK for finding in self.known)
         if has_link and self._look_s <= self._config.recheck_share * self._since_look_s:
             self.since_step = step - _RECENT + 1
@@ -209,6 +232,19 @@ class RunWatch:
             self._change = replace(change, where=where, step=self._step)
             self._begin(self._change, tuple(find_mitigations()))
 
+    def judge(self, possible: Sequence[PossibleMitigation]) -> None:
+        """Decide for the best of the plans that are possible without a fault, if it pays."""
+        allowed = [item for item in possible if item.mitigation in self._config.policy.allowed]
+        best = min(allowed, key=lambda item: item.iteration_s, default=None)
+        if best is None or self._plan_since is None:
+            return
+        now_s, cost_s = self.base_s(), self._policy.cost_s(best.mitigation)
+        lost_s = (now_s - best.iteration_s) * (self._step - self._plan_since)
+        if best.iteration_s <= (1.0 - _LEAST_GAIN) * now_s and lost_s >= cost_s:
+            reason = f"the plan has cost {lost_s:.2f} s so far, another costs {cost_s:.2f} s"
+            choice = replace(best, is_lasting=True)
+            self._take(Decision(kind=DecisionKind.APPLY, choice=choice, reason=reason), now_s)
+
     def _begin(self, change: ChangeEvent, possible: tuple[PossibleMitigation, ...]) -> None:
         for finding in self.known:
             self._report(finding)
@@ -234,21 +270,28 @@ class RunWatch:
         )
         decision = self._policy.end()
         was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
-        self._decision = decision if was_done else None
+        self._decision = decision if was_done and not self._config.dry_run else None
         if self._decision is None:
-            self._report(self._event_of(decision))
+            self._report(_event_of(decision, self._step, dry_run=self._config.dry_run))
             self._say(format_message(self._change))
 
     def _decide(self) -> bool:
         """Let the policy count one slow iteration; return whether there is something to do."""
         decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
         if decision.kind is DecisionKind.APPLY:
-            self._decision = decision
-            return True
+            return self._take(decision, self._slow_s)
         if not self._said_why:
             self._said_why = True
-            self._report(self._event_of(decision))
+            self._report(_event_of(decision, self._step, dry_run=self._config.dry_run))
         return False
+
+    def _take(self, decision: Decision, now_s: float) -> bool:
+        """Let the ranks carry out a decision; only say so in a dry run, and return False."""
+        if self._config.dry_run:
+            self._finish(decision, before_s=now_s, after_s=decision.choice.iteration_s)
+            return False
+        self._decision = decision
+        return True
 
     def next_decision(self) -> Decision | None:
         """Return the decision that all ranks are to carry out now, only once; None if none."""
@@ -268,16 +311,15 @@ class RunWatch:
         change = self._transition
         assert change is not None
         change.call_s = call_s
-        event = self._event_of(change.decision)
         if refusal is not None:
-            self._transition = None
+            self._transition, self._plan_since = None, -math.inf
             self._possible = tuple(item for item in self._possible if not item.plans)
-            self._report(event)
+            self._report(event := _event_of(change.decision, self._step))
             self._say(f"{event.mitigation.value} can't be done here. {refusal}")
         elif not change.decision.choice.plans:
             # A restart: this run won't see what it gains.
             self._transition = None
-            self._finish(replace(event, before_s=change.before_s))
+            self._finish(change.decision, before_s=change.before_s)
 
     def _follow(self, change: _Transition, iteration_s: float) -> None:
         """Collect the new plan's iteration times; once there are enough, report gain and cost."""
@@ -286,30 +328,41 @@ class RunWatch:
             return
         self._transition = None
         first_s, *others_s = change.times_s
-        after_s = statistics.median(others_s)
+        before_s, after_s = change.before_s, statistics.median(others_s)
         cost_s = change.call_s + max(0.0, first_s - after_s)
-        event = self._event_of(change.decision)
+        decision, choice = change.decision, change.decision.choice
         if cost_s > 0.0:
-            self._policy.record_cost(event.mitigation, cost_s)
+            self._policy.record_cost(choice.mitigation, cost_s)
         self._levels.settle()
         if not self.known:
             self._levels.forget()
             self._healthy_s = math.nan
-        self._finish(replace(event, before_s=change.before_s, after_s=after_s, cost_s=cost_s))
+        self._finish(decision, before_s=before_s, after_s=after_s, cost_s=cost_s)
+        if choice.is_lasting:
+            is_kept = decision.kind is DecisionKind.APPLY and after_s <= before_s
+            self._plan_since = self._step if is_kept else -math.inf
+            if decision.kind is DecisionKind.APPLY and not is_kept:
+                reason = "iterations have become longer"
+                self._decision = replace(decision, kind=DecisionKind.UNDO, reason=reason)
 
-    def _finish(self, event: ActionEvent) -> None:
-        """Report a mitigation that was applied or undone."""
-        assert self._change is not None
+    def _finish(self, decision: Decision, **figures: float) -> None:
+        """Report a mitigation that was applied or undone, or would have been in a dry run."""
+        event = _event_of(decision, self._step, dry_run=self._config.dry_run, **figures)
         self._report(event)
-        self._say(format_message(replace(self._change, step=self._step), self.known, event))
+        if decision.choice.is_lasting or self._change is None:
+            self._say(f"step {self._step}: {event} ({event.reason})")
+        else:
+            self._say(format_message(replace(self._change, step=self._step), self.known, event))
 
-    def _event_of(self, decision: Decision) -> ActionEvent:
-        """Return the event of a decision; gain and cost are filled in once known."""
-        is_done = decision.kind is DecisionKind.APPLY
-        return ActionEvent(
-            step=self._step,
-            kind=decision.kind,
-            mitigation=decision.choice.mitigation,
-            reason=decision.reason,
-            effect=decision.choice.effect if is_done else "",
-        )
+
+def _event_of(decision: Decision, step: int, **more: Any) -> ActionEvent:
+    """Return the event of a decision, with its gain and cost as far as they are known."""
+    is_done = decision.kind is DecisionKind.APPLY
+    return ActionEvent(
+        step=step,
+        kind=decision.kind,
+        mitigation=decision.choice.mitigation,
+        reason=decision.reason,
+        effect=decision.choice.effect if is_done else "",
+        **more,
+    )

@@ -186,12 +186,11 @@ class _Parts:
     def suspects(self) -> Iterator[_Suspect]:
         """Yield all that may be a cause."""
         replay, computes = self._replay, self._computes
-        stage = np.r_[replay.trace.stage, replay.trace.stage[replay.barriers]]
+        stage, rank = replay.of_all(replay.trace.stage), replay.of_all(replay.trace.rank)
         weight = np.bincount(stage[computes], (self.base_s * self._stage)[computes], 1)
         heaviest = int(np.argmax(weight / np.maximum(np.bincount(stage[computes]), 1)))
         yield _Suspect("stage", heaviest, computes & (stage == heaviest), self._stage)
         yield _Suspect("lengths", None, computes, self._lengths)
-        rank = np.r_[replay.trace.rank, replay.trace.rank[replay.barriers]]
         ranks, by_rank = np.unique(rank, return_inverse=True)
         untried = self._rank * self._link
         # Ranks and links are tried one by one, in the order of the seconds they cost.
@@ -322,8 +321,7 @@ def _typical_s(replay: Replay, ops: IntArray) -> FloatArray:
     """Return the median own time of transfers and collectives of a kind, and of barriers."""
     trace, behind = replay.trace, replay.barriers
     kind = np.r_[trace.kind, len(trace.kinds) + trace.kind[behind]][ops]
-    stage = np.r_[trace.stage, trace.stage[behind]][ops]
-    pipeline = np.r_[trace.pipeline, trace.pipeline[behind]][ops]
+    stage, pipeline = (replay.of_all(column)[ops] for column in (trace.stage, trace.pipeline))
     transfer = np.isin(kind, np.flatnonzero(np.isin(trace.kinds, TRANSFERS)))
     # Of transfers, links are alike; of the others, the stages.
     place = grouped(kind, stage, np.where(transfer, pipeline, 0))

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hetero.autoplan.engine_choices import (
     check_room_for_states,
     find_standbys_of_run,
+    with_exchange,
 )
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
 from lightning_hetero.core.devices import Arithmetic
@@ -77,7 +78,8 @@ class EngineOptions:
                 f'schedule="{self.config.schedule}" splits the backward of linear layers, which '
                 'compiled layers hide. Use schedule="auto" or "deep", or compile_layers=False.'
             )
-        if self.redundancy and self.config.exchange is ExchangeKind.REDUCE_SCATTER:
+        own_orders = ExchangeKind.REDUCE_SCATTER, ExchangeKind.BY_NODE
+        if self.redundancy and self.config.exchange in own_orders:
             raise ConfigurationError(
                 f'exchange="{self.config.exchange}" sums in an order of its own for each rank, so '
                 'a slice and its standby would differ. Use exchange="collectives", or redundancy=0.'
@@ -145,6 +147,7 @@ class EngineOptions:
             for plan in plans.candidates:
                 tensor_parallel.check_degrees(plan)
             layout = tensor_parallel.layout
+        config = with_exchange(config, facts, plans, layout.specs)
         check_room_for_states(facts, plans, config, layout.specs)
         return Engine(
             facts.module,

@@ -99,9 +99,9 @@ class HeteroStrategy(HookedStrategy):
             where the optimizer then steps (`AdamW(fused=True)` is fastest there), or "auto", as the
             plan's `host_owners` say.
         exchange: How weights and gradients travel between all that hold a layer: by "messages" or
-            "collectives" (both sum gradients in the pipelines' order), or "reduce-scatter" (the
-            backend sums, in the compute dtype and in its own order, so that less leaves a node).
-            "auto" takes collectives; messages on gloo up to 8 ranks.
+            "collectives" (both sum gradients in the pipelines' order), "by-node" (sums on each node
+            first), or "reduce-scatter" (sums in the compute dtype, in its own order). "auto" takes
+            collectives, by node where links make that faster; messages on gloo up to 8 ranks.
         tp_plan: How tensor parallelism shards modules, name pattern to style (see
             `runtime.tensor_parallel.styles`); None takes the module's own plan. One given here also
             allows a later plan with tensor parallelism where the first has none.
@@ -162,7 +162,7 @@ class HeteroStrategy(HookedStrategy):
         standby_check_steps: int = 100,
         owned_device: OwnedDevice | Literal["auto", "device", "cpu"] = OwnedDevice.AUTO,
         exchange: ExchangeKind
-        | Literal["auto", "messages", "collectives", "reduce-scatter"] = "auto",
+        | Literal["auto", "messages", "collectives", "by-node", "reduce-scatter"] = "auto",
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",

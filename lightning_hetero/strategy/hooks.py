@@ -159,6 +159,9 @@ class HookedStrategy(ConnectedStrategy):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
+        members, described = self._processes.membership, self.engine.boundary.first_call
+        if members is not None and described and not self.has_trained:
+            members.tell_layer_call(described)
         self.has_trained = True
         if sees_early(self._module, *self._trainer.callbacks):
             self.hooked_slices.enter()

@@ -20,8 +20,15 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.keep import KeeperTask, become_keeper
-from lightning_hetero.runtime.generation.entering import is_joiner, share_cores, split_address
+from lightning_hetero.runtime.generation.entering import (
+    is_joiner,
+    layer_call_of_run,
+    share_cores,
+    split_address,
+)
 from lightning_hetero.runtime.generation.keeper import JOIN, KEPT, joiner_variables
+from lightning_hetero.runtime.setup.layout import find_layers
+from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.generations import Generations
 from lightning_hetero.strategy.run import OutlivesRanks
 
@@ -107,6 +114,8 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 self._be_kept(replaces=rule.replace_lost)
             share_cores(self.num_processes)
             if trainer.state.fn == TrainerFn.FITTING:
+                if is_joiner():
+                    _rehearse(self._strategy, args[0])
                 return Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
             return work()
         if self.cluster_environment.creates_processes_externally:
@@ -156,6 +165,27 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 replaces=replaces,
             )
         )
+
+
+def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
+    """Compile a layer and load its kernels, before anybody waits for this joiner."""
+    described, options = layer_call_of_run(strategy.processes.start_timeout), strategy.options
+    _, layers = find_layers(module, options.layers)
+    if not described or not layers:
+        return
+    layer, before = layers[0], vars(layers[0]).get("forward")
+    try:
+        layer.forward = options.config.layer_options.wrap_layer(0, layer.forward)
+        dtype = strategy.precision_plugin.compute_dtype
+        rehearse(layer, described, device=strategy.root_device, dtype=dtype)
+        _log.info("Called a layer before joining.")
+    except Exception as error:
+        # Its first step will show whether it can train; it is only slower.
+        _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
+    finally:
+        vars(layer).pop("forward", None)
+        if before is not None:
+            layer.forward = before
 
 
 def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:

@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process import allow_files
 from lightning_hetero.runtime.generation.entering import (
     GenerationEnvironment,
     is_joiner,
@@ -53,6 +54,8 @@ __all__ = ["Processes", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
+_MAX_EAGER_RANKS = 64
+"""Ranks up to which gloo connects all pairs of a new group at once, not when they first talk."""
 _FORMING = 1.5
 """Times the patience of members, after which their store counts as frozen if none has formed."""
 _FIRST_FIT = (
@@ -119,6 +122,12 @@ class Processes:
             The environment that knows this process's rank from now on.
         """
         self._environment = environment
+        if environment.world_size() > _MAX_EAGER_RANKS:
+            allow_files(os.getpid())
+            if self._silence is None:
+                # Else each group costs a rank as many sockets as there are ranks. But connections
+                # that may have to be hung up are known only if they are made with their group.
+                os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if self._silence is not None and self._membership is None:
             environment = self._become_member(package_versions() | facts_of_fit(module))
         if environment.world_size() > 1 or self._membership is not None:

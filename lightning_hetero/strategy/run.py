@@ -1,18 +1,34 @@
-"""The run: where its strategy and its callbacks find each other."""
+"""The run: where its strategy, its callbacks and its ranks find each other."""
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+
+from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.runtime.ranks.communicators import Communicators, Rows
 
 if TYPE_CHECKING:
     from lightning_hetero.checkpoint import SavedCheckpoint
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
-__all__ = ["KeepsLog", "OutlivesRanks", "RestartsRun", "RestoredState", "Run", "SavesSlices"]
+__all__ = [
+    "KeepsLog",
+    "OutlivesRanks",
+    "Ranks",
+    "RestartsRun",
+    "RestoredState",
+    "Run",
+    "SavesSlices",
+    "note",
+    "run_of",
+]
 
 _T = TypeVar("_T")
 
@@ -129,3 +145,63 @@ class Run:
         """Add a callback to one of the lists, unless it is in it."""
         if member not in members:
             members.append(member)
+
+
+_OTHERS: WeakKeyDictionary[Strategy, Run] = WeakKeyDictionary()
+"""The runs of strategies that have no `run` of their own."""
+
+
+def run_of(trainer: pl.Trainer) -> Run:
+    """Return the run in which a Trainer's callbacks find each other, under any strategy."""
+    own = getattr(trainer.strategy, "run", None)
+    return own if isinstance(own, Run) else _OTHERS.setdefault(trainer.strategy, Run())
+
+
+def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
+    """Write an event on rank 0, if the run keeps a log."""
+    if trainer.is_global_zero:
+        for log in run_of(trainer).logs:
+            log.write(trainer, event, **fields)
+
+
+class Ranks:
+    """The ranks of a run and their small messages, on CPU.
+
+    Args:
+        group: A gloo group of all ranks; None if there is only one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.global_rank = 0 if group is None else dist.get_rank(group)
+        self._comms = Communicators(
+            global_rank=self.global_rank, world_size=self.world_size, control=group
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.global_rank == 0
+
+    def to_leader(self, row: Sequence[float]) -> FloatArray:
+        """Return every rank's row on the leader, (num_ranks, length); no rows elsewhere."""
+        rows = Rows(torch.tensor(row, dtype=torch.float64), self._group).on_rank_0()
+        found: FloatArray = (rows if self.leads else rows[:0]).numpy()
+        return found
+
+    def from_leader(self, numbers: Sequence[int]) -> list[int]:
+        """Return the leader's numbers; the other ranks pass as many, which don't count."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            dist.broadcast(values, 0, self._group)
+        found: list[int] = values.tolist()
+        return found
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return every rank's value."""
+        return self._comms.gather_objects(value)
+
+    def share(self, value: _T) -> _T:
+        """Return the leader's value."""
+        return self._comms.on_rank_0(lambda: value)

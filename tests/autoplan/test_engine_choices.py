@@ -1,28 +1,37 @@
-"""Owners follow room, and what has no room is refused."""
+"""Owners follow room, gradients travel as the simulator says, and what has no room is refused."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.autoplan import engine_choices
 from lightning_hetero.autoplan.engine_choices import (
     check_room_for_states,
     find_standbys_of_run,
     state_memory,
+    with_exchange,
     with_owner_shares,
 )
 from lightning_hetero.autoplan.facts import NUM_STATES, BatchSizes, RunFacts, RunPlans
+from lightning_hetero.core.cluster import Cluster, Link, Node
+from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec, PlanHolders
+from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.models import HeteroLM, LMConfig
+from lightning_hetero.runtime.exchange.by_node import relays_of
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
+from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.simulator.links import ClusterLinks, push_by_node_s, push_straight_s
 from tests.core.sample_plans import random_plan, small_model
 
 WHOLE, HALVES = {"ranks": [0], "layers": [0, 4]}, ([1, 2], [2, 1])
@@ -141,6 +150,89 @@ SPECS = tuple(
     ParameterSpec(name=f"layers.{index}.weight", shape=(4096, 4096), layer=index)
     for index in range(4)
 )
+
+
+def chosen(
+    counts: tuple[int, ...],
+    *,
+    backend: str = "nccl",
+    kind: ExchangeKind = ExchangeKind.AUTO,
+    redundancy: int = 0,
+    inter_node_bytes_per_s: float = 25e9,
+) -> EngineConfig:
+    """Return the options of a data-parallel run on nodes with as many devices."""
+    device, world_size = KNOWN_DEVICES["A100-80GB"], sum(counts)
+    nodes = [f"node {index}" for index, count in enumerate(counts) for _ in range(count)]
+    facts: Any = SimpleNamespace(
+        comms=SimpleNamespace(exchange=object(), world_size=world_size),
+        redundancy=redundancy,
+        compute_bytes=2,
+        detect_seats=lambda: [
+            Seat(host=node, node=node, device=device, base=device.name, is_cpu=False)
+            for node in nodes
+        ],
+    )
+    plan = ParallelPlan.even(world_size=world_size, num_layers=len(SPECS))
+    cluster = Cluster(
+        nodes=tuple(Node(device=device.name, count=count) for count in counts),
+        inter_node_bytes_per_s=inter_node_bytes_per_s,
+    )
+    auto: Any = SimpleNamespace(basis=SimpleNamespace(cluster=cluster))
+    plans = RunPlans(first=plan, candidates=(plan,), auto=auto)
+    with (
+        mock.patch.object(engine_choices.dist, "get_backend", return_value=backend),
+        mock.patch.object(engine_choices, "check_alike"),
+    ):
+        return with_exchange(EngineConfig(exchange=kind), facts, plans, SPECS)
+
+
+def test_it_is_chosen_where_links_between_nodes_are_slow_and_nodes_hold_a_unit_several_times():
+    found = chosen((8, 8, 4))
+    assert found.exchange is ExchangeKind.BY_NODE
+    assert found.node_of_rank == (0,) * 8 + (8,) * 8 + (16,) * 4
+    assert chosen((1,) * 8).exchange is ExchangeKind.AUTO
+    assert chosen((8,)).exchange is ExchangeKind.AUTO
+    assert chosen((2, 2), inter_node_bytes_per_s=300e9).exchange is ExchangeKind.AUTO
+    assert chosen((8, 8), backend="gloo").exchange is ExchangeKind.AUTO
+    assert chosen((8, 8), redundancy=1).exchange is ExchangeKind.AUTO
+    for kind in (ExchangeKind.MESSAGES, ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER):
+        assert chosen((8, 8), kind=kind).exchange is kind
+    told = chosen((8, 8), backend="gloo", kind=ExchangeKind.BY_NODE)
+    assert told.exchange is ExchangeKind.BY_NODE
+    assert len(told.node_of_rank) == 16
+
+
+@pytest.mark.parametrize("counts", [(8, 8, 8), (4, 2), (3, 1, 2)])
+def test_simulated_seconds_are_those_of_the_bytes_that_relays_move(counts: tuple[int, ...]):
+    inside_s, between_s = 1 / 100e9, 1 / 10e9
+    cluster = Cluster(
+        nodes=tuple(Node(device="A100-80GB", count=count) for count in counts),
+        inter_node_bytes_per_s=1 / between_s,
+        inter_node_latency_s=0.0,
+        intra_node_latency_s=0.0,
+        links=tuple(
+            Link(nodes=(node, node), bytes_per_s=1 / inside_s) for node in range(len(counts))
+        ),
+    )
+    links = ClusterLinks(cluster)
+    nodes, num_ranks, num_bytes, width = links.node_of_rank, sum(counts), 1e9, 2.0
+    piece, near_s, far_s, straight_s = num_bytes / num_ranks, [], [], []
+    for own, node in enumerate(nodes):
+        relays = relays_of(nodes, node)
+        assert relays[own] == own
+        assert {nodes[relay] for relay in relays} == {node}
+        near_s.append((num_ranks - relays.count(own)) * piece * inside_s)
+        relayed = [peer for peer, relay in enumerate(relays) if relay == own != peer]
+        far_s.append(len(relayed) * piece * width * between_s)
+        num_near = nodes.count(node)
+        straight_s.append(piece * ((num_near - 1) * inside_s + (num_ranks - num_near) * between_s))
+    ranks = range(num_ranks)
+    assert push_straight_s(links, ranks, num_bytes) == pytest.approx(max(straight_s))
+    simulated_s = push_by_node_s(links, ranks, num_bytes, width=width)
+    # Of other nodes' numbers that this one's doesn't divide, relays have one owner more or less.
+    assert simulated_s == pytest.approx(max(near_s) + max(far_s), rel=0.35)
+    if len(set(counts)) == 1:
+        assert simulated_s == pytest.approx(max(near_s) + max(far_s), rel=0.05)
 
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])

@@ -163,6 +163,15 @@ def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_w
         roomy.specs, PLAN, world_size=3, ownership=Ownership.EVEN, weights=(0, 1, 0)
     )
     assert not replace(roomy, slices=owning).has_room(swapped[0, 1])
+    # A stage that takes another layer beside its one has twice the activations.
+    low, high = PLAN.pipelines[1].stages
+    stages = (replace(low, layers=range(2)), replace(high, layers=range(2, 4)))
+    cut = replace(PLAN, pipelines=(PLAN.pipelines[0], replace(PLAN.pipelines[1], stages=stages)))
+    states = state_memory(cut, roomy.facts, roomy.specs, roomy.slices)[low.ranks[0]].total
+    activations = halves[0] - known[1][0].memory.states
+    for share, fits in ((1.8, False), (2.1, True)):
+        size = states + share * activations
+        assert start(cluster(1.1 * whole, size, 1.1 * whole)).has_room(cut) == fits
 
 
 def test_idle_devices_are_counted():

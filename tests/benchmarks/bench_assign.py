@@ -70,12 +70,9 @@ class Case:
         return Row(
             name=f"{what}: {self.title}",
             ours=value,
-            peer=None,
             unit=unit,
             target=target,
-            better="lower",
             kind="measured" if unit == "s" else "simulated",
-            value=value,
             note=note,
         )
 
@@ -118,7 +115,6 @@ class Case:
             target=1.15,
             better="higher",
             kind="simulated",
-            value=times_s[best] / mean_s,
             note=f"peer: {best}; {limit}",
         )
 

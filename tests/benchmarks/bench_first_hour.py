@@ -94,12 +94,7 @@ def run() -> list[Row]:
         Row(
             name=f"slowest of {len(MISTAKES)} mistakes, bar {limit_s:.0f} s",
             ours=median_s,
-            peer=None,
-            unit="s",
             target=limit_s,
-            better="lower",
-            kind="measured",
-            value=median_s,
             note=f"{name}; from the wheel, until its processes have ended",
         )
         for limit_s, (median_s, name) in sorted(slowest.items())

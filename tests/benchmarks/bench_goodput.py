@@ -102,7 +102,6 @@ def _row(
         unit=what.split()[0] if not is_gain else "1/s",
         target=1.0,
         better="higher" if is_gain else "lower",
-        kind="measured",
         value=own / other if other else float(own > 0),
         note=note,
     )

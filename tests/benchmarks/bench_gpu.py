@@ -202,7 +202,7 @@ def measure(setting: Setting, peak_flops_per_s: float) -> list[Row]:
                 _row(f"{billions:.2f}B, {how}", tokens / ours_s, tokens / peer_s, "tokens/s", 0.98),
                 Row(
                     name=f"MFU, {how}", ours=mfu, peer=flops / peer_s / peak_flops_per_s, unit="",
-                    target=0.5, better="higher", kind="measured", value=mfu,
+                    target=0.5, better="higher", value=mfu,
                     note="of the dense bf16 peak; peer: single device",
                 ),
             ]  # fmt: skip

@@ -218,7 +218,7 @@ def count_calls(rank: int) -> tuple[float, float, float]:
 def _count_row(name: str, ours: float, peer: float | None, target: float) -> Row:
     return Row(
         name=f"calls an iteration, {name}, width 16", ours=ours, peer=peer, unit="",
-        target=target, better="lower", kind="measured", value=ours, note="counted by cProfile",
+        target=target, value=ours, note="counted by cProfile",
     )  # fmt: skip
 
 
@@ -241,8 +241,8 @@ def run() -> list[Row]:
         for what, own, other in zip(("wall time", "CPU time"), ours, peer, strict=True):
             rows.append(
                 Row(
-                    name=f"{name}, width 16, {what}", ours=own, peer=other, unit="s",
-                    target=target, better="lower", kind="measured", value=own - other,
+                    name=f"{name}, width 16, {what}", ours=own, peer=other,
+                    target=target, value=own - other,
                     note=peer_name,
                 )
             )  # fmt: skip

@@ -61,7 +61,6 @@ def _compare(path: Path) -> Row:
         unit="tokens/s",
         target=1.5,
         better="higher",
-        kind="measured",
         value=padded_s / packed_s,
         note=f"peer pads to the longest of {SAMPLES_PER_BATCH}; FLOPs {flops_ratio:.2f}x",
     )

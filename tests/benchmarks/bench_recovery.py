@@ -92,12 +92,8 @@ def _lost_steps(again: list[int]) -> Row:
     return Row(
         name=f"steps lost with redundancy=1, {len(again)} faults, checkpoints every 2 steps",
         ours=sum(again),
-        peer=None,
         unit="steps",
         target=0.0,
-        better="lower",
-        kind="measured",
-        value=sum(again),
         note=f"{again.count(0)} of {len(again)} recoveries read no checkpoint's step again",
     )
 
@@ -152,10 +148,7 @@ def _row(name: str, seconds: list[float], peers: list[float] | None, target: flo
         name=f"{name}, {NUM_RANKS} workers",
         ours=statistics.median(seconds),
         peer=None if peers is None else statistics.median(peers),
-        unit="s",
         target=target,
-        better="lower",
-        kind="measured",
         value=max(seconds),
         note=f"worst of {len(seconds)} {max(seconds):.2f} s"
         + ("" if peers is None else f"; torchrun without imports {max(peers):.2f} s"),

@@ -232,10 +232,7 @@ def run() -> list[Row]:
                 name=f"{name}, width {width}",
                 ours=statistics.median(ours[0] for ours, _ in pairs),
                 peer=statistics.median(peer[0] for _, peer in pairs),
-                unit="s",
                 target=target,
-                better="lower",
-                kind="measured",
                 value=statistics.median(walls),
                 note=f"{peer_name}; {len(pairs)} pairs, {walls[0]:.2f} to {walls[-1]:.2f}; "
                 f"CPU time {cpu:.3f}",

@@ -120,8 +120,6 @@ def _rows_of(plan: str, figures: dict[int, Figures]) -> list[Row]:
             peer=found[64],
             unit=unit,
             target=target,
-            better="lower",
-            kind="measured",
             value=found[1024] / max(found[64], 1e-9) if is_ratio else found[1024],
             note="; ".join(f"{size:,}: {value:.4g}" for size, value in found.items()),
         )
@@ -241,7 +239,6 @@ def _row_of_sizes(
         peer=found.get(64),
         unit=unit,
         target=target,
-        better="lower",
         kind=kind,
         value=found[1024],
         note="; ".join(f"{size:,}: {value:.4g}" for size, value in sorted(found.items())),

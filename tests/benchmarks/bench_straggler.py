@@ -6,7 +6,7 @@ about 35 NumPy calls over 65 hypotheses, a floor of 15-20 µs.
 
 import random
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,33 +74,21 @@ def corpus_rows() -> list[Row]:
         window = score(jobs, detect_window)
         note = f"{len(jobs)} {name} jobs, {ours.num_faults} faults; peer: "
         rows += _score_rows(name, ours, window, note + "sliding window")
-        rows.append(_reaction_row(name, jobs, ours))
+        rows.append(_reaction_row(name, ours))
     return rows
 
 
 def _score_rows(name: str, ours: Score, peer: Score, note: str) -> list[Row]:
-    figures = (
-        ("accuracy", ours.accuracy, peer.accuracy, 0.99, "higher"),
-        ("false positives", ours.false_positive_rate, peer.false_positive_rate, 0.005, "lower"),
-        ("false negatives", ours.false_negative_rate, peer.false_negative_rate, 0.02, "lower"),
-    )
-    return [
-        Row(
-            name=f"detection {what}, {name}",
-            ours=own,
-            peer=other,
-            unit="share",
-            target=target,
-            better=better,  # type: ignore[arg-type]
-            kind="simulated",
-            value=own,
-            note=note,
-        )
-        for what, own, other, target, better in figures
-    ]
+    def row(what: str, target: float) -> Row:
+        own, other = (getattr(scored, what.replace(" ", "_")) for scored in (ours, peer))
+        found = Row.of_share(f"detection {what}, {name}", own, target, note)
+        return replace(found, peer=other, better="higher" if what == "accuracy" else "lower")
+
+    bounds = ("accuracy", 0.99), ("false positive rate", 0.005), ("false negative rate", 0.02)
+    return [row(*bound) for bound in bounds]
 
 
-def _reaction_row(name: str, jobs: Sequence[Job], ours: Score) -> Row:
+def _reaction_row(name: str, ours: Score) -> Row:
     """Slow iterations up to and with the one that raises the report, for a step of +20 %."""
     reactions = []
     for seed in range(200):
@@ -110,17 +98,10 @@ def _reaction_row(name: str, jobs: Sequence[Job], ours: Score) -> Row:
         values[150:] *= 1.2
         reports = detect_ours(values)
         reactions.append(reports[0][0] - 149 if reports else 50)
-    return Row(
-        name=f"reaction at +20 %, {name} jitter",
-        ours=float(np.median(reactions)),
-        peer=None,
-        unit="iterations",
-        target=5.0,
-        better="lower",
-        kind="simulated",
-        value=float(np.percentile(reactions, 95)),
-        note=f"value: 95th percentile; median over the corpus: {np.median(ours.reactions) + 1:.0f}",
-    )
+    median, late = np.median(reactions), np.percentile(reactions, 95)
+    note = f"median {median:.0f}; over the corpus {np.median(ours.reactions) + 1:.0f}"
+    row = Row.of_share(f"reaction at +20 %, {name} jitter: 95th percentile", late, 5.0, note)
+    return replace(row, unit="iterations")
 
 
 def short_rows(num_jobs: int = 300) -> list[Row]:
@@ -152,17 +133,8 @@ def update_row() -> Row:
         detector.update(value)
         times_s.append(time.perf_counter() - start_s)
     ours_us = float(np.median(times_s)) * 1e6
-    return Row(
-        name="detector update",
-        ours=ours_us,
-        peer=None,
-        unit="µs",
-        target=50.0,
-        better="lower",
-        kind="measured",
-        value=ours_us,
-        note="median of 2,000",
-    )
+    row = Row.of_share("detector update", ours_us, 50.0, "median of 2,000")
+    return replace(row, unit="µs", kind="measured")
 
 
 def ski_rental_row() -> Row:
@@ -174,16 +146,9 @@ def ski_rental_row() -> Row:
         total_s = online_s(fault)
         worst = max(worst, total_s / max(hindsight_s(fault), 1e-9))
         jumping = max(jumping, total_s / max(hindsight_s(fault, may_jump=True), 1e-9))
-    return Row(
-        name="ski rental over the best in hindsight",
-        ours=worst,
-        peer=None,
-        unit="ratio",
-        target=2.0,
-        better="lower",
-        kind="simulated",
-        value=worst,
-        note=f"worst of 3,000 random faults; {jumping:.2f} if hindsight skips steps for free",
+    note = f"worst of 3,000 random faults; {jumping:.2f} if hindsight skips steps for free"
+    return replace(
+        Row.of_share("ski rental over the best in hindsight", worst, 2.0, note), unit="1"
     )
 
 

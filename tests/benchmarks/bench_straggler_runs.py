@@ -111,41 +111,21 @@ def _rank_rows(pool: ProcessPool, case: Case, best: Case) -> list[Row]:
     seconds, own_s, events = _watch(pool, case)
     best_s = statistics.median(_run(pool, best)[0][START:])
     after_s = _after(seconds, events, Mitigation.REBALANCE)
-    share = statistics.median(own_s[:START]) / statistics.median(seconds[2:START])
+    step_s = statistics.median(seconds[2:START])
+    share = statistics.median(own_s[:START]) / step_s
+    named = "iterations until a slow rank was named", _named_after(events), 5
+    mended = "iteration under S2, rank 3 of 4 slowed 1.9x, over the best", after_s / best_s, 1.10
+    watched = "StragglerMonitor on rank 0, share of a step", share, 0.0039
+    notes = (
+        f"slow from step {START + 1} on",
+        f"{after_s:.3f} s; the best plan from the start, under the same fault, {best_s:.3f} s",
+        f"of {step_s:.3f} s",
+    )
     return [
-        Row(
-            name="iterations until a slow rank was named",
-            ours=_named_after(events),
-            peer=None,
-            unit="iterations",
-            target=5,
-            better="lower",
-            kind="measured",
-            value=_named_after(events),
-            note=f"slow from step {START + 1} on",
-        ),
-        Row(
-            name="iteration under S2, rank 3 of 4 slowed 1.9x",
-            ours=after_s,
-            peer=best_s,
-            unit="s",
-            target=1.15,
-            better="lower",
-            kind="measured",
-            value=after_s / best_s,
-            note="the best plan from the start, under the same fault",
-        ),
-        Row(
-            name="StragglerMonitor on rank 0, share of a step",
-            ours=share,
-            peer=None,
-            unit="1",
-            target=0.0039,
-            better="lower",
-            kind="measured",
-            value=share,
-            note=f"of {statistics.median(seconds[2:START]):.3f} s",
-        ),
+        replace(Row.of_share(*row, note), unit=unit, kind="measured")
+        for row, note, unit in zip(
+            (named, mended, watched), notes, ("iterations", "1", "1"), strict=True
+        )
     ]
 
 
@@ -153,19 +133,13 @@ def _link_rows(pool: ProcessPool, case: Case) -> list[Row]:
     seconds, _, events = _watch(pool, case)
     left_s = statistics.median(_run(pool, replace(case, is_watched=False))[0][START:])
     after_s = _after(seconds, events, Mitigation.SWAP)
-    return [
-        Row(
-            name="iteration under S3, link 0-2 throttled to 20 kB/s",
-            ours=after_s,
-            peer=left_s,
-            unit="s",
-            target=1.2,
-            better="higher",
-            kind="measured",
-            value=left_s / after_s,
-            note=f"doing nothing; named after {_named_after(events):g} iterations",
-        ),
-    ]
+    row = Row.of_share(
+        "speed under S3 over doing nothing, link 0-2 throttled to 20 kB/s",
+        left_s / after_s,
+        1.5,
+        f"{after_s:.3f} s; named after {_named_after(events):g} iterations",
+    )
+    return [replace(row, unit="1", kind="measured", better="higher")]
 
 
 def _run(pool: ProcessPool, case: Case) -> tuple[list[float], list[float]]:

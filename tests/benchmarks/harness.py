@@ -6,6 +6,7 @@ runs them all, `python -m tests.benchmarks grouping` only those whose name holds
 """
 
 import logging
+import math
 import os
 import statistics
 import time
@@ -37,35 +38,34 @@ class Row:
     """What was measured, with its size."""
     ours: float
     """Our figure (median)."""
-    peer: float | None
-    """The peer's figure of the same run, None where the target is absolute."""
-    unit: str
-    """Unit of both figures, such as "s"."""
     target: float
     """Bound for `value`."""
-    better: Literal["lower", "higher"]
+    peer: float | None = None
+    """The peer's figure of the same run, None where the target is absolute."""
+    unit: str = "s"
+    """Unit of both figures."""
+    better: Literal["lower", "higher"] = "lower"
     """Whether `value` must stay below or reach the target."""
-    kind: Literal["measured", "simulated"]
+    kind: Literal["measured", "simulated"] = "measured"
     """Whether the clock or the simulator gave the figures."""
-    value: float
-    """What the target bounds: usually ours / peer or peer / ours, else `ours` itself."""
+    value: float = math.nan
+    """What the target bounds: if it isn't given, ours / peer where lower is better, peer / ours
+    where higher is, and `ours` without a peer."""
     note: str = ""
     """Who the peer is, what the figures rest on."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.value):
+            value = self.ours
+            if self.peer is not None:
+                is_lower = self.better == "lower"
+                value = self.ours / self.peer if is_lower else self.peer / self.ours
+            object.__setattr__(self, "value", value)
 
     @classmethod
     def of_share(cls, name: str, value: float, target: float, note: str) -> Self:
         """Return the row of a simulated share that must stay below its target, without a peer."""
-        return cls(
-            name=name,
-            ours=value,
-            peer=None,
-            unit="share",
-            target=target,
-            better="lower",
-            kind="simulated",
-            value=value,
-            note=note,
-        )
+        return cls(name=name, ours=value, unit="share", target=target, kind="simulated", note=note)
 
     @property
     def met(self) -> bool:

@@ -120,29 +120,21 @@ class Drops(ToyModule):
 
 
 def train(
-    folder: Path | str,
+    folder: Path | str | None,
     num_steps: int,
     *callbacks: L.Callback,
-    every: int = 2,
-    shared_memory: bool = False,
-    skip_unreadable: bool = False,
-    storage_options: dict[str, Any] | None = None,
     in_epochs: bool = False,
-    **options: Any,
+    ckpt_path: Path | None = None,
+    **saving: Any,
 ) -> list[float]:
     """Train on one device and return the losses; two steps are an epoch."""
     torch.manual_seed(0)
-    checkpoint = LayerwiseCheckpoint(
-        folder,
-        every_n_train_steps=every,
-        shared_memory=shared_memory,
-        skip_unreadable=skip_unreadable,
-        storage_options=storage_options,
-    )
+    options = {"every_n_train_steps": 2, "shared_memory": False, **saving}
     module = Drops(ToyOptions())
     limit = {"max_epochs": num_steps // 2} if in_epochs else {"max_steps": num_steps}
     settings = {**quiet(devices=1, **limit), "enable_checkpointing": True}
-    trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
+    trainer = L.Trainer(**settings, callbacks=[LayerwiseCheckpoint(folder, **options), *callbacks])
     torch.manual_seed(1)
-    trainer.fit(module, StatefulDataLoader(TokenRows(8), batch_size=4), **options)
+    loader = StatefulDataLoader(TokenRows(8), batch_size=4)
+    trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=True)
     return module.losses

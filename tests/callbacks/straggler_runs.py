@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,11 @@ from torch import Tensor
 
 from examples.slow_parts import Fault, InjectFaults
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
-from lightning_hetero.data import HeteroDataModule
+from lightning_hetero.core.plan import PipelinePlan
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
 from lightning_hetero.testing import EmulatedDevices
-from tests.callbacks.virtual_time import PackedVirtualTime, VirtualTime
-from tests.data.rows import Rows, lengths_of
-from tests.runtime.runs import Case, PackedModule
+from tests.callbacks.virtual_time import VirtualTime
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 4
@@ -33,14 +31,15 @@ class Drill:
     num_layers: int = 1
     """More than a stage needs would take no longer in virtual time."""
     num_stages: int = 1
+    cuts: tuple[int, ...] = ()
+    """Layers of the stages; none cuts them evenly."""
     num_microbatches: int = 8
     num_steps: int = 48
     strategy: str = "hetero"
     world_size: int = WORLD_SIZE
     batch_size: int = 8
     is_watched: bool = True
-    is_packed: bool = False
-    """Whether a data module assigns samples, to two pipelines or to one with all stages."""
+    dry_run: bool = False
     policy: PolicyConfig = field(
         default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
     )
@@ -70,6 +69,8 @@ class Seen:
     iteration_s: list[float]
     plans: list[tuple[tuple[tuple[int, ...], int | None], ...]]
     """For each step (ranks, micro-batches) of every pipeline."""
+    layers: list[list[int]]
+    """For each step the layers of the first pipeline's stages."""
     said: list[str]
     events: tuple[Event, ...]
 
@@ -81,6 +82,7 @@ class Notes(L.Callback):
         self.time = time
         self.iteration_s: list[float] = []
         self.plans: list[Any] = []
+        self.layers: list[list[int]] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.start_s = self.time.wall_s
@@ -90,27 +92,7 @@ class Notes(L.Callback):
         if isinstance(trainer.strategy, HeteroStrategy):
             pipelines = trainer.strategy.plan.pipelines
             self.plans.append(tuple((p.ranks, p.num_microbatches) for p in pipelines))
-
-
-class Candidates(L.Callback):
-    """Lets the data module choose between pipelines, of which only longer ones take any sample."""
-
-    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
-        longer = ParallelPlan.even(world_size=4, num_layers=4, num_stages=4)
-        strategy.set_candidate_plans(
-            [strategy.plan, longer], [costs_of(strategy.plan, 28), costs_of(longer, 31)]
-        )
-
-
-def costs_of(plan: ParallelPlan, longest: int) -> list[PipelineCost]:
-    return [
-        PipelineCost(
-            a=0.0, b=1e-3, c=0.0, max_len=longest, util_len=longest, num_stages=item.num_stages
-        )
-        for item in plan.pipelines
-    ]
+            self.layers.append([len(stage.layers) for stage in pipelines[0].stages])
 
 
 class Timed(ToyModule):
@@ -129,16 +111,15 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(straggler_monitor, "rank_zero_info", said.append)
-        kind = PackedVirtualTime if drill.is_packed else VirtualTime
-        time = kind(patch, seed=rank)
+        time = VirtualTime(patch, seed=rank)
+        time.num_layers = drill.num_layers if drill.cuts else 0
         notes = Notes(time)
         callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
         if drill.strategy == "hetero":
             callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
-        if drill.is_packed and drill.world_size > 1:
-            callbacks.append(Candidates())
         if drill.is_watched:
-            callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
+            options = {"policy": drill.policy, "dry_run": drill.dry_run}
+            callbacks.append(StragglerMonitor(recheck_share=0.3, **options))
         trainer = L.Trainer(
             **quiet(devices=drill.world_size, strategy=strategy_of(drill), callbacks=callbacks),
             max_steps=drill.num_steps,
@@ -150,6 +131,7 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         losses=module.losses,
         iteration_s=notes.iteration_s,
         plans=notes.plans,
+        layers=notes.layers,
         said=said,
         events=read_events(path) if rank == 0 and path.exists() else (),
     )
@@ -160,20 +142,16 @@ def strategy_of(drill: Drill) -> Any:
         return drill.strategy
     sizes = {"num_layers": drill.num_layers, "num_stages": drill.num_stages}
     plan = ParallelPlan.even(world_size=drill.world_size, **sizes)
+    if drill.cuts:
+        bounds = [*pairwise([0, *accumulate(drill.cuts)])]
+        (pipeline,) = plan.pipelines
+        cut = zip(pipeline.stages, bounds, strict=True)
+        stages = tuple(replace(stage, layers=range(*layers)) for stage, layers in cut)
+        plan = ParallelPlan(pipelines=(PipelinePlan(stages=stages),))
     return HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
 
 
-def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedModule:
-    if drill.is_packed:
-        packed = PackedModule(Case(model="packed", num_layers=drill.num_layers))
-        rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
-        trainer.fit(
-            packed,
-            datamodule=HeteroDataModule(
-                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, num_ahead=2
-            ),
-        )
-        return packed
+def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed:
     module = Timed(ToyOptions(num_layers=drill.num_layers))
     module.time = time
     num_rows = drill.batch_size * drill.num_pipelines * drill.num_steps

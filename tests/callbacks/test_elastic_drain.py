@@ -35,13 +35,13 @@ class TellsOneAfterTheOther(Callback):
 
 def leave(rank: int, folder: Path) -> bool:
     """Train until all leave; return whether this rank's part was in the remote store by then."""
-    upload = Uploads.upload
+    upload = Uploads._upload
 
     def upload_slowly(*args: Any) -> None:
         time.sleep(2.0)
         upload(*args)
 
-    Uploads.upload = upload_slowly
+    Uploads._upload = upload_slowly
     torch.manual_seed(0)
     checkpoint = LayerwiseCheckpoint(
         folder / "remote", every_n_train_steps=100, local_dir=folder / f"disk{rank}"
@@ -58,7 +58,7 @@ def leave(rank: int, folder: Path) -> bool:
         assert saved is not None
         return saved._remote.done() and saved._remote.result()
     finally:
-        Uploads.upload = upload
+        Uploads._upload = upload
     raise AssertionError("nobody left")
 
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import lightning as L
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.checkpoint import FsspecStore, LocalStore, claims
-from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
+from lightning_hetero.checkpoint import LocalStore, claims
+from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import Leg, export, fit, train
 from tests.processes import ProcessPool
@@ -120,7 +119,7 @@ def test_epochs_are_counted_on_however_often_a_run_resumes_where_one_ends(tmp_pa
     epochs = Epochs()
     for epochs.fails_at in (2, 4, 7, 8):
         with pytest.raises(RuntimeError, match="on purpose"):
-            train(tmp_path, 12, epochs, every=1)
+            train(tmp_path, 12, epochs, every_n_train_steps=1)
     assert epochs.found == [step // 2 for step in range(8)]
 
 
@@ -132,7 +131,7 @@ class Stops(L.Callback):
 
 
 def test_the_last_step_of_a_run_that_stops_early_is_saved(tmp_path: Path) -> None:
-    assert len(train(tmp_path, 12, Stops(), every=100)) == 2
+    assert len(train(tmp_path, 12, Stops(), every_n_train_steps=100)) == 2
     assert train(tmp_path, 2) == []
 
 
@@ -189,40 +188,6 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
 
 
-def test_memory_alone_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all nodes share was deleted to start anew; a node's memory has no say in that."""
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", tmp_path / "shm")
-    fails = Fails()
-    url = f"memory://{tmp_path.name}"
-    for steps in (2, 4, 2):
-        with pytest.raises(RuntimeError, match="on purpose"):
-            train(url, 8, fails, shared_memory=True)
-        assert fails.steps == steps
-        if steps == 4:
-            fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
-    kept = {path.name for path in (tmp_path / "shm").glob("*/*/step-*")}
-    assert len({name.split("-", 3)[-1] for name in kept}) == 1
-
-
-def test_a_remote_that_cannot_be_listed_never_starts_training_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"memory://{tmp_path.name}"
-    train(url, 2)
-
-    def down(self: FsspecStore) -> dict[str, int]:
-        raise ConnectionError("answered 500")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FsspecStore, "list", down)
-        with pytest.raises(CheckpointError, match=r"3 attempts.*500.*skip_unreadable=True"):
-            train(url, 4)
-        with pytest.raises(CheckpointError, match=r"Nothing to go on from is left"):
-            train(url, 4, skip_unreadable=True)
-    assert len(train(url, 4)) == 2
-
-
 def test_a_relative_folder_is_where_training_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,44 +197,25 @@ def test_a_relative_folder_is_where_training_began(
             os.chdir(tmp_path / f"at-{trainer.global_step}")
 
     monkeypatch.chdir(tmp_path)
-    train("run", 3, Wanders(), every=1)
+    train("run", 3, Wanders(), every_n_train_steps=1)
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
     assert not list(tmp_path.glob("at-*/*"))
 
 
-class Joins(L.Callback):
-    """Starts a second job in the same folder while the first trains."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.refused = ""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            before = (self.folder / OWNER_FILE).read_text()
-            while (self.folder / OWNER_FILE).read_text() in (before, ""):
-                time.sleep(0.01)  # Until a beat, so that the next one is far.
-            owner = json.loads((self.folder / OWNER_FILE).read_text())
-            # As if another process had written it: the test runner, which lives.
-            owner["process"] = _process(os.getppid())
-            (self.folder / OWNER_FILE).write_text(json.dumps(owner))
-            with pytest.raises(CheckpointError) as caught:
-                train(self.folder, 4)
-            self.refused = str(caught.value)
-            owner["process"] = _process(os.getpid())
-            (self.folder / OWNER_FILE).write_text(json.dumps(owner))
-
-
-def test_a_second_living_job_in_a_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_living_job_in_a_folder_is_refused_until_the_first_has_ended(
+    tmp_path: Path,
 ) -> None:
-    # Long enough that no beat of the first job, which writes its own name, comes too early.
-    monkeypatch.setattr(claims.Lease.__init__, "__kwdefaults__", {"beat_s": 4.0})
-    joins = Joins(tmp_path)
-    train(tmp_path, 4, joins)
-    assert "Another job writes its checkpoints" in joins.refused
+    lease = claims.Lease(LocalStore(tmp_path), shared=False)
+    lease.take()
+    owner = json.loads((tmp_path / OWNER_FILE).read_text())
+    # As if another process had taken it: the test runner, which lives.
+    owner["process"] = claims._process(os.getppid())
+    (tmp_path / OWNER_FILE).write_text(json.dumps(owner))
+    with pytest.raises(CheckpointError, match="Another job writes its checkpoints"):
+        train(None, 4, local_dir=tmp_path)
+    lease.release()
+    assert train(None, 4, local_dir=tmp_path)
     assert not (tmp_path / OWNER_FILE).exists()
-    assert train(tmp_path, 6)
 
 
 class Ends(L.Callback):

@@ -27,6 +27,9 @@ def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path, limit
         assert train(tmp_path, 4, in_epochs=limit == "epochs") == []
     # Nor does it keep others from the folder, as long as its process goes on.
     assert set(tmp_path.rglob("*")) == before
+    assert len(train(tmp_path, 4, in_epochs=limit == "epochs", resume=False)) == 4
+    # Whoever is started later goes on from the newest run.
+    assert len(train(tmp_path, 6)) == 2
 
 
 class Reads(Callback):
@@ -97,7 +100,7 @@ def test_a_store_that_takes_no_checkpoints_is_refused_before_training(
 def test_a_file_to_resume_from_is_taken_only_while_there_is_no_checkpoint(tmp_path: Path) -> None:
     train(tmp_path / "run", 4)
     export(tmp_path / "run", tmp_path / "whole.ckpt")
-    options = {"ckpt_path": tmp_path / "whole.ckpt", "weights_only": True}
+    options = {"ckpt_path": tmp_path / "whole.ckpt"}
     gone_on = train(tmp_path / "other", 6, **options)
     assert len(gone_on) == 2
     assert len(train(tmp_path / "other", 8, **options)) == 2

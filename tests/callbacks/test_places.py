@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join
+from lightning_hetero.callbacks.checkpointing.access import Access
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.checkpoint import (
     CheckpointId,
     LocalStore,
     Peers,
     TierKind,
+    WriterOptions,
 )
-from lightning_hetero.checkpoint.claims import Lease
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.checkpoint.claims import OWNER_FILE, Lease, OccupiedError
+from lightning_hetero.cli import main
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
 
 
@@ -35,6 +38,10 @@ def at(path: str | None, local_dir: str | None = None, **options: Any) -> Places
         keep=1,
         storage_options=options,
     )
+
+
+def access(node: Places, peers: Peers | None = None, *, is_first: bool = True) -> Access:
+    return Access(node, peers or Peers(), is_first_of_node=is_first, options=WriterOptions())
 
 
 def test_runs_in_other_folders_or_stores_have_memory_of_their_own(
@@ -75,9 +82,13 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
         assert node.memory_dir is not None
         for path in (node.memory_dir, *node.memory_dir.rglob("*")):
             os.utime(path, (eight_days_ago_s, eight_days_ago_s))
-    for lease in join(own, Peers(), is_first_of_node=True).leases:
-        lease.release()
+    opened = access(own)
+    opened.take_leases()
+    opened.leave()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
+    assert main(["checkpoint", "prune", "--memory", "0"]) == 0
+    assert not other.memory_dir.exists()
+    assert main(["checkpoint", "prune", "--memory", "0", "--keep", "1", "here"]) == 2
 
 
 def test_nobody_else_reads_or_makes_what_is_in_shared_memory(tmp_path: Path) -> None:
@@ -124,12 +135,35 @@ def test_whoever_waits_to_see_whether_an_owner_lives_is_waited_for(
 
     monkeypatch.setattr(Lease, "take", take)
 
-    def action(rank: int, peers: Any) -> int:
+    def action(rank: int, peers: Any) -> tuple[int, int]:
         if rank == 1:
             threading.Timer(1.0, may_go.set).start()
-        return len(join(at(None, str(tmp_path)), peers, is_first_of_node=rank == 0).leases)
+        opened = access(at(None, str(tmp_path)), peers, is_first=rank == 0)
+        opened.take_leases()
+        return len(opened._leases), len(opened.node_of_rank)
 
-    assert run_ranks(2, action, timeout_s=1.5) == [1, 0]
+    assert run_ranks(2, action, timeout_s=1.5) == [(1, 2), (0, 2)]
+
+
+def test_whoever_leaves_or_can_not_enter_holds_no_place(tmp_path: Path) -> None:
+    node = at(str(tmp_path / "remote"), str(tmp_path / "disk"))
+    files = [tmp_path / name / OWNER_FILE for name in ("remote", "disk")]
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "run.json").write_text("torn")
+    opened = access(node)
+    opened.take_leases()
+    assert all(file.exists() for file in files)
+    with pytest.raises(CheckpointError, match="is torn"):
+        opened.enter(None)
+    opened.leave()
+    assert not any(file.exists() for file in files)
+    (tmp_path / "remote" / "run.json").unlink()
+    opened.take_leases()
+    opened.enter(None)
+    opened._leases[0]._thief = {"host": "thief"}
+    with pytest.raises(OccupiedError, match="thief"):
+        _ = opened.writer
+    opened.leave()
 
 
 def test_a_place_that_is_full_costs_no_step(

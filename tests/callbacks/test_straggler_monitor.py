@@ -1,4 +1,7 @@
-"""Faults are injected into real runs of four processes; the monitor must find and mend them."""
+"""Faults are injected into real runs of four processes; the monitor must find and mend them.
+
+Under a data module it does so in `tests.examples.test_long_run`.
+"""
 
 import statistics
 from dataclasses import replace
@@ -15,7 +18,6 @@ from lightning_hetero.straggler import (
     FindingKind,
     IterationEvent,
     Mitigation,
-    PolicyConfig,
 )
 from tests.callbacks.straggler_runs import Drill, Seen, run, step_of
 from tests.processes import ProcessPool
@@ -90,54 +92,35 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 was undone" in undone
 
 
-@pytest.mark.slow
-def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_recover(
+def test_badly_cut_stages_are_cut_anew_and_then_again_around_a_slow_rank(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    rank = replace(SLOW_RANK, duration=16)
-    link = replace(SLOW_LINK, start=48, duration=24, bytes_per_s=2e5)
+    slow = SlowRank(start=50, duration=16, global_rank=0, slowdown=3.0)
     drill = Drill(
-        faults=(rank, link),
-        num_layers=4,
-        num_stages=2,
-        is_packed=True,
-        num_steps=88,
-        policy=PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=1.0),
+        faults=(slow,), num_layers=6, num_stages=2, cuts=(5, 1), world_size=2, num_steps=84
     )
     seen = watch(pool, drill, tmp_path / "watched")
-    found = [event for event in seen.events if isinstance(event, Finding)]
-    assert [(event.kind, event.ranks) for event in found] == [
-        (FindingKind.DEVICE, (3,)),
-        (FindingKind.LINK, (0, 2)),
-    ]
-    assert found[0].step <= START + 5
-    assert found[1].step < link.start + link.duration
+    assert [cut for cut, _ in groupby(seen.layers)] == [[5, 1], [3, 3], [1, 5], [3, 3]]
     assert actions(seen) == [
-        (DecisionKind.APPLY, Mitigation.REBALANCE),
-        (DecisionKind.UNDO, Mitigation.REBALANCE),
-        (DecisionKind.APPLY, Mitigation.SWAP),
-        (DecisionKind.UNDO, Mitigation.SWAP),
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.APPLY, Mitigation.REPLAN),
+        (DecisionKind.UNDO, Mitigation.REPLAN),
     ]
-    # Both plans from which each iteration's is chosen are changed alike, and back.
-    first = {((0, 1), (2, 3)), ((0, 1, 2, 3),)}
-    swapped = {((1, 0), (3, 2)), ((1, 0, 3, 2),)}
-    ran = [tuple(ranks for ranks, _ in plan) for plan in seen.plans]
-    assert set(ran) == first | swapped
-    phases = [is_swapped for is_swapped, _ in groupby(plan in swapped for plan in ran)]
-    assert phases == [False, True, False]
+    assert middle(seen, 40, 48) <= 0.75 * middle(seen, 4, 30)
+    assert "S2b cut stages to 3+3 layers instead of 5+1" in seen.said[0]
     check_losses(pool, drill, tmp_path, seen)
 
 
-def test_a_monitor_that_may_do_nothing_only_names_the_slow_rank(
+def test_a_dry_run_names_the_slow_rank_and_says_what_it_would_do(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     slow = replace(SLOW_RANK, global_rank=1)
-    policy = PolicyConfig(allowed=(Mitigation.IGNORE,))
-    drill = Drill(faults=(slow,), world_size=2, num_steps=START + 8, policy=policy)
+    drill = Drill(faults=(slow,), world_size=2, num_steps=START + 8, dry_run=True)
     seen = watch(pool, drill, tmp_path)
     found = [event for event in seen.events if isinstance(event, Finding)]
     assert [event.ranks for event in found] == [(1,)]
-    assert actions(seen) == []
+    assert actions(seen) == [(DecisionKind.APPLY, Mitigation.REBALANCE)]
+    assert "dry run, nothing changed: S2 moved " in seen.said[-1]
     assert len(set(seen.plans)) == 1
 
 

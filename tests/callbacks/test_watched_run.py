@@ -29,7 +29,7 @@ def run_with(callbacks: list[Any]) -> PlainRun:
 
 
 def mitigations(run: PlainRun):
-    return run.find_mitigations(SLOW, (), healthy_s=3.0)
+    return run.find_mitigations(SLOW, None, healthy_s=3.0)
 
 
 def test_the_machine_of_a_slow_rank_leaves_and_the_others_share_its_work(

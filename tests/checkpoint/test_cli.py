@@ -62,6 +62,35 @@ def test_list_says_what_is_complete(folders: list[str], capsys: pytest.CaptureFi
     assert "there is no such folder" in text
 
 
+def test_inspect_says_which_place_has_how_much_of_a_layer(
+    folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "inspect", *folders)
+    assert (code, text.splitlines()[0]) == (0, "step 3, saved by 2 ranks")
+    rows = {line.split()[0]: line.split()[2:] for line in text.splitlines()[1:]}
+    assert rows["layer-0000"] == ["100%", "0%", folders[0]]
+    assert rows["layer-0003"] == ["0%", "100%", folders[1]]
+    _, text = run(capsys, "inspect", folders[0], "--step", "2")
+    assert "layer-0003" not in text
+
+
+def test_prune_keeps_the_newest_complete_ones_and_refuses_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(tmp_path), keep=9)])
+    for step in (1, 2, 3, 4):
+        writer.save(contents(step, ONE, 1)[0])
+    writer.close()
+    next(tmp_path.glob("step-*4-*/layer-0001*")).unlink()
+    assert run(capsys, "prune", str(tmp_path), "--keep", "1") == (
+        0,
+        "deleted step 1\ndeleted step 2\n",
+    )
+    rows = [line.split()[:4:3] for line in run(capsys, "list", str(tmp_path))[1].splitlines()[1:]]
+    assert rows == [["4", "no"], ["3", "yes"]]
+    assert run(capsys, "prune", str(tmp_path), "--keep", "0")[0] == 2
+
+
 def test_verify_finds_a_flipped_bit_and_a_torn_manifest(
     folders: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,11 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
+from lightning_hetero.checkpoint.inspection import prune
 from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
+    FileEntry,
+    PartManifest,
     manifest_name,
 )
 from lightning_hetero.checkpoint.tiers import checkpoints_in, pull_part
@@ -114,32 +118,28 @@ def saved(request: pytest.FixtureRequest) -> tuple[TierKind, list[Files]]:
     return kind, [dict(store.files) for store in stores]
 
 
-SEEDS = range(60)
-
-
-def test_training_goes_on_in_a_damaged_folder_and_never_loses_its_newest_checkpoint(
+def test_a_damaged_folder_never_loses_its_newest_checkpoint_whatever_is_done_to_it(
     saved: tuple[TierKind, list[Files]],
 ) -> None:
+    """It is pruned by hand, a process is killed while it saves to it, then another one saves."""
     kind, originals = saved
-    for seed in SEEDS[::3]:
-        stores = copies(originals, seed)
-        save(stores, kind, [5], keep=1 + seed % 2, attempt=1)
-        assert step_of(stores, kind) == 5, seed
-
-
-def test_a_crash_while_a_damaged_folder_is_saved_to_costs_nothing(
-    saved: tuple[TierKind, list[Files]],
-) -> None:
-    kind, originals = saved
-    for seed in SEEDS[::3]:
-        stores = copies(originals, seed)
-        before, random_ = step_of(stores, kind), random.Random(seed)
+    num_lost = 0
+    for seed in range(0, 60, 3):
+        stores, random_ = copies(originals, seed), random.Random(seed)
+        before = step_of(stores, kind)
+        num_lost += before != STEPS[-1]
+        for store in stores:
+            prune(Tier(kind=TierKind.REMOTE, store=store, keep=1))
+        assert step_of(stores, kind) == before, seed
         crashing: list[Store] = [*stores]
         which = random_.randrange(len(stores))
         crashing[which] = FaultyStore(stores[which], Crash(random_.randrange(60)))
         with contextlib.suppress(CheckpointError):
             save(crashing, kind, [5], keep=1, attempt=1)
         assert step_of(stores, kind) in (5, before), seed
+        save(stores, kind, [6], keep=1 + seed % 2, attempt=2)
+        assert step_of(stores, kind) == 6, seed
+    assert num_lost > 5, "hardly anything was damaged"
 
 
 class Crash:
@@ -181,6 +181,33 @@ def test_the_remote_tier_is_pruned_while_a_disk_is_the_first_to_have_each() -> N
     assert [item.step for item in checkpoints_in(remote.files)] in ([3, 4], [4])
     writer.close()
     assert [item.step for item in checkpoints_in(remote.files)] == [4]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"files": (FileEntry(name, None, 0, ()),)}
+            for name in ("../../../x", "/x", "a/b", "..", ".hidden", "part-00001.json", "confirmed")
+        ),
+        {"part": 2},
+        {"block_bytes": 0},
+        {"id": CheckpointId(1, 0, "../x")},
+        {"files": ()},
+    ],
+)
+def test_a_crafted_manifest_neither_reads_nor_writes_outside_of_its_own_files(
+    changes: dict[str, Any],
+) -> None:
+    store, target = MemoryStore(), MemoryStore()
+    save([store], TierKind.REMOTE, [1], keep=1, attempt=0)
+    name = manifest_name(CheckpointId(1), 0)
+    crafted = replace(PartManifest.decode(store.files[name]), **changes)
+    store.files[name] = crafted.encode()
+    with pytest.raises(CheckpointError, match="can't have been written by a rank"):
+        pull_part(store, target, CheckpointId(1), 0, Progress())
+    assert target.files == {}
+    assert step_of([store], TierKind.REMOTE) is None
 
 
 def test_a_rank_takes_another_ranks_own_part_of_this_checkpoint_alone() -> None:

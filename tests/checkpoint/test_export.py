@@ -149,22 +149,6 @@ def test_training_goes_on_from_an_export_as_from_lightnings_own_checkpoint(tmp_p
         assert torch.equal(found.state_dict()[name], value)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_slices_of_a_plain_checkpoint_are_those_that_were_saved_from_it(tmp_path: Path) -> None:
-    _, path = train(tmp_path, 3)
-    plain = torch.load(path, weights_only=True)
-    tiers = save(parts_of(plain, 2))
-    needs = [SliceNeed("up.weight", (8, 3), 1, 1, 3), SliceNeed("up.bias", (8,), 0, 5, 8)]
-    recovered = recover(needs, tiers)
-    assert recovered is not None
-    for found, need in zip(recovered.slices, needs, strict=True):
-        weight, state = rows_of(plain, need)
-        assert torch.equal(found.weight, weight)
-        assert found.state.keys() == state.keys()
-        for key, value in state.items():
-            assert torch.equal(found.state[key], value)
-
-
 def test_state_that_is_not_element_by_element_is_never_cut() -> None:
     def part(rank: int) -> CheckpointContent:
         piece = SliceContent(

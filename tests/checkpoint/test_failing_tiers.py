@@ -72,7 +72,10 @@ def compare(stores: dict[TierKind, list[MemoryStore]], had: dict[TierKind, Check
             had[kind] = complete[0]
 
 
-def try_failures(seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [100, 107, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5))]
+)
+def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) -> None:
     random_ = random.Random(seed)
     stores = {kind: [MemoryStore(), MemoryStore()] for kind in TierKind}
     stores[TierKind.REMOTE] = [MemoryStore()]
@@ -102,14 +105,3 @@ def try_failures(seed: int) -> None:
 
     run_ranks(2, save)
     assert had, "nothing was ever saved"
-
-
-@pytest.mark.parametrize("seed", [100, 107])
-def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) -> None:
-    try_failures(seed)
-
-
-@pytest.mark.slow
-def test_it_has_one_in_many_orders_of_failures() -> None:
-    for seed in range(5):
-        try_failures(seed)

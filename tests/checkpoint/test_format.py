@@ -26,11 +26,10 @@ from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.checkpoint.manifest import (
     BlockChecksums,
     CheckpointId,
+    FileEntry,
     PartManifest,
     align_to_blocks,
-    first_corrupt_block,
-    manifest_name,
-    parse_manifest_name,
+    fault_in,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
@@ -77,11 +76,6 @@ def test_the_manifests_byte_ranges_are_those_of_safetensors(folder: Path) -> Non
             assert (tensor.begin, tensor.end) == (8 + length + start, 8 + length + stop)
 
 
-def test_metadata_loads_with_weights_only(folder: Path) -> None:
-    metadata = torch.load(folder / "metadata.pt", weights_only=True)
-    assert metadata == {"global_step": 6, "loops": {"done": [6, "x"]}}
-
-
 def test_metadata_that_needs_pickle_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"metadata entry \['callbacks'\]"):
         encode_metadata({"good": 1, "callbacks": {"x": Path("a")}}, what="metadata")
@@ -123,18 +117,6 @@ def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
         PartManifest.decode(outer.encode())
 
 
-@given(step=st.integers(0, 10**15), attempt=st.integers(0, 10**7), part=st.integers(0, 10**6))
-def test_names_parse_back(step: int, attempt: int, part: int) -> None:
-    checkpoint = CheckpointId(step, attempt)
-    assert CheckpointId.parse(checkpoint.folder) == checkpoint
-    assert parse_manifest_name(manifest_name(checkpoint, part)) == (checkpoint, part)
-
-
-@pytest.mark.parametrize("name", ["x", "step-1-0/part-00000.json", "a/b/part-00000.json", ""])
-def test_other_names_are_no_manifests(name: str) -> None:
-    assert parse_manifest_name(name) is None
-
-
 @given(
     data=st.binary(min_size=1, max_size=300),
     block=st.integers(1, 64),
@@ -150,14 +132,18 @@ def test_checksums_find_the_flipped_block_however_the_stream_is_cut(
         checksums.update(data[start:stop])
     found = checksums.finish()
     assert len(found) == -(-len(data) // block)
-    assert first_corrupt_block(data, 0, found, block_bytes=block) is None
+    entry = FileEntry("f", None, len(data), found)
+    assert fault_in(data, 0, len(data), entry, block) == ""
     broken = bytearray(data)
     position = flip % len(data)
     broken[position] ^= 1
-    assert first_corrupt_block(broken, 0, found, block_bytes=block) == position // block
+    assert f"of block {position // block} " in fault_in(broken, 0, len(data), entry, block)
     start, stop = align_to_blocks(position, position + 1, block_bytes=block, size_bytes=len(data))
     assert start <= position < stop <= len(data)
-    assert first_corrupt_block(data[start:stop], start, found, block_bytes=block) is None
+    assert fault_in(data[start:stop], start, stop, entry, block) == ""
+    assert f"of block {position // block} " in fault_in(
+        broken[start:stop], start, stop, entry, block
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)

@@ -1,5 +1,6 @@
-"""A place that hangs costs what it was to give or take, and neither threads nor peers."""
+"""A place that fails is tried again; one that hangs costs neither threads nor peers."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -20,10 +21,9 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.deadlines import HangingError, Operations
+from lightning_hetero.checkpoint.deadlines import HangingError
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     TWO,
@@ -51,6 +51,64 @@ class Hanging:
         if self.hangs(verb, name):
             self.num_hung += 1
             assert self.let_go.wait(60)
+
+
+class Flaky:
+    """Fails a number of times with one error."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.left = failures
+        self.error = error
+
+    def __call__(self, verb: str, name: str) -> None:
+        if self.left:
+            self.left -= 1
+            raise self.error
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_store_that_recovers_in_time_loses_nothing(failures: int) -> None:
+    inner = MemoryStore()
+    flaky = Flaky(failures, ConnectionError("500"))
+    store = RetryingStore(FaultyStore(inner, flaky), pause_s=0.0)
+    store.write("x", [b"ab", b"c"])
+    assert inner.files == {"x": b"abc"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "no"),
+        PermissionError(13, "no"),
+        OSError(errno.ENOSPC, "full"),
+        OSError(errno.EROFS, "read-only"),
+    ],
+)
+def test_hopeless_errors_are_raised_at_once(error: Exception) -> None:
+    flaky = Flaky(9, error)
+    store = RetryingStore(FaultyStore(MemoryStore(), flaky))
+    with pytest.raises(type(error)) as raised:
+        store.list()
+    assert raised.value is error
+    assert flaky.left == 8
+
+
+@pytest.mark.parametrize("verb", ["write", "read", "list", "remove"])
+def test_a_try_that_hangs_is_given_up_and_comes_too_late(verb: str) -> None:
+    hanging = Hanging(lambda called, name: called == verb and not hanging.num_hung)
+    inner = MemoryStore()
+    inner.files["x"] = b"old"
+    store = RetryingStore(FaultyStore(inner, hanging), pause_s=0.0, stall_s=0.5)
+    answers: dict[str, Callable[[], Any]] = {
+        "write": lambda: store.write("x", [b"ne", b"w"]),
+        "read": lambda: store.read("x"),
+        "list": store.list,
+        "remove": lambda: store.remove(["x"]),
+    }
+    assert answers[verb]() == {"read": b"old", "list": {"x": 3}}.get(verb)
+    hanging.let_go.set()
+    join_all("checkpoint-store")
+    assert inner.files == {"write": {"x": b"new"}, "remove": {}}.get(verb, {"x": b"old"})
 
 
 def test_a_local_listing_that_hangs_in_the_kernel_is_an_error_within_its_deadline(
@@ -122,16 +180,6 @@ def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads(attempts:
     hanging.let_go.set()
     join_all("checkpoint-store")
     assert store.list() == {}
-
-
-def test_operations_that_move_are_waited_for_however_long_they_take() -> None:
-    def slow(progress: Progress) -> str:
-        for _ in range(20):
-            threading.Event().wait(0.02)
-            progress.tick()
-        return "done"
-
-    assert Operations(0.2).run(slow) == "done"
 
 
 def test_a_tier_whose_listing_hangs_is_its_own_failure_in_a_recovery() -> None:

@@ -4,17 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_hetero.checkpoint import Peers, Recovered, Source, assembly, fetching, live
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent, SliceNeed
 from lightning_hetero.checkpoint.live import (
     LiveState,
     NothingLive,
     NothingYet,
     recover_live,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.plan import ParallelPlan
@@ -160,47 +157,3 @@ def test_state_that_is_not_finite_is_not_gone_on_from() -> None:
     assert len(set(found)) == 1
     assert isinstance(found[0], NothingLive)
     assert "isn't finite" in found[0].why
-
-
-def test_state_that_cannot_be_cut_serves_whoever_needs_just_its_rows() -> None:
-    def content(start: int, stop: int, **whole: torch.Tensor) -> SliceContent:
-        return SliceContent(
-            parameter="w",
-            unit=0,
-            shape=(4, 2),
-            dim=0,
-            start=start,
-            stop=stop,
-            weight=torch.arange(8.0).reshape(4, 2)[start:stop],
-            state={"count": torch.tensor(3.0)},
-            whole_state=whole,
-        )
-
-    def get(need: SliceNeed, *parts: SliceContent) -> Any:
-        states = [
-            LiveState(
-                content=CheckpointContent(
-                    id=CheckpointId(1),
-                    global_rank=part,
-                    world_size=3,
-                    num_layers=1,
-                    slices=(item,),
-                ),
-                generation=0,
-            )
-            for part, item in enumerate(parts)
-        ]
-        found = run_ranks(
-            len(states), lambda rank, peers: recover_live([need], states[rank], peers)
-        )[0]
-        return found.slices[0] if isinstance(found, Recovered) else found.why
-
-    whole = torch.ones(2, 2)
-    need = SliceNeed("w", (4, 2), 0, 1, 4)
-    found = get(need, content(0, 2), content(2, 4))
-    assert found.weight.tolist() == [[2, 3], [4, 5], [6, 7]]
-    assert found.state["count"].item() == 3
-    assert "'q' of w was saved for rows" in get(need, content(0, 2), content(2, 4, q=whole))
-    same = get(SliceNeed("w", (4, 2), 0, 2, 4), content(0, 2), content(2, 4, q=whole))
-    assert torch.equal(same.state["q"], whole)
-    assert "rows of w from 3 on were kept by lost ranks alone" in get(need, content(0, 3))

@@ -22,27 +22,36 @@ from lightning_hetero.checkpoint import (
     SigtermNotice,
 )
 
-Answer = tuple[int, str]
+NEEDED = {
+    "/latest/meta-data/spot/instance-action": ("X-aws-ec2-metadata-token", "secret"),
+    "/computeMetadata/v1/instance/preempted": ("Metadata-Flavor", "Google"),
+    "/metadata/scheduledevents": ("Metadata", "true"),
+}
+"""The header without which a server doesn't answer, by path."""
 
 
 class FakeMetadata:
-    """A metadata server whose answers a test sets: (method, path, headers) to (status, body)."""
+    """A metadata server whose answer, status and body, a test sets."""
 
     def __init__(self) -> None:
-        self.answer: Callable[[str, str, dict[str, str]], Answer] = lambda *_: (404, "")
-        self.requests: list[tuple[str, str]] = []
+        self.answer = 404, ""
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
-            def _reply(self) -> None:
-                fake.requests.append((self.command, self.path))
-                status, body = fake.answer(self.command, self.path, dict(self.headers))
+            def do_GET(self) -> None:
+                name, value = NEEDED[self.path.partition("?")[0]]
+                self._reply(*(fake.answer if self.headers[name] == value else (401, "")))
+
+            def do_PUT(self) -> None:
+                assert self.path == "/latest/api/token"
+                assert int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"]) > 0
+                self._reply(200, "secret")
+
+            def _reply(self, status: int, body: str) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body.encode())
-
-            do_GET = do_PUT = _reply
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -67,92 +76,64 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMetadata]:
     fake.close()
 
 
-def aws(action: Answer) -> Callable[[str, str, dict[str, str]], Answer]:
-    def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
-        lower = {key.lower(): value for key, value in headers.items()}
-        if (method, path) == ("PUT", "/latest/api/token"):
-            assert int(lower["x-aws-ec2-metadata-token-ttl-seconds"]) > 0
-            return 200, "secret"
-        if path == "/latest/meta-data/spot/instance-action":
-            return action if lower.get("x-aws-ec2-metadata-token") == "secret" else (401, "")
-        return 404, ""
-
-    return answer
+TIME = datetime(2026, 5, 4, 8, 22, tzinfo=UTC)
+PREEMPT = {
+    "EventType": "Preempt",
+    "Resources": ["vm-1"],
+    "NotBefore": "Mon, 04 May 2026 08:22:00 GMT",
+}
 
 
-def test_aws_says_nothing_until_an_action_is_scheduled(metadata: FakeMetadata) -> None:
-    notice = AwsSpotNotice(base_url=metadata.url)
-    metadata.answer = aws((404, "not found"))
-    assert notice.pending() is None
-    metadata.answer = aws((200, '{"action": "terminate", "time": "2026-05-04T08:22:00Z"}'))
-    found = notice.pending()
-    assert found == Notice(reason="EC2 spot terminate", at=datetime(2026, 5, 4, 8, 22, tzinfo=UTC))
+def events(*items: dict[str, object]) -> str:
+    return json.dumps({"DocumentIncarnation": 1, "Events": items})
 
 
-def test_an_aws_action_that_cannot_be_parsed_still_counts(metadata: FakeMetadata) -> None:
-    metadata.answer = aws((200, "hibernate soon"))
-    assert AwsSpotNotice(base_url=metadata.url).pending() == Notice(
-        reason="EC2 spot: hibernate soon"
-    )
-
-
-@pytest.mark.parametrize(("body", "expected"), [("FALSE", False), ("TRUE", True), ("TRUE\n", True)])
-def test_gcp_turns_true(metadata: FakeMetadata, body: str, *, expected: bool) -> None:
-    def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
-        assert path == "/computeMetadata/v1/instance/preempted"
-        lower = {key.lower(): value for key, value in headers.items()}
-        return (200, body) if lower.get("metadata-flavor") == "Google" else (403, "")
-
-    metadata.answer = answer
-    found = GcpPreemptionNotice(base_url=metadata.url).pending()
-    assert (found is not None) == expected
-
-
-def events(*items: dict[str, object]) -> Callable[[str, str, dict[str, str]], Answer]:
-    def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
-        assert path.startswith("/metadata/scheduledevents?api-version=")
-        if headers.get("Metadata") != "true":
-            return 400, ""
-        return 200, json.dumps({"DocumentIncarnation": 1, "Events": items})
-
-    return answer
-
-
-def test_azure_counts_preemptions_of_this_machine_alone(metadata: FakeMetadata) -> None:
-    notice = AzureScheduledEvents(base_url=metadata.url, machine="vm-1")
-    preempt = {
-        "EventType": "Preempt",
-        "Resources": ["vm-1"],
-        "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT",
-    }
-    for harmless in (
-        (),
-        ({**preempt, "Resources": ["vm-2"]},),
-        ({**preempt, "EventType": "Freeze"},),
-    ):
-        metadata.answer = events(*harmless)
-        assert notice.pending() is None
-    metadata.answer = events({"EventType": "Freeze", "Resources": ["vm-1"]}, preempt)
-    assert notice.pending() == Notice(
-        reason="Azure Preempt", at=datetime(2016, 9, 19, 18, 29, 47, tzinfo=UTC)
-    )
-    metadata.answer = events({**preempt, "NotBefore": ""})
-    assert notice.pending() == Notice(reason="Azure Preempt", at=None)
+@pytest.mark.parametrize(
+    ("kind", "body", "expected"),
+    [
+        (AwsSpotNotice, None, None),
+        (
+            AwsSpotNotice,
+            '{"action": "terminate", "time": "2026-05-04T08:22:00Z"}',
+            Notice(reason="EC2 spot terminate", at=TIME),
+        ),
+        # What is there but can't be read still counts.
+        (AwsSpotNotice, "hibernate soon", Notice(reason="EC2 spot: hibernate soon")),
+        (GcpPreemptionNotice, "FALSE", None),
+        (GcpPreemptionNotice, "TRUE\n", Notice(reason="GCE preemption")),
+        (AzureScheduledEvents, events(), None),
+        (AzureScheduledEvents, events({**PREEMPT, "Resources": ["vm-2"]}), None),
+        (AzureScheduledEvents, events({**PREEMPT, "EventType": "Freeze"}), None),
+        (
+            AzureScheduledEvents,
+            events({**PREEMPT, "EventType": "Freeze"}, PREEMPT),
+            Notice(reason="Azure Preempt", at=TIME),
+        ),
+        (
+            AzureScheduledEvents,
+            events({**PREEMPT, "NotBefore": ""}),
+            Notice(reason="Azure Preempt"),
+        ),
+    ],
+)
+def test_a_notice_is_what_the_server_says_of_this_machine(
+    metadata: FakeMetadata, kind: Any, body: str | None, expected: Notice | None
+) -> None:
+    options = {"machine": "vm-1"} if kind is AzureScheduledEvents else {}
+    metadata.answer = (404, "not found") if body is None else (200, body)
+    assert kind(base_url=metadata.url, **options).pending() == expected
 
 
 @pytest.mark.parametrize("kind", [AwsSpotNotice, GcpPreemptionNotice, AzureScheduledEvents])
-@pytest.mark.parametrize("status", [302, 500])
-def test_an_answer_from_something_else_is_an_error_and_no_notice(
-    metadata: FakeMetadata, kind: type[AwsSpotNotice], status: int
+def test_an_answer_from_something_else_or_nobody_is_an_error_and_no_notice(
+    metadata: FakeMetadata, kind: type[AwsSpotNotice]
 ) -> None:
-    metadata.answer = lambda *_: (status, "oops")
-    with pytest.raises(OSError, match=str(status)):
-        kind(base_url=metadata.url).pending()
-
-
-def test_nobody_at_the_address_is_an_error_within_the_timeout() -> None:
+    for status in (302, 500):
+        metadata.answer = status, "oops"
+        with pytest.raises(OSError, match=str(status)):
+            kind(base_url=metadata.url).pending()
     with pytest.raises(OSError, match=r"refused|timed out"):
-        GcpPreemptionNotice(base_url="http://127.0.0.1:9", timeout_s=0.2).pending()
+        kind(base_url="http://127.0.0.1:9", timeout_s=0.2).pending()
 
 
 def test_sigterm_is_a_notice_and_the_earlier_handler_still_runs() -> None:
@@ -195,6 +176,11 @@ def test_the_watcher_outlives_any_error_says_so_once_and_keeps_the_notice(
     assert watcher.pending() == Notice(reason="go")
     watcher.stop()
     assert sum("doesn't answer" in record.message for record in caplog.records) == 1
+    waits = NoticeWatcher([Scripted(None)], interval_s=60.0)
+    waits.start()
+    assert waits.pending() is None
+    waits.stop()
+    assert not waits._thread.is_alive()
 
 
 def test_a_signal_in_the_middle_of_its_own_handler_waits_for_nothing() -> None:
@@ -216,11 +202,3 @@ def test_a_signal_in_the_middle_of_its_own_handler_waits_for_nothing() -> None:
     thread.join(30)
     assert not thread.is_alive()
     assert notice.pending() == Notice(reason="SIGTERM")
-
-
-def test_the_watcher_stops_when_told() -> None:
-    watcher = NoticeWatcher([Scripted(None)], interval_s=60.0)
-    watcher.start()
-    assert watcher.pending() is None
-    watcher.stop()
-    assert not watcher._thread.is_alive()

@@ -76,7 +76,7 @@ def test_work_that_moves_is_waited_for_and_work_that_hangs_is_given_up() -> None
 
     def action(rank: int, peers: Peers) -> list[dict[str, Any]]:
         def slow(progress: Progress) -> int:
-            for _ in range(30 if rank == 1 else 0):
+            for _ in range(20 if rank == 1 else 0):
                 time.sleep(0.1)
                 progress.tick()
             return rank
@@ -124,7 +124,7 @@ def test_all_learn_that_a_process_has_ended_and_wait_for_slow_ones() -> None:
         peers.serve({})
         peers.gather(None)
         if rank == 2:
-            time.sleep(3.0)  # Longer than others take to look.
+            time.sleep(1.5)  # Longer than others take to look.
         peers.gather(None)
         if rank == 2:
             peers.close()  # As the system does when a process ends.

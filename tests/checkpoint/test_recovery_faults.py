@@ -1,17 +1,12 @@
 """Whatever is broken, slow or hangs, a recovery finds what is whole or says what is missing."""
 
-import itertools
 import random
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from lightning_hetero.checkpoint import (
-    CheckpointWriter,
-    LocalStore,
     Peers,
     Recovered,
     RetryingStore,
@@ -174,34 +169,6 @@ class WritesOn:
     def __call__(self, verb: str, name: str) -> None:
         if self.random.random() < 0.15:
             self.store.files = dict(next(self.later, self.store.files))
-
-
-@pytest.mark.slow
-def test_readers_beside_a_writer_that_keeps_one_checkpoint_always_find_one(tmp_path: Path) -> None:
-    plan, size = PLANS["one device"]
-    needs = needs_of(0, plan, size)
-    tiers = [Tier(kind=TierKind.REMOTE, store=LocalStore(tmp_path), keep=1)]
-    has_saved, is_over = threading.Event(), threading.Event()
-
-    def write() -> None:
-        writer = CheckpointWriter(tiers)
-        for step in itertools.count(1):
-            writer.save(contents(step, plan, size)[0]).wait_until_uploaded(60)
-            has_saved.set()
-            if is_over.is_set():
-                break
-        writer.close()
-
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        assert has_saved.wait(60)
-        for _ in range(100):
-            recovered = recover(needs, tiers)
-            assert recovered is not None
-            assert_is_state(recovered, needs, recovered.id.step)
-            look(tiers)
-        is_over.set()
-        writing.result()
 
 
 def recover_with(

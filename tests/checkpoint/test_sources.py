@@ -13,7 +13,6 @@ from lightning_hetero.checkpoint import Location, Source, TierKind
 from lightning_hetero.checkpoint.fetching import (
     Fetcher,
     FileRange,
-    cut_into_chunks,
     whole_blocks,
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
@@ -114,31 +113,22 @@ def fetch_all(situation: dict[str, Any], rank: int) -> list[tuple[Location, File
     return [(sources[item.file, item.start, item.stop], item) for item in delivered]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(situations())
-def test_all_needed_bytes_are_fetched_exactly_once_and_no_others(
+def test_all_needed_bytes_are_fetched_exactly_once_in_whole_blocks_of_bounded_size(
     situation: dict[str, Any],
 ) -> None:
     for rank, ranges in situation["needs"].items():
         wanted = Counter((i.part, i.file, b) for i in ranges for b in range(i.start, i.stop))
-        fetched = Counter(
-            (item.part, item.file, b)
-            for _, item in fetch_all(situation, rank)
-            for b in range(item.start, item.stop)
-        )
-        assert fetched == wanted
-        assert set(wanted.values()) <= {1}
-
-
-@settings(deadline=None, max_examples=40)
-@given(situations())
-def test_chunks_are_whole_blocks_of_bounded_size(situation: dict[str, Any]) -> None:
-    for ranges in situation["needs"].values():
-        for item in cut_into_chunks(ranges, situation["manifests"], situation["chunk_bytes"]):
+        fetched: Counter[tuple[int, str, int]] = Counter()
+        for _, item in fetch_all(situation, rank):
+            fetched.update((item.part, item.file, b) for b in range(item.start, item.stop))
             entry = situation["manifests"][item.part].file(item.file)
             assert item.start % BLOCK == 0
             assert item.stop % BLOCK == 0 or item.stop == entry.size_bytes
             assert item.stop - item.start <= max(BLOCK, situation["chunk_bytes"])
+        assert fetched == wanted
+        assert set(wanted.values()) <= {1}
 
 
 def one_file(size: int, locations: Sequence[Location], **more: Any) -> dict[str, Any]:
@@ -166,7 +156,7 @@ def test_each_range_comes_from_a_cheapest_holder(own: int) -> None:
     assert [source_of(place, "new") for place in places] == list(Source)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_senders=st.integers(1, 5), blocks=st.integers(1, 200), first=st.integers(0, 9))
 def test_senders_that_hold_the_same_share_the_work(
     num_senders: int, blocks: int, first: int

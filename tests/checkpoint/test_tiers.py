@@ -14,15 +14,26 @@ from tests.checkpoint.states import contents, run_ranks
 
 
 class Counting(MemoryStore):
-    """Notes what each request to delete names."""
+    """Notes requests to delete and to list, and the manifests that are read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.removals: list[list[str]] = []
+        self.manifests: list[str] = []
+        self.num_lists = 0
 
     def remove(self, names: Collection[str]) -> None:
         self.removals.append(sorted(names))
         super().remove(names)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        if name.endswith(".json"):
+            self.manifests.append(name)
+        return super().read(name, start, stop)
+
+    def list(self) -> dict[str, int]:
+        self.num_lists += 1
+        return super().list()
 
 
 def test_pruning_takes_two_requests_whatever_it_deletes_and_manifests_go_first() -> None:
@@ -46,27 +57,9 @@ def test_pruning_takes_two_requests_whatever_it_deletes_and_manifests_go_first()
     assert len(files) > 30
 
 
-class CountingReads(MemoryStore):
-    """Counts the manifests that are read, and the requests to list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.manifests: list[str] = []
-        self.num_lists = 0
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        if name.endswith(".json"):
-            self.manifests.append(name)
-        return super().read(name, start, stop)
-
-    def list(self) -> dict[str, int]:
-        self.num_lists += 1
-        return super().list()
-
-
 @pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
 def test_saves_read_no_manifests_to_prune(kind: TierKind) -> None:
-    store, world_size = CountingReads(), 4
+    store, world_size = Counting(), 4
     plan = ParallelPlan.even(world_size=world_size, num_layers=4)
 
     def save(first: int, count: int) -> None:

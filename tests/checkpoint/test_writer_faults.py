@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
@@ -22,7 +20,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     PLANS,
     TWO,
@@ -239,26 +237,6 @@ def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever()
     assert all(any(name.endswith("confirmed") for name in store.files) for store in stores)
 
 
-def test_no_rank_is_given_up_while_its_storage_moves() -> None:
-    """A rank whose storage is far slower than the ranks' own patience is waited for."""
-    stores: list[Store] = [MemoryStore(), MemoryStore()]
-    stores[1] = ThrottledStore(stores[1], Throttle(20_000.0))
-
-    def save(rank: int, peers: Peers) -> None:
-        writer = CheckpointWriter(
-            [disk(stores[rank])],
-            node_of_rank=["a", "b"],
-            peers=peers,
-            options=WriterOptions(stall_s=1.0),
-        )
-        writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(60)
-        writer.close()
-
-    # No exchange may take longer than this, though the write takes about a second.
-    run_ranks(2, save, timeout_s=0.7)
-    recover_two(stores, 1)
-
-
 def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:
     plan = ParallelPlan.even(world_size=2, num_layers=4)
 
@@ -287,36 +265,3 @@ def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:
     run_ranks(2, save)
     assert not any("part-00000.json" in name for name in stores[1].files)
     assert not any(name.endswith("confirmed") for name in stores[1].files)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 60), st.sampled_from(["write", "commit", "remove", "list"]))
-def test_whichever_file_operation_fails_the_newest_committed_checkpoint_stays(
-    at: int, verb: str
-) -> None:
-    store = MemoryStore()
-    writer = CheckpointWriter([disk(store, keep=1)])
-    writer.save(contents(1, PLAN, SIZE)[0]).wait_until_confirmed(20)
-    writer.close()
-    left = [at]
-
-    def crash(called: str, name: str) -> None:
-        # From the failing operation on nothing works any more: the process is dead.
-        if called == verb or left[0] < 0:
-            left[0] -= 1
-            if left[0] < 0:
-                raise OSError(5, "killed")
-
-    writer = CheckpointWriter([disk(FaultyStore(store, crash), keep=1)])
-    committed = 1
-    for step in (2, 3):
-        try:
-            writer.save(contents(step, PLAN, SIZE)[0]).wait_until_confirmed(20)
-            committed = step
-        except CheckpointError:
-            break
-    needs = needs_of(0, PLAN, SIZE)
-    found = recover(needs, [disk(store)])
-    assert found is not None
-    assert found.id.step >= committed
-    assert_is_state(found, needs, found.id.step)

@@ -49,7 +49,10 @@ def write_run(
         if step % 10 == 0:
             scalars = {"run/iteration_s": seconds, "run/tokens_per_s": 9e3 / seconds}
             scalars |= {"run/bubble_share": 0.3, "run/exchange_wait_s": 0.05}
-            entries.append({"event": "metrics", "step": step, "scalars": scalars})
+            memory = [[2.0e9, 2.5e9], [1.0e9, 0.0], [1.5e9, 1.2e9]]
+            entries.append({"event": "metrics", "step": step, "scalars": scalars, "memory": memory})
+            complete = {"memory": step, "disk": step - 10}
+            entries.append({"event": "checkpoint", "step": step, "complete": complete})
     lost = {"generation": 1, "ranks": 2, "idle_s": 2.0, "steps_again": 0, "lost": [2], "joined": []}
     entries.append({"event": "generation", "step": num_steps, **lost})
     if ends:
@@ -71,7 +74,13 @@ def test_the_page_shows_the_run_and_escapes_names(tmp_path):
     page = output.read_text()
     assert EVIL not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    for words in ("Ended as planned", "rank 0: layers 0 to 3", "rank 1: layer 0", "lost [2]"):
+    for words in (
+        "Ended as planned",
+        "rank 0: layers 0 to 3",
+        "rank 1: layer 0",
+        "lost [2]",
+        "1.4 GiB in use, 1.12 pred",
+    ):
         assert words in page
     for title in ("Seconds of an iteration", "Tokens per second", "Share of an iteration"):
         assert title in page
@@ -82,7 +91,7 @@ def test_the_page_shows_the_run_and_escapes_names(tmp_path):
 def test_every_figure_is_well_formed_and_within_its_frame(tmp_path):
     write_run(tmp_path)
     figures = re.findall(r"<svg viewBox.*?</svg>", page_of(tmp_path), flags=re.DOTALL)
-    assert len(figures) == 5
+    assert len(figures) == 7
     for figure in figures:
         left, top, width, height = map(float, ET.fromstring(figure).attrib["viewBox"].split())
         for points in re.findall(r'points="([^"]+)"', figure):

@@ -8,9 +8,17 @@ from lightning_hetero.core.slices import OuterRole, ParameterSpec
 
 
 def random_plan(
-    rng: Random, *, max_ranks: int = 12, max_layers: int = 6, degrees: tuple[int, ...] = (1, 2, 4)
+    rng: Random,
+    *,
+    max_ranks: int = 12,
+    max_layers: int = 6,
+    degrees: tuple[int, ...] = (1, 2, 4),
+    has_chunks: bool = False,
 ) -> tuple[ParallelPlan, int]:
-    """Return a plan of any shape and a world size that may leave ranks idle."""
+    """Return a plan of any shape and a world size that may leave ranks idle.
+
+    With chunks some ranks run several stages.
+    """
     num_layers, world_size = rng.randint(1, max_layers), rng.randint(1, max_ranks)
     free = list(range(world_size))
     rng.shuffle(free)
@@ -25,7 +33,10 @@ def random_plan(
             able = [d for d in degrees if d <= len(free) - left]
             degree = rng.choice(able) if is_mixed else one
             ranks, free = free[:degree], free[degree:]
-            stages.append(_stage(rng, tuple(ranks), range(start, stop)))
+            group = tuple(ranks)
+            if has_chunks and stages and rng.random() < 0.5:
+                free, group = ranks + free, rng.choice(stages).ranks
+            stages.append(_stage(rng, group, range(start, stop)))
         pipelines.append(PipelinePlan(stages=tuple(stages)))
     shares = [rng.randint(0, 3) for _ in range(world_size)]
     shares[rng.randrange(world_size)] += 1

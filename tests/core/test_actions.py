@@ -1,9 +1,12 @@
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.actions import (
     Action,
     ActionKind,
+    Assignment,
     schedule_1f1b,
     schedule_forward,
 )
@@ -80,3 +83,9 @@ def test_forward_only_schedules_hold_no_backward(stage_index, num_microbatches):
 @given(kind=st.sampled_from(ActionKind), stage_index=st.integers(0, 9), m=st.integers(0, 10**6))
 def test_an_action_prints_its_kind_and_microbatch(kind, stage_index, m):
     assert str(Action(kind, stage_index, m)) == f"{kind.value}{m}"
+
+
+def test_an_assignment_survives_json() -> None:
+    found = Assignment(plan_index=1, microbatches=(((0, 2), (1,)), ()), latency_s=2.5)
+    assert Assignment.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert found.num_samples == 3

@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.cluster import Cluster, Link, Node
@@ -60,12 +62,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 @given(cluster=clusters())
+@example(Cluster(nodes=(Node(device="A10", count=1),), inter_node_bytes_per_s=10**9))
 def test_every_cluster_survives_yaml(cluster):
-    assert Cluster.from_yaml(text_of(cluster)) == cluster
-
-
-def test_whole_numbers_survive_yaml_too():
-    cluster = Cluster(nodes=(Node(device="A10", count=1),), inter_node_bytes_per_s=10**9)
     assert Cluster.from_yaml(text_of(cluster)) == cluster
 
 
@@ -122,112 +120,6 @@ def test_a_price_is_known_only_if_every_node_has_one():
 
 
 def test_custom_devices_come_before_known_ones():
-    corrected = DeviceSpec(
-        name="T4",
-        peak_flops_per_s=1.0,
-        memory_bytes=1,
-        memory_bytes_per_s=1.0,
-        intra_node_bytes_per_s=1.0,
-    )
+    corrected = replace(MINE, name="T4")
     assert find_device("T4", (corrected,)) is corrected
     assert find_device("T4") is KNOWN_DEVICES["T4"]
-    with pytest.raises(ClusterError, match=r"'T5'.*Known: .*T4.*`devices:`"):
-        find_device("T5")
-
-
-NODE = Node(device="A10", count=2)
-
-
-@pytest.mark.parametrize(
-    ("build", "said"),
-    [
-        (lambda: Node(device="A10", count=0), ["A10", "count 0", "1 or more"]),
-        (lambda: Node(device="A10", count=True), ["count True", "whole number"]),
-        (lambda: Node(device="A10", count=1, price_per_hour=-1), ["-1", "0 or more"]),
-        (lambda: Node(device="A10", count=1, price_per_hour=float("nan")), ["nan"]),
-        (lambda: Link(nodes=(0, 1, 2), bytes_per_s=1), ["[0, 1, 2]", "exactly two"]),
-        (lambda: Link(nodes=("a", 1), bytes_per_s=1), ["['a', 1]", "index"]),
-        (lambda: Link(nodes=(0, 1), bytes_per_s=0), ["[0, 1]", "bytes_per_s 0", "above 0"]),
-        (lambda: Link(nodes=(0, 1), bytes_per_s=1, latency_s=-2), ["latency_s -2", "0 or more"]),
-        (lambda: Cluster(nodes=()), ["no nodes", "at least one"]),
-        (lambda: Cluster(nodes=(Node(device="A11", count=1),)), ["'A11'", "A100-80GB"]),
-        (
-            lambda: Cluster(nodes=(NODE,), inter_node_bytes_per_s=0),
-            ["inter_node_bytes_per_s is 0", "above 0"],
-        ),
-        (
-            lambda: Cluster(nodes=(NODE,), intra_node_latency_s=-1),
-            ["intra_node_latency_s is -1", "0 or more"],
-        ),
-        (
-            lambda: Cluster(nodes=(NODE,), links=(Link(nodes=(0, 3), bytes_per_s=1),)),
-            ["[0, 3]", "nodes 0 to 0"],
-        ),
-        (
-            lambda: Cluster(
-                nodes=(NODE, NODE),
-                links=(
-                    Link(nodes=(0, 1), bytes_per_s=5, latency_s=1),
-                    Link(nodes=(1, 0), bytes_per_s=5, latency_s=2),
-                ),
-            ),
-            ["nodes 0 and 1", "latency_s 1", "latency_s 2", "Keep one"],
-        ),
-        (
-            lambda: DeviceSpec(
-                name="x",
-                peak_flops_per_s=1,
-                memory_bytes=0,
-                memory_bytes_per_s=1,
-                intra_node_bytes_per_s=1,
-            ),
-            ["'x'", "memory_bytes 0", "above 0"],
-        ),
-    ],
-)
-def test_a_wrong_cluster_is_refused_with_its_values_and_a_remedy(build, said):
-    with pytest.raises(ClusterError) as caught:
-        build()
-    for part in said:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nodes: [", ["valid YAML"]),
-        ("", ["None", "mapping"]),
-        ("hosts: []", ["`hosts`", "add nodes"]),
-        ("nodes: 3", ["`nodes` is 3", "list"]),
-        ("nodes: [A10]", ["`nodes[0]` is 'A10'", "mapping"]),
-        ("nodes: [{device: A10, count: two}]", ["`nodes[0].count` is 'two'", "whole number"]),
-        ("nodes: [{device: A10, count: 1, price: 2}]", ["price", "price_per_hour"]),
-        (
-            "{nodes: [{device: A10, count: 1}], inter_node_latency_s: fast}",
-            ["`inter_node_latency_s` is 'fast'", "number of seconds", "'20 us'"],
-        ),
-        (
-            "{nodes: [{device: A10, count: 1}], links: [{nodes: 0, bytes_per_s: 1GB/s}]}",
-            ["`links[0].nodes` is 0", "list"],
-        ),
-        (
-            "{nodes: [{device: A10, count: 1}], links: [{nodes: [0, x], bytes_per_s: 1GB/s}]}",
-            ["`links[0].nodes[1]` is 'x'", "whole number"],
-        ),
-    ],
-)
-def test_a_wrong_file_is_refused_by_name_and_value(tmp_path, text, said):
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text)
-    with pytest.raises(ClusterError) as caught:
-        Cluster.load(path)
-    for part in ["cluster.yaml", *said]:
-        assert part in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ClusterError, match=r"gone\.yaml.*No such file"):
-        Cluster.load(tmp_path / "gone.yaml")
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ClusterError, match=r"binary\.yaml"):
-        Cluster.load(tmp_path / "binary.yaml")

@@ -4,7 +4,6 @@ import json
 import pytest
 import torch
 
-from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.models import HeteroLM, LMConfig
 
@@ -99,49 +98,6 @@ def test_hugging_face_folders_are_read(tmp_path):
     assert dataclasses.replace(read, name="llama-7b") == ModelSpec.load("llama-7b")
     assert ModelSpec.load(tmp_path / "nested").num_params == read.num_params
     assert ModelSpec.load(tmp_path / "gpt2").num_params == 124_439_808
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("num_layers: 3", "Add name, hidden_size"),
-        ("[1, 2]", "mapping"),
-        ("name: [", "not valid YAML"),
-    ],
-)
-def test_broken_files_are_refused_with_their_name(tmp_path, content, message):
-    path = tmp_path / "sizes.yaml"
-    path.write_text(content)
-    with pytest.raises(ModelError, match=message) as caught:
-        ModelSpec.load(path)
-    assert "sizes.yaml" in str(caught.value)
-
-
-def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(ModelError, match=r"bert-large.*llama-70b"):
-        ModelSpec.load("llama-9000")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_layers": 0},
-        {"hidden_size": 1.5},
-        {"num_kv_heads": 5},
-        {"num_heads": 7, "num_kv_heads": 7},
-        {"vocab_size": True},
-        {"max_positions": -1},
-    ],
-)
-def test_impossible_sizes_are_refused(change):
-    with pytest.raises(ModelError):
-        dataclasses.replace(ModelSpec.load("bert-large"), **change)
-
-
-def test_flags_must_be_true_or_false():
-    data = ModelSpec.load("llama-7b").to_dict() | {"gated_mlp": "sometimes"}
-    with pytest.raises(ModelError, match="true or false"):
-        ModelSpec.from_dict(data)
 
 
 @pytest.mark.parametrize(

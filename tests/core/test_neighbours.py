@@ -1,9 +1,11 @@
+from collections import Counter
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.neighbours import SentPiece, deal_pieces, find_neighbour
+from lightning_hetero.core.neighbours import SentPiece, deal_pieces, find_neighbours
+from tests.core.sample_plans import random_plan
 
 
 @st.composite
@@ -31,15 +33,23 @@ def test_every_receiver_has_all_bytes_after_its_group_has_put_pieces_together(gr
         assert most == -(-len(receivers) // len(senders))
 
 
-@given(groups=two_groups())
-def test_what_one_rank_sends_another_one_receives(groups):
-    sent, received = set(), set()
-    for own, other in (groups, groups[::-1]):
-        for rank in own:
-            neighbour = find_neighbour(rank, own, other)
-            sent.update(neighbour.sent)
-            received.add(neighbour.received)
-    assert sent == received
+@given(rng=st.randoms(use_true_random=False))
+def test_what_one_rank_sends_another_one_receives_in_a_queue_of_its_own(rng):
+    plan, _ = random_plan(rng, has_chunks=True)
+    for pipeline in plan.pipelines:
+        sent, received, edges = set(), set(), Counter()
+        for rank in pipeline.ranks:
+            for stage, ends in find_neighbours(rank, pipeline).items():
+                assert [end is None for end in ends] == [
+                    stage == 0,
+                    stage == pipeline.num_stages - 1,
+                ]
+                for end in filter(None, ends):
+                    sent.update(end.sent)
+                    received.add(end.received)
+                    edges[end.received.edge] += 1
+        assert sent == received
+        assert set(edges.values()) <= {1}
 
 
 def test_groups_of_one_size_send_whole_messages_rank_by_rank():

@@ -1,10 +1,8 @@
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.core.owners import assign_owners, list_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice, holdings_of
@@ -22,7 +20,7 @@ def weights_of(data: st.DataObject, world_size: int) -> list[float] | None:
 
 @given(rng=random, tied=st.booleans(), rule=st.sampled_from(RULES), data=st.data())
 def test_slices_cover_each_parameter_exactly_once(rng, tied, rule, data):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     weights = weights_of(data, world_size)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule, weights=weights)
@@ -45,7 +43,7 @@ def test_slices_cover_each_parameter_exactly_once(rng, tied, rule, data):
 
 @given(rng=random, tied=st.booleans(), rule=st.sampled_from(RULES[:2]), data=st.data())
 def test_a_slice_is_as_large_as_its_owners_weight_to_within_a_row(rng, tied, rule, data):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     weights = data.draw(
         st.lists(st.floats(0.5, 100), min_size=world_size, max_size=world_size), label="weights"
     )
@@ -63,7 +61,7 @@ def test_a_slice_is_as_large_as_its_owners_weight_to_within_a_row(rng, tied, rul
 
 @given(rng=random, rule=st.sampled_from(RULES), data=st.data())
 def test_a_rank_of_weight_zero_owns_nothing_that_another_can(rng, rule, data):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     weights = data.draw(
         st.lists(shares, min_size=world_size, max_size=world_size).filter(any), label="weights"
     )
@@ -115,7 +113,7 @@ def test_whole_parameters_are_spread_so_that_no_owner_can_be_relieved(rng, data)
 
 @given(rng=random, tied=st.booleans())
 def test_the_shards_of_a_tensor_parallel_group_make_up_the_parameter(rng, tied):
-    plan, _ = random_plan(rng)
+    plan, _ = random_plan(rng, has_chunks=True)
     for spec in small_model(plan.num_layers, tied=tied):
         held: dict[tuple[int, int], list[int]] = defaultdict(list)
         pushed: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -141,31 +139,8 @@ def test_the_shards_of_a_tensor_parallel_group_make_up_the_parameter(rng, tied):
             expected = {s for s, stage in enumerate(pipeline.stages) if spec.layer in stage.layers}
             expected |= {0} if OuterRole.FIRST in spec.roles else set()
             expected |= {pipeline.num_stages - 1} if OuterRole.LAST in spec.roles else set()
-            assert found == expected
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")]])
-def test_wrong_weights_are_refused_by_value(weights):
-    plan = ParallelPlan.even(world_size=2, num_layers=1)
-    with pytest.raises(ConfigurationError, match="2 numbers of 0 or more") as caught:
-        assign_owners([], plan, world_size=2, ownership=Ownership.EVEN, weights=weights)
-    assert str(weights) in str(caught.value)
-
-
-@pytest.mark.parametrize("rule", [Ownership.HOLDERS, Ownership.PARAMETER])
-@pytest.mark.parametrize("layer", [None, 3])
-def test_a_parameter_that_no_stage_uses_is_refused_by_name(rule, layer):
-    plan = ParallelPlan.even(world_size=2, num_layers=3)
-    spec = ParameterSpec(name="lost", shape=(4,), layer=layer)
-    with pytest.raises(ModelError, match=r"lost .*no stage .*3 layers"):
-        assign_owners([spec], plan, world_size=2, ownership=rule)
-
-
-def test_a_shard_that_does_not_divide_is_refused_with_a_degree_that_would():
-    plan = ParallelPlan.even(world_size=4, num_layers=1, tp_degree=4)
-    spec = ParameterSpec(name="qkv", shape=(18, 2), layer=0, tp_dim=0, tp_blocks=3)
-    with pytest.raises(ModelError, match=r"qkv .*\(18, 2\).* 4 equal .*divides 6"):
-        list(holdings_of(spec, plan))
+            ranks = [stage.ranks[0] for stage in pipeline.stages]
+            assert found == {ranks.index(ranks[stage]) for stage in expected}
 
 
 def test_owners_of_parameters_that_are_cut_alike_are_one_object_and_listed_once():

@@ -63,7 +63,7 @@ def test_one_rank_has_no_standby():
 
 
 def redundant(rng, rule, *, tied):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     nodes = [rng.choice("abc") for _ in range(world_size)]
     standbys = find_standbys(nodes)

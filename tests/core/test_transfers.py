@@ -11,7 +11,6 @@ from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, ho
 from lightning_hetero.core.transfers import TransferTable, unit_of
 from tests.core.message_lists import (
     Message,
-    list_messages,
     messages_of,
     pulls_of,
     pushes_of,
@@ -28,7 +27,7 @@ def rows_of(message: Message) -> Counter[tuple[str, int]]:
 
 @given(rng=random, tied=st.booleans(), rule=RULES, trainable_only=st.booleans())
 def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, trainable_only):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -57,7 +56,7 @@ def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, tra
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, rule):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     table = TransferTable(specs, slices, plan)
@@ -87,27 +86,41 @@ def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, ru
 
 
 @given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans())
-def test_all_ranks_agree_on_messages_and_their_order(rng, tied, rule, push):
-    plan, world_size = random_plan(rng)
+def test_all_ranks_agree_on_messages_their_order_and_sizes(rng, tied, rule, push):
+    """Each rank computes its table; equal slices that are other objects change nothing."""
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    # Every rank computes the table by itself.
-    seen = [
-        (pushes_of if push else pulls_of)(table, rank)
-        for rank in range(world_size)
-        for table in [TransferTable(specs, slices, plan)]
+    tables = [
+        TransferTable(specs, {name: (*item,) for name, item in slices.items()}, plan)
+        for _ in range(world_size)
     ]
+    rows = {spec.name: spec.row_numel for spec in specs}
+    seen = [
+        pushes_of(table, rank) if push else pulls_of(table, rank, trainable_only=True)
+        for rank, table in enumerate(tables)
+    ]
+    shared = TransferTable(specs, slices, plan)
     for a in range(world_size):
+        numels: Counter[tuple[int, int]] = Counter()
         for message in seen[a]:
             assert a in (message.source, message.destination)
+            numel = sum((p.stop - p.start) * rows[p.parameter] for p in message.pieces)
+            assert message.numel == numel
+            numels[message.source, message.destination] += numel
+        assert tables[a].traffic(a, push=push) == shared.traffic(a, push=push) == numels
+        if push:
+            assert shared.largest_push(a) == max((m.numel for m in seen[a]), default=0)
         units = [message.unit for message in seen[a]]
         assert units == sorted(units, reverse=push)
         keys = Counter((m.unit, m.source, m.destination) for m in seen[a])
         assert set(keys.values()) <= {1}, "one message for each unit and peer"
         for b in range(a):
-            common = [{m.source, m.destination} == {a, b} for m in seen[a]]
-            shared = [m for m, joint in zip(seen[a], common, strict=True) if joint]
-            assert shared == [m for m in seen[b] if {m.source, m.destination} == {a, b}]
+            mine, other = (
+                [m for m in messages if {m.source, m.destination} == {a, b}]
+                for messages in (seen[a], seen[b])
+            )
+            assert mine == other
 
 
 def test_the_table_tells_holders_and_sizes():
@@ -126,33 +139,9 @@ def test_the_table_tells_holders_and_sizes():
     assert [unit_of(spec, 2) for spec in specs] == [-1, *[0] * 5, *[1] * 5, 2]
 
 
-@given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans(), some=st.booleans())
-def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
-    rng, tied, rule, push, some
-):
-    plan, world_size = random_plan(rng)
-    specs = small_model(plan.num_layers, tied=tied)
-    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    table = TransferTable(specs, slices, plan)
-    # Objects that are equal and not the same are other kinds, to the same effect.
-    apart = TransferTable(specs, {name: (*item,) for name, item in slices.items()}, plan)
-    for rank in range(world_size):
-        walked = list_messages(specs, slices, plan, rank, push=push, trainable_only=push or some)
-        for each in (table, apart):
-            found = pushes_of(each, rank) if push else pulls_of(each, rank, trainable_only=some)
-            assert found == walked
-        if push or some:
-            numels: Counter[tuple[int, int]] = Counter()
-            for message in walked:
-                numels[message.source, message.destination] += message.numel
-            assert table.traffic(rank, push=push) == numels
-        if push:
-            assert table.largest_push(rank) == max((m.numel for m in walked), default=0)
-
-
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_members_of_a_unit_are_who_takes_part_and_circles_share_what_they_own(rng, tied, rule):
-    plan, world_size = random_plan(rng)
+    plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     for unit in TransferTable(specs, slices, plan).units:

@@ -14,7 +14,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
-from lightning_hetero.data.order import Drawn, EpochOrder
+from lightning_hetero.data.order import Drawn, IterationSource
 
 VOCABULARY = 23
 
@@ -91,7 +91,7 @@ def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:
 
 
 def dealers(
-    source: EpochOrder,
+    source: IterationSource,
     candidates: Candidates,
     num_ranks: int,
     store: AssignmentStore | None = None,

@@ -1,4 +1,4 @@
-"""Laws of dealing batches out to pipelines."""
+"""Laws of dealing batches out to pipelines, and of which plan they are dealt for."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
@@ -21,10 +21,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.dealing import Deal, DealtBatchSampler, DealtIterable, deal_of, deal_out
-from lightning_hetero.models.batches import EmptyBatch
+from lightning_hetero.data import TwoStageBatchSampler
+from lightning_hetero.data.dealer import Dealer, PlanSchedule
+from lightning_hetero.data.dealing import Deal, DealtBatchSampler, deal_of, deal_out
+from lightning_hetero.models.batches import AssignedBatch, EmptyBatch
 
 shares_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
+in_workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 def sequential(num_samples: int, batch_size: int, *, drop_last: bool = False) -> BatchSampler:
@@ -57,41 +60,22 @@ def all_parts(inner: Any, shares: list[int]) -> list[tuple[list[int], ...]]:
     shares=shares_lists,
     drop_last=st.booleans(),
 )
-@settings(deadline=None)
-def test_every_sample_is_dealt_once_and_in_order(
+def test_every_sample_is_dealt_once_in_order_as_one_device_takes_them_and_by_shares(
     num_samples: int, batch_size: int, shares: list[int], *, drop_last: bool
 ) -> None:
     inner = sequential(num_samples, batch_size, drop_last=drop_last)
     parts = all_parts(inner, shares)
-    found = [index for iteration in parts for part in iteration for index in part]
-    assert found == [index for batch in inner for index in batch]
+    found = [[index for part in iteration for index in part] for iteration in parts]
+    assert [i for taken in found for i in taken] == [index for batch in inner for index in batch]
     assert all(len(dealt(inner, shares, index)) == len(parts) for index in range(len(shares)))
-
-
-@given(batch_size=st.integers(1, 7), shares=shares_lists, num_iterations=st.integers(1, 3))
-@settings(deadline=None)
-def test_shares_are_kept_to_one_sample(
-    batch_size: int, shares: list[int], num_iterations: int
-) -> None:
-    per_iteration = batch_size * len(shares)
-    inner = sequential(per_iteration * num_iterations, batch_size)
-    for iteration in all_parts(inner, shares):
-        assert sum(len(part) for part in iteration) == per_iteration
+    assert list(dealt(inner, shares, None)) == [[] for _ in parts]
+    whole = batch_size * len(shares)
+    assert drop_last or found == list(sequential(num_samples, whole))
+    for iteration in parts:
+        taken = sum(map(len, iteration))
         for part, share in zip(iteration, shares, strict=True):
-            assert abs(len(part) - per_iteration * share / sum(shares)) < 1
-            if share == 0:
-                assert part == []
-
-
-def test_an_iteration_is_that_of_one_device_with_all_batches_together() -> None:
-    parts = all_parts(sequential(20, 3), [1, 2, 3])
-    one_device = list(sequential(20, 9))
-    assert [[i for part in iteration for i in part] for iteration in parts] == one_device
-
-
-def test_an_idle_rank_gets_nothing_of_each_iteration() -> None:
-    inner = sequential(10, 2)
-    assert list(dealt(inner, [1, 1], None)) == [[], [], []]
+            assert taken < whole or abs(len(part) - whole * share / sum(shares)) < 1
+            assert share or part == []
 
 
 def shuffled(num_samples: int) -> BatchSampler:
@@ -106,16 +90,12 @@ def order_on_rank(rank_seed: int, epoch: int | None, index: int) -> list[list[in
     return list(sampler)
 
 
-def test_ranks_shuffle_alike_whatever_their_generators() -> None:
+def test_ranks_shuffle_alike_whatever_their_generators_and_in_each_epoch_anew() -> None:
     for epoch in (None, 0, 1):
         assert order_on_rank(1, epoch, 0) == order_on_rank(2, epoch, 0)
         both = order_on_rank(1, epoch, 0) + order_on_rank(2, epoch, 1)
         assert sorted(i for part in both for i in part) == list(range(32))
-
-
-def test_another_epoch_is_another_order() -> None:
-    assert order_on_rank(1, 0, 0) == order_on_rank(1, None, 0)
-    assert order_on_rank(1, 0, 0) != order_on_rank(1, 1, 0)
+    assert order_on_rank(1, 0, 0) == order_on_rank(1, None, 0) != order_on_rank(1, 1, 0)
 
 
 def test_drawing_leaves_the_global_generator_and_those_of_devices_alone(
@@ -137,16 +117,14 @@ def test_a_users_sampler_hears_of_the_epoch() -> None:
         def set_epoch(self, epoch: int) -> None:
             self.epochs.append(epoch)
 
-    sampler = dealt(BatchSampler(Own(range(4)), 2, drop_last=False), [1], 0)
-    sampler.set_epoch(7)
+    dealt(BatchSampler(Own(range(4)), 2, drop_last=False), [1], 0).set_epoch(7)
     assert Own.epochs == [7]
 
 
 class ByLength:
     """A batch sampler of the user's, with batches of different sizes and no `sampler`."""
 
-    def __init__(self) -> None:
-        self.batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
+    batches = ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9])
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches)
@@ -155,34 +133,20 @@ class ByLength:
         return len(self.batches)
 
 
-def test_custom_batch_samplers_are_dealt_too() -> None:
-    assert all_parts(ByLength(), [1, 1]) == [([0, 1], [2, 3]), ([4, 5, 6], [7, 8, 9])]
-
-
 class Restarting(ByLength):
     """An iterator that starts again whenever it is asked for one."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.place = 0
+        self._left = iter(self.batches)
         return self
 
     def __next__(self) -> list[int]:
-        self.place += 1
-        if self.place > len(self.batches):
-            raise StopIteration
-        return self.batches[self.place - 1]
+        return next(self._left)
 
 
-def test_a_batch_sampler_that_restarts_is_read_once() -> None:
-    assert all_parts(Restarting(), [1, 1]) == all_parts(ByLength(), [1, 1])
-
-
-def test_lightnings_record_of_predicted_indices_stays_outermost() -> None:
-    recorder = _IndexBatchSamplerWrapper(sequential(9, 2))
-    loader = DataLoader(Numbers(9), batch_sampler=recorder)
-    dealt_loader: Any = deal(loader, [1, 1], 1)
-    assert values(dealt_loader) == [[2, 3], [6, 7], [8]]
-    assert dealt_loader.batch_sampler.seen_batch_indices == [[2, 3], [6, 7], [8]]
+@pytest.mark.parametrize("kind", [ByLength, Restarting])
+def test_custom_batch_samplers_are_dealt_too(kind: type[ByLength]) -> None:
+    assert all_parts(kind(), [1, 1]) == [([0, 1], [2, 3]), ([4, 5, 6], [7, 8, 9])]
 
 
 def values(batches: Any) -> list[Any]:
@@ -200,43 +164,35 @@ class Numbers:
         return torch.tensor(index)
 
 
-def loader_of(
-    num_samples: int, shares: list[int], index: int | None, **options: Any
-) -> DataLoader[Any]:
-    loader = DataLoader(Numbers(num_samples), **options)
-    result = deal(loader, shares, index)
-    assert isinstance(result, DataLoader)
-    return result
+def test_lightnings_record_of_predicted_indices_stays_outermost() -> None:
+    recorder = _IndexBatchSamplerWrapper(sequential(9, 2))
+    loader: Any = deal(DataLoader(Numbers(9), batch_sampler=recorder), [1, 1], 1)
+    assert values(loader) == [[2, 3], [6, 7], [8]]
+    assert loader.batch_sampler.seen_batch_indices == [[2, 3], [6, 7], [8]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loaders_load_their_pipelines_part(num_workers: int) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers}
-    assert values(loader_of(9, [1, 1], 0, **options)) == [[0, 1], [4, 5], None]
-    assert values(loader_of(9, [1, 1], 1, **options)) == [[2, 3], [6, 7], [8]]
-    assert values(loader_of(9, [1, 1], None, **options)) == [None, None, None]
-    assert len(loader_of(9, [1, 1], 0, **options)) == 3
+@in_workers
+def test_loaders_keep_their_options_and_load_their_pipelines_part(num_workers: int) -> None:
+    def part(index: int | None) -> Any:
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers}
+        loader = DataLoader(Numbers(9), **options, collate_fn=lambda s: torch.stack(s) * 10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # Of nothing that a user could mend.
+            return deal(loader, [1, 1], index)
 
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_shuffled_loaders_agree_and_reshuffle(num_workers: int) -> None:
-    options: dict[str, Any] = {"batch_size": 3, "num_workers": num_workers, "shuffle": True}
-    orders = []
-    for epoch in range(2):
-        parts = []
-        for index in range(2):
-            torch.manual_seed(index)
-            loader = loader_of(24, [1, 2], index, **options)
-            loader.batch_sampler.sampler.set_epoch(epoch)
-            parts.append([i for batch in values(loader) for i in batch])
-        assert sorted(parts[0] + parts[1]) == list(range(24))
-        orders.append(parts)
-    assert orders[0] != orders[1]
+    parts = [part(index) for index in (0, 1, None)]
+    assert [values(loader) for loader in parts] == [
+        [[0, 10], [40, 50], None],
+        [[20, 30], [60, 70], [80]],
+        [None, None, None],
+    ]
+    assert len(parts[0]) == 3
+    assert (parts[0].batch_sampler.batch_size, parts[0].batch_sampler.drop_last) == (2, False)
 
 
 # torchdata calls what torch has deprecated.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.parametrize("num_workers", [0, 2])
+@in_workers
 def test_a_stateful_loader_stays_one_and_resumes(num_workers: int) -> None:
     def make(seed: int) -> StatefulDataLoader[Any]:
         inner = StatefulDataLoader(Numbers(40), batch_size=2, shuffle=True, num_workers=num_workers)
@@ -262,66 +218,79 @@ def test_a_state_without_a_seed_goes_on_in_the_order_of_this_run() -> None:
     assert list(iterator) == list(dealt(shuffled(32), [1], 0, seed=5))[1:]
 
 
-def test_dealing_warns_of_nothing_that_a_user_could_mend() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        deal(DataLoader(Numbers(4)), [1], 0)
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.arange(10))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_streams_are_dealt_batch_by_batch(num_workers: int) -> None:
-    loader = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
-    parts = [values(deal(loader, [1, 1], index)) for index in (0, 1)]
-    assert parts == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], None]]
-
-
-def test_an_iterable_that_is_no_loader_is_dealt() -> None:
-    loader = deal([1, 2, 3], [1, 1], 0)
-    assert isinstance(loader, DealtIterable)
-    assert list(loader) == [1, 3]
-
-
-def test_a_stream_gives_a_pipeline_without_share_nothing() -> None:
+def test_streams_and_other_iterables_are_dealt_batch_by_batch() -> None:
+    for num_workers in (0, 1):
+        loader = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
+        parts = [values(deal(loader, [1, 1], index)) for index in (0, 1)]
+        assert parts == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], None]]
+    assert list(deal([1, 2, 3], [1, 1], 0)) == [1, 3]
     parts = [list(deal([1, 2, 3], [0, 2], index)) for index in (0, 1, None)]
     assert parts[1] == [1, 2, 3]
     assert all(isinstance(batch, EmptyBatch) for batch in parts[0] + parts[2])
 
 
-def test_a_sampler_that_shards_by_rank_is_refused() -> None:
-    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1)  # type: ignore[var-annotated]
-    loader = DataLoader(Numbers(8), batch_size=2, sampler=sampler)
-    with pytest.raises(ConfigurationError, match="DistributedSampler over 2 replicas"):
-        deal(loader, [1, 1], 0)
+class TwoRanks(TwoStageBatchSampler):
+    num_replicas = 2  # type: ignore[assignment]
 
 
-def test_a_sharding_sampler_inside_a_batch_sampler_is_refused() -> None:
-    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1)  # type: ignore[var-annotated]
-    loader = DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
-    with pytest.raises(ConfigurationError, match="DistributedSampler over 2 replicas"):
-        deal(loader, [1, 1], 0)
+def test_samplers_that_shard_by_rank_are_refused() -> None:
+    shards: Any = DistributedSampler(Numbers(8), num_replicas=2, rank=1)  # type: ignore[var-annotated]
+    for options in (
+        {"batch_size": 2, "sampler": shards},
+        {"batch_sampler": BatchSampler(shards, 2, drop_last=False)},
+        {"batch_sampler": TwoRanks([1] * 8, tokens_per_step=4)},
+    ):
+        with pytest.raises(ConfigurationError, match=r"over 2 replicas.*HeteroDataModule"):
+            deal(DataLoader(Numbers(8), **options), [1, 1], 0)
 
 
-def test_a_loader_that_deals_itself_is_left_alone() -> None:
-    class Own:
-        deals_by_pipeline = True
-
-    own = Own()
-    assert deal(own, [1], 0) is own
+class Assigning:
+    deals_by_pipeline = True
 
 
-def test_dealing_keeps_the_loaders_options() -> None:
-    def collate(samples: list[Any]) -> Any:
-        return torch.stack(samples) * 10
+TWO, ONE = (
+    ParallelPlan.even(world_size=2, num_layers=2, num_stages=num_stages) for num_stages in (1, 2)
+)
 
-    loader = loader_of(4, [1], 0, batch_size=2, collate_fn=collate)
-    assert values(loader) == [[0, 10], [20, 30]]
-    assert loader.batch_sampler.batch_size == 2
-    assert loader.batch_sampler.drop_last is False
+
+def make_dealer() -> Dealer:
+    return Dealer(TWO, global_rank=0, num_microbatches=1, num_batches=2, seed=lambda: 0)
+
+
+def test_a_change_of_plan_holds_from_the_first_iteration_that_was_not_dealt() -> None:
+    dealer = make_dealer()
+    batches: Any = iter(dealer.deal([1, 2, 3, 4, 5, 6], is_training=True, epoch=0))
+    assert [next(batches), next(batches)] == [1, 3]
+    assert dealer.plan_to_run(1, 0) is TWO
+    assert dealer.change_plan(ONE, most_of_ranks=int) == 1
+    assert dealer.plan_to_run(3, 1) is TWO
+    assert next(batches) == 5
+    assert dealer.plan_to_run(5, 2) is ONE
+    assert dealer.plan_to_evaluate(0) is ONE
+
+
+def test_batches_that_bring_their_plan_run_under_it_and_it_is_not_changed_elsewhere() -> None:
+    dealer, own = make_dealer(), Assigning()
+    assert dealer.deal(own, is_training=True, epoch=0) is own
+    batch = AssignedBatch(plan=ONE, microbatches=(), first_index=0)
+    assert dealer.plan_to_run(batch, 0) is ONE
+    with pytest.raises(ConfigurationError, match="set_candidate_plans"):
+        dealer.change_plan(TWO, most_of_ranks=int)
+
+
+def test_a_thousand_changes_of_plan_in_one_pass_are_not_kept() -> None:
+    schedule = PlanSchedule(TWO)
+    for iteration in range(1000):
+        plans = (TWO, ONE) if iteration % 2 == 0 else (ONE, TWO)
+        schedule.plan_to_deal(iteration)
+        assert schedule.plan_to_run(iteration) is plans[0]
+        schedule.change(plans[1], from_iteration=iteration + 1)
+    assert len(schedule._changes) == 2
 
 
 def test_samples_follow_the_sizes_of_microbatches() -> None:
@@ -333,9 +302,8 @@ def test_samples_follow_the_sizes_of_microbatches() -> None:
         return ParallelPlan.from_dict({"pipelines": pipelines})
 
     plan = sized(5)
-    assert deal_of(plan, global_rank=1, num_microbatches=2) == Deal(
-        shares=(3, 10), pipeline_index=1
-    )
+    expected = Deal(shares=(3, 10), pipeline_index=1)
+    assert deal_of(plan, global_rank=1, num_microbatches=2) == expected
     assert ParallelPlan.from_json(plan.to_json()) == plan
     assert "- × 5" in str(plan)
     with pytest.raises(PlanError, match="microbatch_size is 0; it must be 1 or more"):

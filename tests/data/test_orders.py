@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,79 +56,58 @@ class Stream(IterableDataset[Any]):
         return len(self._rows)
 
 
-def shorter(rank: int) -> Any:
-    return DataLoader(Rows(16 - 4 * rank), batch_size=2)
+def split(seed: int) -> Any:
+    return random_split(Rows(32), [16, 16], generator=torch.Generator().manual_seed(seed))[0]
 
 
-def shorter_stream(rank: int) -> Any:
-    return DataLoader(Stream(16 - 4 * rank), batch_size=2)
+def own_generator(rank: int) -> Any:
+    return RandomSampler(range(16), generator=torch.Generator().manual_seed(rank))
 
 
-def unseeded(rank: int) -> Any:
-    return DataLoader(Rows(16), batch_size=2, sampler=Shuffles(None))
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "shorter": lambda rank: DataLoader(Rows(16 - 4 * rank), 2),
+    "shorter stream": lambda rank: DataLoader(Stream(16 - 4 * rank), 2),
+    "unseeded": lambda rank: DataLoader(Rows(16), 2, sampler=Shuffles(None)),
+    "own generators": lambda rank: DataLoader(Rows(16), 2, sampler=own_generator(rank)),
+    "unseeded split": lambda rank: DataLoader(split(rank), 2, shuffle=True),
+    "alike": lambda rank: DataLoader(split(5), 2, sampler=Shuffles(7)),
+}
 
 
-def own_generators(rank: int) -> Any:
-    generator = torch.Generator().manual_seed(rank)
-    return DataLoader(Rows(16), 2, sampler=RandomSampler(range(16), generator=generator))
-
-
-def unseeded_split(rank: int) -> Any:
-    parts = random_split(Rows(32), [16, 16], generator=torch.Generator().manual_seed(rank))
-    return DataLoader(parts[0], batch_size=2, shuffle=True)
-
-
-def alike(rank: int) -> Any:
-    parts = random_split(Rows(32), [16, 16], generator=torch.Generator().manual_seed(5))
-    return DataLoader(parts[0], batch_size=2, sampler=Shuffles(7))
-
-
-def fit(rank: int, plan: dict[str, Any], make: Callable[[int], Any], validates: bool) -> Any:  # noqa: FBT001
+def fit(rank: int, plan: dict[str, Any], name: str, validates: bool) -> Any:  # noqa: FBT001
     L.seed_everything(3 + rank, verbose=False)
-    module, began = TinyModule(), time.monotonic()
+    module = TinyModule()
     module.validation_step = lambda batch, _: module.model(batch[0]).sum()  # type: ignore[method-assign,assignment]
     strategy = HeteroStrategy(ParallelPlan.from_dict(plan), num_microbatches=1)
     trainer = L.Trainer(**quiet(max_epochs=2, num_sanity_val_steps=0), strategy=strategy, devices=2)
-    loaders = [DataLoader(Rows(8), batch_size=2), make(rank)]
+    loaders = [DataLoader(Rows(8), batch_size=2), LOADERS[name](rank)]
     try:
         trainer.fit(module, *(loaders if validates else loaders[1:]))
     except ConfigurationError as error:
-        assert time.monotonic() - began < 60  # Of a busy machine; it takes one or two seconds.
         return str(error)
     return len(module.losses)
 
 
+def fit_all(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """Train on each loader; return what became of it."""
+    found = {name: fit(rank, plan, name, False) for name in LOADERS}
+    return found | {"validation": fit(rank, plan, "unseeded", True)}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", [STAGES, COPIES], ids=["stages", "copies"])
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (shorter, "rank 0 has 8 batches of 16 samples in order .*, rank 1 has 6 batches of 12"),
-        (shorter_stream, "rank 0 has 8 batches of .*, rank 1 has 6 batches of"),
-        (unseeded, "rank 0 has 8 batches of 16 samples in order .*, rank 1 has 8 batches of 16"),
-        (own_generators, "rank 0 has 8 batches of 16 samples in order"),
-        (unseeded_split, "rank 0 has 8 batches of 16 samples in order"),
-    ],
-)
 def test_ranks_that_read_different_data_are_refused(
-    pool: ProcessPool, plan: dict[str, Any], make: Callable[[int], Any], told: str
+    pool: ProcessPool, plan: dict[str, Any]
 ) -> None:
-    for message in pool.run(fit, 2, plan, make, False):
-        assert "from the training loader" in str(message)
-        assert re.search(told, message)
-
-
-@pytest.mark.dist
-def test_a_validation_loader_is_compared_too(pool: ProcessPool) -> None:
-    for message in pool.run(fit, 2, COPIES, unseeded, True):
-        assert "from the loader of this evaluation" in message
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("plan", [STAGES, COPIES], ids=["stages", "copies"])
-def test_ranks_that_read_the_same_train(pool: ProcessPool, plan: dict[str, Any]) -> None:
-    num_steps = 2 * 8 // len(plan["pipelines"])
-    assert pool.run(fit, 2, plan, alike, False) == [num_steps, num_steps]
+    for found in pool.run(fit_all, 2, plan):
+        assert found.pop("alike") == 2 * 8 // len(plan["pipelines"])
+        assert "from the loader of this evaluation" in found.pop("validation")
+        for name, message in found.items():
+            assert "from the training loader" in str(message), name
+            told = "rank 0 has 8 batches of .*, rank 1 has 8 batches of 16"
+            if "shorter" in name:
+                told = "rank 0 has 8 batches of .*, rank 1 has 6 batches of"
+            assert re.search(told, message), name
 
 
 def test_a_look_at_an_order_takes_nothing_of_it() -> None:

@@ -1,6 +1,11 @@
 """Producers plan ahead; whatever becomes of them, every rank deals the same samples once."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -13,17 +18,26 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
-from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
+from lightning_hetero.assign import iteration
+from lightning_hetero.assign.iteration import AssignmentRequest, plan_text, read_assignment
+from lightning_hetero.core import process as core_process
+from lightning_hetero.core.actions import Assignment
+from lightning_hetero.core.errors import (
+    AssignmentError,
+    BatchError,
+    ConfigurationError,
+    PeerError,
+)
 from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
-from lightning_hetero.data.candidates import Candidates, assumed_costs
+from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
 from lightning_hetero.data.loader import Ticket, TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder
+from lightning_hetero.data.streams import StreamOrder
 from lightning_hetero.straggler.prediction import move_ranks
 from tests.core.sample_plans import random_plan
-from tests.data.rows import dealers, equal_candidates, lengths_of
+from tests.data.rows import Rows, dealers, equal_candidates, lengths_of, request
 
 
 @st.composite
@@ -129,11 +143,17 @@ def test_an_iteration_is_assigned_alike_wherever_a_run_began_and_however_far_it_
 
 def test_ranks_that_draw_different_samples_are_told() -> None:
     orders = [EpochOrder(lengths_of(50), tokens_per_step=100, seed=seed) for seed in (0, 1)]
-    store = AssignmentStore()
-    first, second = (dealers(order, equal_candidates(2), 2, store)[0] for order in orders)
-    assert next(first.deal(Cursor()))
-    with pytest.raises(BatchError, match="different samples for the same iteration"):
-        next(second.deal(Cursor()))
+    rows = [Rows([9] * 50).rows for _ in range(2)]
+    streams = [
+        StreamOrder(items, tokens_per_step=100, context_length=20)
+        for items in (rows[0], rows[1][::-1])
+    ]
+    for sources in (orders, streams):
+        store = AssignmentStore()
+        first, second = (dealers(s, equal_candidates(2), 2, store)[0] for s in sources)
+        assert next(first.deal(Cursor()))
+        with pytest.raises(BatchError, match="different samples for the same iteration"):
+            next(second.deal(Cursor()))
 
 
 @pytest.mark.parametrize("kind", ["memory", "torch"])
@@ -211,18 +231,22 @@ def planned_ahead(order: EpochOrder, num_ranks: int, patience_s: float) -> list[
     return ranks
 
 
-def test_what_is_planned_too_late_changes_nothing(allowed: threading.Event) -> None:
+def test_what_is_planned_too_late_changes_nothing_and_is_said(
+    allowed: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
     order = EpochOrder(lengths_of(150), tokens_per_step=100, seed=1)
     expected = list(zip(*(rank.deal(Cursor()) for rank in planned_ahead(order, 3, 0.0))))  # noqa: B905
     ranks = planned_ahead(order, 3, 0.01)
     iterations = zip(*(rank.deal(Cursor()) for rank in ranks), strict=True)
     found = list(islice(iterations, 4))
+    assert "plans this iteration itself" in caplog.text
     allowed.set()
     for rank in ranks:
         rank._planner._patience_s = 200.0
     found += iterations
     ranks[0]._planner.close()
     assert found == expected
+    assert not ranks[0]._planner._store._store.list_keys(), "used keys stay"
     batches = [batch for tickets in found for item in tickets for batch in item.microbatches]
     assert sorted(i for batch in batches for i in batch) == list(range(150))
 
@@ -239,14 +263,6 @@ def test_what_is_planned_ahead_and_never_dealt_leaves_hardly_anything_in_the_sto
     store = ranks[0]._planner._store._store
     ranks[0]._planner.close()
     assert len(store.list_keys()) <= 2 * (4 + 1)
-
-
-def test_used_keys_leave_the_store() -> None:
-    order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = AssignmentStore()
-    ranks = [dealer.deal(Cursor()) for dealer in dealers(order, equal_candidates(2), 2, store)]
-    assert len(list(zip(*ranks, strict=True))) == len(order)
-    assert not store._store.list_keys()
 
 
 def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
@@ -268,6 +284,21 @@ def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
         ranks[0].set_slowdowns([1.0])
 
 
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(1, 5))
+def test_no_rank_of_a_strategy_without_plans_stays_without_samples(pipeline_of, num_pipelines):
+    rows: list[list[Any]] = [[] for _ in range(num_pipelines)]
+    for sample, pipeline in enumerate(pipeline_of):
+        rows[pipeline % num_pipelines].append((sample,))
+    uneven = Assignment(plan_index=0, microbatches=tuple(map(tuple, rows)), latency_s=1.0)
+    if len(pipeline_of) < num_pipelines:
+        with pytest.raises(ConfigurationError, match="larger tokens_per_step"):
+            fill_empty(uneven)
+        return
+    filled = fill_empty(uneven).microbatches
+    assert all(len(batches) == 1 and batches[0] for batches in filled)
+    assert sorted(i for ((*batch,),) in filled for i in batch) == list(range(len(pipeline_of)))
+
+
 def test_costs_that_nobody_measured_follow_layers_and_ranks() -> None:
     plan, _ = random_plan(Random(3), max_ranks=6, max_layers=6)
     costs = assumed_costs(plan, context_length=64, tokens_per_step=100)
@@ -277,3 +308,68 @@ def test_costs_that_nobody_measured_follow_layers_and_ranks() -> None:
         assert cost.max_len >= 64
     with pytest.raises(ConfigurationError, match="one cost a pipeline"):
         Candidates(plans=(plan,), costs=(costs * 2,))
+
+
+def test_a_planning_process_says_what_planning_here_says() -> None:
+    process = AnsweringProcess(iteration.__name__)
+    wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
+    assert [process.ask(item) for item in wanted] == [plan_text(item) for item in wanted]
+    with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
+        read_assignment(process.ask(request(999)), request(999))
+    process.kill()
+    with pytest.raises((OSError, EOFError)):
+        process.ask(wanted[0])
+    process.restart()
+    assert process.ask(wanted[0]) == plan_text(wanted[0])
+    process.stop()
+
+
+def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
+    root = os.getcwd()
+    program = core_process._PROGRAM.format(root=root, module=iteration.__name__)
+    program = program.replace("serve()", "print(sorted(sys.modules))")
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "'lightning_hetero.assign.iteration'" in found.stdout
+    assert "'torch'" not in found.stdout
+    assert "'lightning'" not in found.stdout
+
+
+def test_a_killed_process_costs_no_sample_and_a_new_one_takes_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
+    candidates = equal_candidates(2)
+    expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
+    planner = AheadPlanner(AssignmentStore(), num_ahead=6)
+    planner._patience_s = 200.0
+    process = planner._process
+    assert process is not None
+    tickets = TicketDealer(order, planner, candidates).deal(Cursor())
+    first_pid = process.pid
+    found = list(islice(tickets, 4))
+    os.kill(first_pid, signal.SIGKILL)
+    found += tickets
+    assert "planning process has died" in caplog.text
+    assert process.pid != first_pid
+    planner.close()
+    assert found == expected
+
+
+def test_closing_ends_what_is_being_planned_at_once_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned_here: list[Any] = []
+    monkeypatch.setattr(ahead, "plan_text", lambda item: planned_here.append(item) or "")
+    planner = AheadPlanner(AssignmentStore(), num_ahead=1)
+    assert planner._process is not None
+    only_pid = planner._process.pid
+    os.kill(only_pid, signal.SIGSTOP)  # It never answers.
+    planner.request("key", request(*lengths_of(40)))
+    while planner._thread._work_queue.qsize():
+        time.sleep(0.01)
+    planner.close()
+    assert not planned_here
+    with pytest.raises(ProcessLookupError):
+        os.kill(only_pid, 0)

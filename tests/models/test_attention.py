@@ -46,49 +46,27 @@ def dense_reference(query, key, value, lengths, *, causal, window=None, scale=No
     return torch.stack(outputs, dim=1)
 
 
-@settings(deadline=None, max_examples=60)
-@given(lengths=lengths_lists, kv_heads=st.sampled_from([1, 2, 4]), causal=st.booleans())
-def test_output_and_gradients_equal_the_dense_masked_reference(lengths, kv_heads, causal):
+@settings(max_examples=90)
+@given(
+    lengths=lengths_lists,
+    kv_heads=st.sampled_from([1, 2, 4]),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 9),
+    scale=st.sampled_from([None, 0.3]),
+)
+def test_output_and_gradients_equal_the_dense_masked_reference(
+    lengths, kv_heads, causal, window, scale
+):
     packed = random_packed(lengths, kv_heads=kv_heads)
-    ours = varlen_attention(
-        *packed, offsets(lengths), max_seqlen=max(lengths), causal=causal, scale=0.3
-    )
-    reference = dense_reference(*packed, lengths, causal=causal, scale=0.3)
+    options = {"causal": causal, "window": window, "scale": scale}
+    ours = varlen_attention(*packed, offsets(lengths), max_seqlen=max(lengths), **options)
+    reference = dense_reference(*packed, lengths, **options)
     torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
     weights = torch.linspace(-1, 1, ours.numel()).view_as(ours)
     ours_grads = torch.autograd.grad((ours * weights).sum(), packed)
     reference_grads = torch.autograd.grad((reference * weights).sum(), packed)
     for ours_grad, reference_grad in zip(ours_grads, reference_grads, strict=True):
         torch.testing.assert_close(ours_grad, reference_grad, rtol=1e-5, atol=3e-6)
-
-
-@settings(deadline=None, max_examples=30)
-@given(lengths=lengths_lists, window=st.integers(1, 9), causal=st.booleans())
-def test_a_window_hides_what_is_farther_away(lengths, window, causal):
-    packed = random_packed(lengths)
-    ours = varlen_attention(
-        *packed, offsets(lengths), max_seqlen=max(lengths), causal=causal, window=window
-    )
-    reference = dense_reference(*packed, lengths, causal=causal, window=window)
-    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
-
-
-def test_default_scale_is_one_over_the_root_of_the_head_dim():
-    packed = random_packed([5, 3])
-    ours = varlen_attention(*packed, offsets([5, 3]), max_seqlen=5)
-    reference = dense_reference(*packed, [5, 3], causal=True)
-    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
-
-
-def test_equal_lengths_take_the_same_values_as_the_loop():
-    lengths = [6] * 5
-    packed = random_packed(lengths)
-    together = varlen_attention(*packed, offsets(lengths), max_seqlen=6)
-    apart = [
-        varlen_attention(*(t[i : i + 6] for t in packed), offsets([6]), max_seqlen=6)
-        for i in range(0, 30, 6)
-    ]
-    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-6, atol=1e-6)
 
 
 def test_empty_sequences_change_nothing():
@@ -151,12 +129,9 @@ def test_the_kernel_gets_lengths_heads_scale_and_how_far_a_token_sees(
     assert seen["window_size"] == expected
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_heads_that_do_not_divide_and_offsets_that_miss_tokens_are_refused():
     with pytest.raises(ModelError, match="4 query heads can't share 3"):
         varlen_attention(*random_packed([3], kv_heads=3), offsets([3]), max_seqlen=3)
-
-
-def test_offsets_that_miss_tokens_are_refused():
     with pytest.raises(BatchError, match="covers 5 tokens but the batch has 7"):
         varlen_attention(*random_packed([7]), offsets([2, 3]), max_seqlen=3)
 

@@ -4,6 +4,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -11,7 +12,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch.utils.data import DataLoader
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.models.packing import PackedBatch, pack_samples
+from lightning_hetero.models import packing
+from lightning_hetero.models.packing import PackedBatch, pack_samples, packed_cross_entropy
 
 samples_lists = st.lists(
     st.lists(st.integers(0, 500), min_size=1, max_size=20), min_size=1, max_size=12
@@ -40,37 +42,24 @@ def test_nothing_is_lost_and_labels_never_cross_borders(samples):
 
 
 @given(samples_lists, st.integers(1, 15))
-def test_split_covers_each_sample_once_in_order(samples, num_microbatches):
+def test_split_covers_each_sample_once_in_order_within_the_list_scheduling_bound(samples, count):
     batch = pack_samples(samples)
-    parts = batch.split(num_microbatches)
-    assert len(parts) == min(num_microbatches, len(samples))
-    assert sorted(row for part in parts for row in unpack(part)) == sorted(unpack(batch))
+    parts, again = (batch.split(count, quadratic_weight=0.01) for _ in range(2))
+    assert [p.input_ids.tolist() for p in parts] == [p.input_ids.tolist() for p in again]
+    assert len(parts) == min(count, len(samples))
+    rows = unpack(batch)
+    assert sorted(row for part in parts for row in unpack(part)) == sorted(rows)
     assert sum(part.num_target_tokens for part in parts) == batch.num_target_tokens
-    order = [unpack(batch).index(row) for row in unpack(parts[0])]
-    assert order[0] == 0
+    assert unpack(parts[0])[0] == rows[0]
     for part in parts:
+        order = iter(rows)
+        assert all(row in order for row in unpack(part)), "another order"
         assert part.max_seqlen == max(part.lengths)
         assert part.cu_seqlens[-1] == part.num_tokens
-
-
-def test_split_keeps_the_order_inside_a_microbatch():
-    batch = pack_samples([[i] * length for i, length in enumerate([9, 1, 8, 2, 7, 3, 6, 4])])
-    for part in batch.split(3):
-        firsts = part.input_ids[part.cu_seqlens[:-1].long()].tolist()
-        assert firsts == sorted(firsts)
-
-
-@given(samples_lists, st.integers(1, 5))
-def test_split_is_deterministic_and_its_load_is_within_the_list_scheduling_bound(samples, count):
-    batch = pack_samples(samples)
-    parts, again = (
-        batch.split(count, quadratic_weight=0.01),
-        batch.split(count, quadratic_weight=0.01),
+    costs, *loads = (
+        [length + 0.01 * length**2 for length in item.lengths] for item in (batch, *parts)
     )
-    assert [p.input_ids.tolist() for p in parts] == [p.input_ids.tolist() for p in again]
-    costs = [length + 0.01 * length**2 for length in batch.lengths]
-    loads = [sum(length + 0.01 * length**2 for length in part.lengths) for part in parts]
-    assert max(loads) <= sum(costs) / len(parts) + max(costs) + 1e-9
+    assert max(map(sum, loads)) <= sum(costs) / len(parts) + max(costs) + 1e-9
 
 
 def test_split_weighs_attention_as_told():
@@ -103,73 +92,21 @@ def test_tensors_arrays_lists_and_mappings_pack_alike():
         assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
 
 
-def test_a_data_loader_packs():
-    rows = [list(range(n)) for n in (3, 4, 2)]
+def test_a_data_loader_packs_a_copy_and_lightning_moves_and_converts_it():
+    rows = [torch.arange(n) for n in (3, 4, 2)]
     (batch,) = DataLoader(rows, batch_size=3, collate_fn=pack_samples)
-    assert isinstance(batch, PackedBatch)
-    assert batch.lengths == [3, 4, 2]
     assert batch.labels.tolist() == [1, 2, -100, 1, 2, 3, -100, 1, -100]
-
-
-def test_lightning_moves_a_batch_to_a_device():
-    batch = pack_samples([[1, 2], [3]])
     moved = move_data_to_device(batch, torch.device("meta"))
     assert isinstance(moved, PackedBatch)
     tensors = [v for v in vars(moved).values() if isinstance(v, torch.Tensor)]
-    assert {t.device.type for t in tensors} == {"meta"}
-    assert len(tensors) == 4
-    assert moved.max_seqlen == 2
-    assert batch.input_ids.device.type == "cpu"
-
-
-def test_a_packed_batch_never_changes_the_samples():
-    sample = torch.tensor([1, 2, 3])
-    pack_samples([sample]).input_ids.zero_()
-    assert sample.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([], "no samples"),
-        ([[1], []], "Sample 1"),
-        ([[1.5]], "Sample 0 holds float64"),
-        ([torch.zeros(3)], "Sample 0 has shape"),
-        ([torch.zeros(2, 2, dtype=torch.int64)], r"Sample 0 has shape \(2, 2\)"),
-    ],
-)
-def test_samples_that_cannot_be_packed_are_named(samples, message):
-    with pytest.raises(BatchError, match=message):
-        pack_samples(samples)
-
-
-def test_bad_counts_are_refused():
-    with pytest.raises(BatchError, match="0 micro-batches"):
-        pack_samples([[1, 2]]).split(0)
-
-
-def test_labels_of_a_sample_are_shifted_and_masked_as_given():
-    samples = [
-        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
-        {"input_ids": torch.tensor([1, 2, 3])},
-    ]
-    assert pack_samples(samples).labels.tolist() == [-100, 7, 8, -100, 2, 3, -100]
-    with pytest.raises(BatchError, match="2 labels"):
-        pack_samples([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
-
-
-def test_a_batch_on_a_device_knows_its_targets_without_reading_them():
-    batch = pack_samples([[1, 2, 3], [4, 5]])
-    assert batch.to("meta").num_target_tokens == 3
-    # What a step masks later counts in the loss's weight all the same.
+    assert [t.device.type for t in tensors] == ["meta"] * 4
+    # Known without reading the device; what a step masks later counts all the same.
+    assert (moved.max_seqlen, moved.num_target_tokens) == (4, 6)
     batch.labels[0] = -100
-    assert int(batch.target_tokens) == 2
-
-
-def test_lightnings_own_bf16_takes_a_batch_as_it_is():
-    batch = pack_samples([[1, 2, 3], [4, 5]])
-    converted = HalfPrecision("bf16-true").convert_input(batch)
-    assert unpack(converted) == unpack(batch)
+    assert int(batch.target_tokens) == 5
+    assert unpack(HalfPrecision("bf16-true").convert_input(batch)) == unpack(batch)
+    batch.input_ids.zero_()
+    assert rows[0].tolist() == [0, 1, 2], "packing changed the samples"
 
 
 def test_a_batch_is_the_mapping_that_a_hugging_face_model_takes():
@@ -185,6 +122,73 @@ def test_a_batch_is_the_mapping_that_a_hugging_face_model_takes():
         batch["attention_mask"]
 
 
-def test_a_sample_without_token_ids_is_named():
-    with pytest.raises(BatchError, match=r"Sample 1 has 'text', but no 'input_ids'"):
-        pack_samples([{"input_ids": [1]}, {"text": "a"}])
+def test_labels_of_a_sample_are_shifted_and_masked_as_given():
+    samples = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+        {"input_ids": torch.tensor([1, 2, 3])},
+    ]
+    assert pack_samples(samples).labels.tolist() == [-100, 7, 8, -100, 2, 3, -100]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "no samples"),
+        ([[1], []], "Sample 1"),
+        ([[1.5]], "Sample 0 holds float64"),
+        ([torch.zeros(3)], "Sample 0 has shape"),
+        ([torch.zeros(2, 2, dtype=torch.int64)], r"Sample 0 has shape \(2, 2\)"),
+        ([{"input_ids": [1]}, {"text": "a"}], "Sample 1 has 'text', but no 'input_ids'"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2]}], "2 labels"),
+    ],
+)
+def test_samples_that_cannot_be_packed_are_named(samples, message):
+    with pytest.raises(BatchError, match=message):
+        pack_samples(samples)
+
+
+def random_case(dtype, tokens=50, vocab=13):
+    generator = torch.Generator().manual_seed(7)
+    logits = (3 * torch.randn(tokens, vocab, generator=generator)).to(dtype)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[::7] = -100
+    return logits.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_loss_and_gradient_are_the_fp32_mean_over_targets(dtype, monkeypatch):
+    monkeypatch.setattr(packing, "_CHUNK_TOKENS", 16)
+    logits, labels = random_case(dtype)
+    ours = packed_cross_entropy(logits, labels)
+    ours.backward()
+    raised = logits.detach().double().requires_grad_()
+    reference = F.cross_entropy(raised, labels, ignore_index=-100)
+    reference.backward()
+    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        logits.grad.double(), raised.grad, rtol=4 * tolerance, atol=tolerance
+    )
+
+
+def test_bf16_loss_does_not_keep_fp32_logits(monkeypatch):
+    monkeypatch.setattr(packing, "_CHUNK_TOKENS", 8)
+    logits, labels = random_case(torch.bfloat16, tokens=64)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        packed_cross_entropy(logits, labels)
+    assert not [t for t in kept if t.dtype == torch.float32 and t.numel() >= 8 * 13]
+
+
+def test_a_batch_without_targets_costs_nothing():
+    logits, _ = random_case(torch.float32)
+    value = packed_cross_entropy(logits, torch.full((50,), -100))
+    value.backward()
+    assert value.item() == 0.0
+    assert not logits.grad.any()

@@ -2,6 +2,7 @@ import json
 import struct
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,18 +123,16 @@ def test_a_broken_index_of_shards_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x00" * 8, struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"[]"],
+    [
+        b"",
+        b"\x00" * 8,
+        struct.pack("<Q", 1 << 60) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        safetensors.torch.save({"rows": torch.arange(40.0).view(8, 5)})[:-4],
+    ],
 )
-def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
+def test_what_is_no_whole_safetensors_file_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors as a safetensors file"):
-        SafetensorsFile(path)
-
-
-def test_a_file_that_was_cut_off_is_refused(tmp_path):
-    path = tmp_path / "model.safetensors"
-    save_file({"rows": torch.arange(40.0).view(8, 5)}, path)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="Copy it again"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*Copy it again"):
         SafetensorsFile(path)

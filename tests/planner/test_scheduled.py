@@ -1,14 +1,18 @@
 """Plans under solved schedules: never slower than under 1F1B, within memory, and really gained."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.scheduled import Scheduled, simulate_scheduled
+from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
+from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
+from lightning_hetero.planner.workload import Objective, Workload
 from lightning_hetero.schedules import Schedule
-from lightning_hetero.simulator import RooflineCost
+from lightning_hetero.simulator import RooflineCost, simulate
 
 SAMPLE = (512,)
 
@@ -46,3 +50,28 @@ def test_1f1b_solves_nothing() -> None:
     found = scheduled(Schedule.ONE_F_ONE_B, bytes_per_s=1.25e9)
     assert found.orders == (None,)
     assert found.simulation is found.usual
+
+
+def test_halves_of_stages_there_and_back_are_tried() -> None:
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4),))
+    model = ModelSpec.load("llama-7b")
+    cost = RooflineCost(cluster, model)
+    plan = ParallelPlan.even(world_size=4, num_layers=model.num_layers, num_stages=4)
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], num_microbatches=8),))
+    workload = Workload(global_batch_size=8, sequence_length=2048)
+    usual = simulate(plan, cost, [[workload.microbatch] * 8])
+    result = PlanningResult(
+        candidates=(PlannedCandidate(plan=plan, simulation=usual, price_per_hour=None),),
+        workload=workload,
+        lower_bound_s=0.5,
+        lower_bound_price=None,
+        objective=Objective.THROUGHPUT,
+        num_estimated=1,
+        num_simulated=1,
+    )
+    ranked, found = rank_scheduled(result, cost, Schedule.DEEP)
+    (pipeline,) = ranked.best.plan.pipelines
+    assert pipeline.workers == (0, 1, 2, 3, 3, 2, 1, 0)
+    deep = simulate_scheduled(plan, cost, [[workload.microbatch] * 8], Schedule.DEEP)
+    assert found.simulation.iteration_time_s < 0.95 * deep.simulation.iteration_time_s
+    assert found.simulation.fits

@@ -18,13 +18,14 @@ from enum import StrEnum
 from functools import cache
 from random import Random
 
-from lightning_hetero.core.actions import Action, ActionKind, most_held, schedule_1f1b
+from lightning_hetero.core.actions import Action, ActionKind, most_held
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbour
-from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
+from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbours
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.stage.messages import HEADER_BYTES
-from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions
+from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions, usual_actions
 from lightning_hetero.schedules.problem import Dispatch, Rule
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
     "Transfer",
     "edge_name",
     "iteration_operations",
-    "orders_1f1b",
     "random_orders",
 ]
 
@@ -56,32 +56,26 @@ They are on the CPU, where each sender and receiver have a queue.
 
 
 Orders = Sequence[Sequence[Action]]
-"""The actions of each stage of a pipeline."""
+"""The actions of each worker of a pipeline."""
 
 
-def orders_1f1b(num_stages: int, num_microbatches: int) -> Orders:
-    """Return the actions of 1F1B."""
-    return [
-        schedule_1f1b(stage_index=s, num_stages=num_stages, num_microbatches=num_microbatches)
-        for s in range(num_stages)
-    ]
-
-
-def random_orders(rng: Random) -> Callable[[int, int], Orders]:
+def random_orders(rng: Random) -> Callable[[tuple[int, ...], int], Orders]:
     """Return a function that returns orders of the solver's dispatch, by random priorities."""
     edge = Edge(latency_s=rng.choice([0.0, rng.uniform(0.0, 3.0)]), transfer_s=rng.random())
     room, patience = rng.choice([1.0, 1.5, 2.0]), rng.random()
 
     @cache
-    def orders_of(num_stages: int, num_microbatches: int) -> Orders:
+    def orders_of(workers: tuple[int, ...], num_microbatches: int) -> Orders:
+        num_stages, num_workers = len(workers), max(workers) + 1
         unit_s = [rng.uniform(0.5, 2.0) for _ in range(num_stages)]
         problem = ScheduleProblem.equal(
             forward_s=unit_s,
             input_s=unit_s,
             weight_s=unit_s,
             num_microbatches=num_microbatches,
-            most_held=[room * num_stages] * num_stages,
+            most_held=[room * num_workers] * num_workers,
             edges=[edge] * (num_stages - 1),
+            workers=workers,
         )
         forwards, inputs = (
             [[rng.random() for _ in range(num_microbatches)] for _ in unit_s] for _ in "FI"
@@ -92,9 +86,9 @@ def random_orders(rng: Random) -> Callable[[int, int], Orders]:
     return orders_of
 
 
-def edge_name(what: str, sender: int, receiver: int) -> str:
-    """Return the name of the queue from one rank to another."""
-    return f"{what} {sender}>{receiver}"
+def edge_name(what: str, sender: int, receiver: int, channel: int = 0) -> str:
+    """Return the name of a queue from one rank to another."""
+    return f"{what} {sender}>{receiver}" + (f".{channel}" if channel else "")
 
 
 class OperationKind(StrEnum):
@@ -157,8 +151,8 @@ class Iteration:
     """Size of one micro-batch's hidden state and of its gradient."""
     value_bytes: int = 4
     """Size of one weight or gradient value in an exchange."""
-    orders_of: Callable[[int, int], Orders] = orders_1f1b
-    """Returns the actions of a pipeline of so many stages for so many micro-batches."""
+    orders_of: Callable[[tuple[int, ...], int], Orders] = usual_actions
+    """Returns the actions of a pipeline's workers for so many micro-batches."""
     collective_of: Callable[[tuple[int, ...]], str] = lambda _: ""
     """Name of the communicator by which some ranks exchange a unit together; empty for messages."""
     headers_apart: bool = True
@@ -190,9 +184,14 @@ def iteration_operations(
         pulls = program.exchange("pull", table.units)
         place = plan.place(global_rank)
         if place is not None:
-            stages = plan.pipelines[place.pipeline_index].stages
-            orders = iteration.orders_of(len(stages), counts[place.pipeline_index])
-            _Steps(program, stages, place, iteration, pulls).run(orders)
+            pipeline = plan.pipelines[place.pipeline_index]
+            orders = iteration.orders_of(pipeline.workers, counts[place.pipeline_index])
+            steps = {
+                index: _Steps(program, pipeline, place, index, iteration, pulls, orders)
+                for index in place.chunks
+            }
+            for action in orders[pipeline.workers[place.stage_index]]:
+                steps[action.stage_index].run(action)
         units = tuple(reversed(table.trainable_units))
         program.exchange("push", units, waits_for=program.last_step)
         program.append(
@@ -272,14 +271,16 @@ class _Steps:
     def __init__(
         self,
         program: _Program,
-        stages: Sequence[StagePlan],
+        pipeline: PipelinePlan,
         place: RankPlace,
+        index: int,
         iteration: Iteration,
         pulls: tuple[int, ...],
+        orders: Orders,
     ) -> None:
         self._program = program
-        self._group = stages[place.stage_index].ranks
-        self._index = place.stage_index
+        self._group = pipeline.stages[index].ranks
+        self._index = index
         self._tensor = f"tensor {place.pipeline_index}.{place.stage_index}"
         self._iteration = iteration
         self._pulls = pulls
@@ -287,34 +288,31 @@ class _Steps:
         self._receives: dict[Action, int] = {}
         self._headers: dict[Action, int] = {}
         self._sends: dict[ActionKind, deque[list[int]]] = defaultdict(deque)
-        self._most_sent = self._most_expected = 0
+        neighbours = find_neighbours(program.global_rank, pipeline)[index]
+        # What a rank hands to itself is no message.
         self._previous, self._next = (
-            find_neighbour(program.global_rank, self._group, stages[index].ranks)
-            if 0 <= index < len(stages)
-            else None
-            for index in (place.stage_index - 1, place.stage_index + 1)
+            None if found is None or found.received.is_local else found for found in neighbours
         )
-
-    def run(self, orders: Orders) -> None:
-        """Append all actions of the rank."""
-        actions = orders[self._index]
-        self._most_sent = most_held(actions)
-        self._most_expected = most_held(orders[self._index - 1]) if self._index else 0
-        gradients = {
+        held = {stage: most for order in orders for stage, most in most_held(order).items()}
+        self._most_sent, self._most_expected = held.get(index, 0), held.get(index - 1, 0)
+        self._gradients = {
             action.microbatch_index: action
-            for action in actions
+            for action in orders[pipeline.workers[index]]
             if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT)
+            and action.stage_index == index
         }
         self._expect(-1)
-        for action in actions:
-            is_forward = action.kind is ActionKind.FORWARD
-            if is_forward:
-                self._receive(action)
-            self._compute_and_send(action)
-            if is_forward:
-                self._expect(action.microbatch_index)
-                # The hidden state that was sent says how large the gradient will be.
-                self._receive(gradients[action.microbatch_index])
+
+    def run(self, action: Action) -> None:
+        """Append an action of the stage."""
+        is_forward = action.kind is ActionKind.FORWARD
+        if is_forward:
+            self._receive(action)
+        self._compute_and_send(action)
+        if is_forward:
+            self._expect(action.microbatch_index)
+            # The hidden state that was sent says how large the gradient will be.
+            self._receive(self._gradients[action.microbatch_index])
 
     def _expect(self, done: int) -> None:
         """Begin to receive what comes first of the forwards after one, as far as is known."""
@@ -348,7 +346,7 @@ class _Steps:
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
-                communicator=edge_name(HEADERS, piece.sender, piece.receiver),
+                communicator=edge_name(HEADERS, *piece.edge),
                 transfers=(transfer,),
                 waits_for=waits_for,
             )
@@ -367,7 +365,7 @@ class _Steps:
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
-                communicator=edge_name(STAGES, piece.sender, piece.receiver),
+                communicator=edge_name(STAGES, *piece.edge),
                 transfers=(transfer,),
                 waits_for=waits_for,
             )

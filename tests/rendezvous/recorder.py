@@ -52,8 +52,6 @@ class Recorder:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self._ranges: list[str] = []
-        self._num_posted = 0
-        """Receives of activations that the iteration has posted."""
         self._is_inner = False
         self._patches: list[Any] = []
 
@@ -79,14 +77,17 @@ class Recorder:
         self._patch(SplitRun, "is_due", lambda _: False)
         begin, post = ActivationLink.begin, Inbox.post
 
+        num_posted: dict[Inbox, int] = {}
+
         def begun(link: ActivationLink, *held: int) -> None:
-            self._num_posted = 0
+            num_posted[link._inbox] = 0
             begin(link, *held)
 
         def posted(inbox: Inbox, *where: Any) -> None:
-            with self._range(f"F{self._num_posted}"):  # It is posted before that action begins.
+            number = num_posted.get(inbox, 0)
+            with self._range(f"F{number}"):  # It is posted before that action begins.
                 post(inbox, *where)
-            self._num_posted += 1
+            num_posted[inbox] = number + 1
 
         self._patch(ActivationLink, "begin", begun)
         self._patch(Inbox, "post", posted)
@@ -161,7 +162,7 @@ class Recorder:
             kind=OperationKind.TRANSFER,
             label=f"{name} {self._tag}".strip(),
             communicator=(members[0].get("group") or dist.group.WORLD).group_name
-            + (REST if given.get("tag") else ""),
+            + (REST if given.get("tag", 0) % 2 else ""),
             transfers=tuple(self._transfer(name, member) for member in members),
         )
 

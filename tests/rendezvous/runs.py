@@ -1,5 +1,6 @@
 """Runs on gloo whose ranks say what they issued, and what the model of an iteration expects."""
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.runtime.exchange import by_node
 from lightning_hetero.runtime.exchange.pull import Pull
 from tests.rendezvous.operations import (
     CONTROL,
@@ -39,6 +41,8 @@ class Job:
     num_iterations: int = 3
     options: dict[str, Any] = field(default_factory=dict)
     """More options of the strategy."""
+    nodes: str = ""
+    """The node that each rank plays; all are on this one if it is empty."""
     swaps_pulls: int | None = None
     """A rank that by mistake fetches its first two layers in another order."""
 
@@ -74,7 +78,7 @@ class _Look(L.Callback):
         assert isinstance(trainer.strategy, HeteroStrategy)
         comms = trainer.strategy.engine.comms
         for edge, group in comms._edges.items():
-            if trainer.global_rank in edge:
+            if trainer.global_rank in edge[:2]:
                 self.names[group.group_name] = edge_name(STAGES, *edge)
         for name in (EXCHANGE, CONTROL):
             group = getattr(comms, name)
@@ -132,7 +136,8 @@ def record(rank: int, job: Job) -> Found:
     module = ToyModule(ToyOptions(num_layers=job.num_layers, width=WIDTH, tied=job.tied))
     rows = ROWS * max(plan.num_pipelines for plan in job.plans) * job.num_iterations
     swapped = _swapped_pulls() if rank == job.swaps_pulls else nullcontext()
-    with recorder, swapped, _noted_tables(look.tables):
+    node = mock.patch.dict(os.environ, {"GROUP_RANK": job.nodes[rank]} if job.nodes else {})
+    with recorder, swapped, node, _noted_tables(look.tables):
         trainer.fit(module, loader(rows, ROWS), loader(2 * ROWS, ROWS, seed=1))
         trainer.test(module, loader(2 * ROWS, ROWS, seed=1), verbose=False)
     operations = [
@@ -140,6 +145,12 @@ def record(rank: int, job: Job) -> Found:
     ]
     iterations = [tuple(operations[part]) for part in look.iterations]
     return Found(tuple(operations), tuple(iterations), tuple(look.expected))
+
+
+def record_with_streams(rank: int, job: Job) -> Found:
+    """Record a run whose second legs are posted as where there are streams, and no host waits."""
+    with mock.patch.object(by_node, "has_streams", return_value=True):
+        return record(rank, job)
 
 
 def _noted_tables(tables: list[TransferTable]) -> Any:

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.schedules import usual_actions
 from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.checker import RendezvousError, check_rendezvous
 from tests.rendezvous.operations import (
@@ -20,7 +22,6 @@ from tests.rendezvous.operations import (
     OperationKind,
     Transfer,
     iteration_operations,
-    orders_1f1b,
     random_orders,
 )
 from tests.rendezvous.stepwise import runs_through
@@ -41,12 +42,14 @@ def operations_of(
 def random_operations(
     rng: Random, rule: Ownership, *, max_ranks: int, max_layers: int, max_microbatches: int
 ) -> Lists:
-    plan, world_size = random_plan(rng, max_ranks=max_ranks, max_layers=max_layers)
+    plan, world_size = random_plan(
+        rng, max_ranks=max_ranks, max_layers=max_layers, has_chunks=rng.random() < 0.5
+    )
     iteration = Iteration(
         world_size=world_size,
         num_microbatches=tuple(rng.randint(0, max_microbatches) for _ in plan.pipelines),
         activation_bytes=rng.randint(1, 9),
-        orders_of=rng.choice([orders_1f1b, random_orders(rng)]),
+        orders_of=rng.choice([usual_actions, random_orders(rng)]),
         collective_of=rng.choice([lambda _: "", lambda members: f"{EXCHANGE} {members}"]),
     )
     return operations_of(plan, rule, iteration, tied=rng.random() < 0.5)
@@ -173,94 +176,83 @@ def assert_found(lists: Lists, *said: str) -> None:
     assert not runs_through(lists)
 
 
-def test_two_peers_that_both_receive_first_deadlock_unless_grouped():
-    there, back = move((0, 1), tag="there"), move((1, 0), tag="back")
-    assert_found(
-        {0: (back, there), 1: (there, back)},
-        "Deadlock: ranks [0, 1]",
-        "rank 0 operation 0 (move back on 'exchange')",
-        "rank 1 operation 0 (move there on 'exchange')",
-        "group the sends and receives",
-    )
-    check_rendezvous({0: (there, back), 1: (there, back)})
-    both = replace(there, transfers=there.transfers + back.transfers)
-    check_rendezvous({0: (both,), 1: (both,)})
-
-
-def test_two_peers_that_both_send_first_deadlock_too():
-    there, back = move((0, 1), tag="there"), move((1, 0), tag="back")
-    assert_found({0: (there, back), 1: (back, there)}, "Deadlock", "'exchange'")
-
-
-def test_a_ring_of_three_deadlocks_and_all_three_are_named():
-    a, b, c = (move(pair, tag=str(pair)) for pair in [(0, 1), (1, 2), (2, 0)])
-    assert_found({0: (c, a), 1: (a, b), 2: (b, c)}, "Deadlock: ranks [0, 1, 2]")
-
-
-def test_queues_of_their_own_part_what_one_queue_would_block():
-    there, back = move((0, 1), tag="there"), move((1, 0), tag="back")
-    apart = replace(back, communicator="backward")
-    check_rendezvous({0: (apart, there), 1: (there, apart)})
-    # Waiting for the receive before sending blocks again, whatever the communicators.
-    compute = Operation(kind=OperationKind.COMPUTE, label="F0", waits_for=(0,))
-    assert_found({0: (apart, compute, there), 1: (there, compute, apart)}, "(F0)", "'backward'")
-
-
-def test_a_missing_receive_or_send_is_named_with_both_ranks():
-    there, tail = move((0, 1), tag="there", num_bytes=24), move((0, 1), tag="tail")
-    assert_found(
-        {0: (there, tail), 1: (there,)},
-        "rank 0 operation 1 (move tail on 'exchange') sends 'tail' of 4 bytes to rank 1",
-        "no receive",
-    )
-    assert_found(
-        {0: (), 1: (there,)},
-        "rank 1 operation 0 (move there on 'exchange') receives 'there' of 24 bytes from rank 0",
-        "never sends",
-    )
-    assert_found({0: (there,)}, "rank 1", "no receive")
-
-
-def test_a_message_of_another_size_is_named_with_both_sizes():
-    assert_found(
-        {0: (move((0, 1), num_bytes=24),), 1: (move((0, 1), num_bytes=28),)},
-        "rank 0 operation 0",
-        "24 bytes",
-        "rank 1 operation 0",
-        "28 bytes",
-        "same order and size",
+def collective(label: str, ranks: tuple[int, ...] = (0, 1), **more: Any) -> Operation:
+    return Operation(
+        kind=OperationKind.COLLECTIVE, label=label, communicator=label, ranks=ranks, **more
     )
 
 
-def test_a_collective_that_a_rank_lacks_or_sees_otherwise_is_found():
-    both = Operation(
-        kind=OperationKind.COLLECTIVE, label="end", communicator="control", ranks=(0, 1)
-    )
-    check_rendezvous({0: (both,), 1: (both,)})
-    assert_found({0: (both,), 1: ()}, "'control'", "ranks [0, 1]", "ranks [0] issue it")
-    assert_found({0: (both,), 1: (replace(both, num_bytes=8),)}, "0 bytes", "8 bytes")
-    alone = replace(both, ranks=(1,))
-    assert_found({0: (both,), 1: (alone,)}, "ranks [0, 1]", "ranks [1]")
+THERE, BACK = move((0, 1), tag="there", num_bytes=24), move((1, 0), tag="back")
+APART = replace(BACK, communicator="backward")
+BOTH = replace(THERE, transfers=THERE.transfers + BACK.transfers)
+A, B, C = (move(pair, tag=str(pair)) for pair in [(0, 1), (1, 2), (2, 0)])
+END = collective("end")
+WAIT = Operation(kind=OperationKind.COMPUTE, label="F0", waits_for=(0,))
 
 
-def test_collectives_in_opposite_order_on_two_communicators_deadlock():
-    a = Operation(kind=OperationKind.COLLECTIVE, label="a", communicator="a", ranks=(0, 1))
-    b = replace(a, label="b", communicator="b")
-    assert_found({0: (a, b), 1: (b, a)}, "Deadlock: ranks [0, 1]", "(a on 'a')", "(b on 'b')")
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        pytest.param(
+            {0: (BACK, THERE), 1: (THERE, BACK)},
+            ["Deadlock: ranks [0, 1]", "rank 0 operation 0 (move back on 'exchange')", "group the"],
+            id="both receive first",
+        ),
+        pytest.param({0: (THERE, BACK), 1: (BACK, THERE)}, ["Deadlock"], id="both send first"),
+        pytest.param({0: (C, A), 1: (A, B), 2: (B, C)}, ["ranks [0, 1, 2]"], id="a ring"),
+        pytest.param(
+            {0: (APART, WAIT, THERE), 1: (THERE, WAIT, APART)},
+            ["(F0)", "'backward'"],
+            id="waits for a receive before it sends",
+        ),
+        pytest.param(
+            {0: (THERE, A), 1: (THERE,)},
+            ["rank 0 operation 1", "of 4 bytes to rank 1", "no receive"],
+            id="no receive",
+        ),
+        pytest.param(
+            {0: (), 1: (THERE,)},
+            ["rank 1 operation 0", "of 24 bytes from rank 0", "never sends"],
+            id="no send",
+        ),
+        pytest.param(
+            {0: (THERE,), 1: (move((0, 1), tag="there"),)},
+            ["24 bytes", "4 bytes", "same order and size"],
+            id="another size",
+        ),
+        pytest.param({0: (END,), 1: ()}, ["ranks [0] issue it"], id="a collective of one rank"),
+        pytest.param({0: (END,), 1: (replace(END, num_bytes=8),)}, ["0 bytes", "8 bytes"], id="8"),
+        pytest.param({0: (END,), 1: (replace(END, ranks=(1,)),)}, ["ranks [1]"], id="other ranks"),
+        pytest.param(
+            {0: (collective("a"), collective("b")), 1: (collective("b"), collective("a"))},
+            ["Deadlock: ranks [0, 1]", "(a on 'a')", "(b on 'b')"],
+            id="collectives in opposite order",
+        ),
+    ],
+)
+def test_what_blocks_is_found_and_named(lists: Lists, said: list[str]) -> None:
+    assert_found(lists, *said)
 
 
-def test_a_message_between_other_ranks_or_to_oneself_is_refused():
-    with pytest.raises(RendezvousError, match="from rank 1 to rank 2; exactly one end must be"):
-        check_rendezvous({0: (move((1, 2)),), 1: (), 2: ()})
-    with pytest.raises(RendezvousError, match="from rank 0 to rank 0"):
-        check_rendezvous({0: (move((0, 0)),)})
+def test_what_goes_together_or_in_queues_of_its_own_does_not_block() -> None:
+    check_rendezvous({0: (BACK, THERE), 1: (BACK, THERE)})
+    check_rendezvous({0: (BOTH,), 1: (BOTH,)})
+    check_rendezvous({0: (APART, THERE), 1: (THERE, APART)})
+    check_rendezvous({0: (END,), 1: (END,)})
 
 
-@pytest.mark.parametrize("position", [0, 1, -1])
-def test_waiting_for_what_is_not_issued_yet_is_refused(position):
-    item = Operation(kind=OperationKind.COMPUTE, label="F0", waits_for=(position,))
-    with pytest.raises(RendezvousError, match=rf"\(F0\) waits for operation {position}"):
-        check_rendezvous({0: (item,)})
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ({0: (move((1, 2)),), 1: (), 2: ()}, "from rank 1 to rank 2; exactly one end must be"),
+        ({0: (move((0, 0)),)}, "from rank 0 to rank 0"),
+        ({0: (WAIT,)}, r"\(F0\) waits for operation 0"),
+        ({0: (replace(WAIT, waits_for=(-1,)),)}, r"\(F0\) waits for operation -1"),
+    ],
+)
+def test_lists_that_no_rank_can_issue_are_refused(lists: Lists, said: str) -> None:
+    with pytest.raises(RendezvousError, match=said):
+        check_rendezvous(lists)
 
 
 def two_by_two(*, headers_apart: bool = True) -> Lists:
@@ -272,22 +264,6 @@ def two_by_two(*, headers_apart: bool = True) -> Lists:
         headers_apart=headers_apart,
     )
     return operations_of(plan, Ownership.HOLDERS, iteration, tied=False)
-
-
-def test_two_units_pulled_in_another_order_on_one_rank_are_found():
-    lists = two_by_two()
-    first, second = [index for index, item in enumerate(lists[2]) if item.label.startswith("pull")][
-        :2
-    ]
-    lists[2] = swapped(lists[2], first, second)
-    assert_found(lists, "rank 2", "rank 0", "'pull -1'", "'pull 0'", "'exchange'")
-
-
-def test_a_push_that_one_rank_issues_before_its_pull_is_found():
-    lists = two_by_two()
-    labels = [item.label for item in lists[0]]
-    lists[0] = swapped(lists[0], labels.index("pull of unit 1"), labels.index("push of unit 1"))
-    assert_found(lists, "'push 1'", "'pull 1'")
 
 
 def test_one_queue_for_both_directions_of_a_pipeline_is_found():

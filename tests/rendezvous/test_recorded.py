@@ -25,7 +25,7 @@ from tests.rendezvous.operations import (
     OperationKind,
 )
 from tests.rendezvous.recorder import REST
-from tests.rendezvous.runs import Found, Job, record
+from tests.rendezvous.runs import Found, Job, record, record_with_streams
 from tests.rendezvous.stepwise import runs_through
 from tests.rendezvous.test_checker import Lists, assert_found, swapped
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -51,6 +51,11 @@ MANY = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3), num_microbatches=4))
 SHARED = plan_of(pipeline(stage([0, 1], 0, 2), stage([2, 3], 2, 3)))
 SHARED_AND_SINGLE = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
 SPREAD = plan_of(pipeline(stage(2, 0, 1), stage([3, 0], 1, 2), stage(1, 2, 3)))
+THERE_AND_BACK = plan_of(
+    pipeline(*(stage(rank, i, i + 1) for i, rank in enumerate([0, 1, 2, 2, 1, 0])))
+)
+AROUND = plan_of(pipeline(*(stage(i % 3, i, i + 1) for i in range(6)), num_microbatches=4))
+TWO_GROUPS = plan_of(pipeline(*(stage(g, i, i + 1) for i, g in enumerate([[0, 1], 2, [0, 1]]))))
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 JOBS = {
@@ -65,6 +70,19 @@ JOBS = {
         plans=plans(SHARED, SHARED_AND_SINGLE, SPREAD),
         world_size=4,
         options={"tp_plan": TP_PLAN},
+    ),
+    "chunks": Job(
+        plans=plans(THERE_AND_BACK, AROUND),
+        world_size=3,
+        num_layers=6,
+        tied=True,
+        num_iterations=5,
+        options={"ownership": "even"},
+    ),
+    "shared chunks": Job(
+        plans=plans(TWO_GROUPS),
+        world_size=3,
+        options={"tp_plan": TP_PLAN, "ownership": "even"},
     ),
     "collectives": Job(
         plans=plans(EQUAL, TWO_AND_ONE, UNEQUAL),
@@ -105,7 +123,29 @@ def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
         if item.ranks and not item.communicator.startswith(EXCHANGE)
     }
     shared.discard(tuple(range(job.world_size)))
-    assert shared == ({(0, 1), (2, 3), (0, 2), (0, 3)} if "tp_plan" in job.options else set())
+    groups = {s.ranks for plan in job.plans for _, _, s in plan.iter_stages() if s.tp_degree > 1}
+    assert shared == {tuple(sorted(ranks)) for ranks in groups}
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_both_legs_of_a_push_by_node_never_block_under_the_rules_of_nccl(pool, has_streams):
+    """Whether second legs follow all first ones, or each its own, as where nobody waits for it."""
+    plan = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (3, 0, 2, 1)))
+    job = Job(plans=plans(plan), world_size=4, nodes="abab", options={"exchange": "by-node"})
+    found = pool.run(record_with_streams if has_streams else record, 4, job)
+    lists = lists_of(found)
+    check_rendezvous(lists)
+    assert runs_through(lists)
+    assert runs_in_one_queue(lists)
+    for rank, near in enumerate(("[0, 2]", "[1, 3]") * 2):
+        legs = [
+            item.communicator
+            for item in found[rank].iterations[-1]
+            if item.label.startswith("all_to_all")
+        ]
+        num_units, both = len(legs) // 2, [f"{EXCHANGE} {near}", EXCHANGE]
+        assert num_units > 1
+        assert legs == (both * num_units if has_streams else sorted(both * num_units, reverse=True))
 
 
 def runs_in_one_queue(lists: Lists) -> bool:
@@ -197,11 +237,13 @@ def test_each_unit_is_one_collective_each_way_and_no_iteration_makes_a_group(rec
             assert not any(x.transfers for x in issued if x.label.startswith("batch_isend"))
 
 
-def test_what_ranks_agree_on_is_gathered_on_rank_0_and_broadcast(recorded):
+def test_what_ranks_agree_on_goes_up_a_tree_and_is_broadcast(recorded):
     for found in recorded["unequal pipelines"]:
         # Objects travelled in earlier iterations, as there was something new to tell.
         control = [item for item in found.iterations[-1] if item.communicator == CONTROL]
-        assert [item.kind for item in control] == [OperationKind.COLLECTIVE] * 2
+        assert control[-1].label.startswith("broadcast")
+        assert all(item.transfers for item in control[:-1])
+        assert 1 <= len(control[:-1]) <= 2
 
 
 def test_an_order_that_is_wrong_on_one_rank_is_found_though_gloo_takes_it(pool):

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.neighbours import deal_pieces, find_neighbour
+from lightning_hetero.core.neighbours import find_neighbours, stage_edges
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage import activations
 from lightning_hetero.runtime.stage.activations import ActivationLink, Handover
-from tests.runtime.handover_runs import Module
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.steps.layer_modules import HandsOn
 from tests.toy import quiet
 
 NUM_NOTES = 300
@@ -44,14 +45,15 @@ def exchange(rank: int, first: list[int], second: list[int]) -> None:
     device = torch.device("cpu")
     groups = {tuple(ranks): dist.new_group(ranks) for ranks in (first, second)}
     is_first = rank in first
-    own, other = (first, second) if is_first else (second, first)
-    neighbour = find_neighbour(rank, own, other)
+    own = first if is_first else second
+    plan = plan_of(pipeline(stage(first, 0, 1), stage(second, 1, 2)))
+    found = ParallelPlan.from_dict(plan)
+    previous, following = find_neighbours(rank, found.pipelines[0])[0 if is_first else 1]
     comms = Communicators.create(device=device, timeout=timedelta(seconds=60))
-    pieces = (*deal_pieces(first, second), *deal_pieces(second, first))
-    comms.connect((piece.sender, piece.receiver) for piece in pieces)
+    comms.connect(stage_edges(found))
     link = ActivationLink(
-        previous=None if is_first else neighbour,
-        following=neighbour if is_first else None,
+        previous=previous,
+        following=following,
         comms=comms,
         device=device,
         clock=ComputeClock(device),
@@ -98,7 +100,7 @@ def train_and_count_sends(
 
     torch.manual_seed(1)
     found = ParallelPlan.from_dict(plan)
-    strategy = HeteroStrategy(found, num_microbatches=num_microbatches, layers="net.layers")
+    strategy = HeteroStrategy(found, num_microbatches=num_microbatches, layers="layers")
     data = TensorDataset(torch.randn(num_microbatches, 8, 3), torch.randn(num_microbatches, 1))
     loader = DataLoader(data, batch_size=num_microbatches)
     trainer = L.Trainer(
@@ -106,7 +108,7 @@ def train_and_count_sends(
         **quiet(max_steps=1, num_sanity_val_steps=0, devices=len(found.ranks)),
         use_distributed_sampler=False,
     )
-    module = Module("plain")
+    module = HandsOn("plain")
     counting = SimpleNamespace(isend=counted, irecv=dist.irecv)
     with mock.patch.object(activations, "dist", counting):
         trainer.fit(module, loader)

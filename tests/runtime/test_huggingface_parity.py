@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 TOLERANCE = 1e-5
 
 TWO_AND_ONE = plan_of(pipeline(stage(0, 0, 1), stage(2, 1, 4)), pipeline(stage(1, 0, 4)))
-THREE = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 4)))
+THREE = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 3), stage(1, 3, 4)))
 PLANS: dict[str, Any] = {"two stages beside one": TWO_AND_ONE, "three stages": THREE}
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 CASE = Case(
     plan=plan_of(
-        pipeline(stage(2, 0, 1), stage(0, 1, 3), num_microbatches=3),
+        pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(2, 2, 3), num_microbatches=3),
         pipeline(stage(1, 0, 3), num_microbatches=1),
     ),
     world_size=3,

@@ -62,20 +62,24 @@ def check(pool: ProcessPool, case: Case) -> list[Outcome]:
 
 @st.composite
 def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int], model: str) -> dict[str, Any]:
+    # Some ranks run several stages.
+    chunks = st.lists(st.sampled_from(ranks), max_size=num_layers - len(ranks))
+    row = [*ranks, *draw(st.just([]) | chunks)]
     cuts = draw(
         st.lists(
             st.integers(1, num_layers - 1) if num_layers > 1 else st.nothing(),
-            min_size=len(ranks) - 1,
-            max_size=len(ranks) - 1,
+            min_size=len(row) - 1,
+            max_size=len(row) - 1,
             unique=True,
         )
-        if len(ranks) > 1
+        if len(row) > 1
         else st.just([])
     )
     ends = [0, *sorted(cuts), num_layers]
     stages = [
-        stage(r, ends[i], ends[i + 1]) | draw(recomputation(ends[i + 1] - ends[i], model))
-        for i, r in enumerate(ranks)
+        stage(r, ends[i], ends[i + 1])
+        | draw(recomputation(ends[i + 1] - ends[i], model, has_budgets=len(row) == len(ranks)))
+        for i, r in enumerate(row)
     ]
     size = draw(st.sampled_from([None, None, 1, 2, 3]))
     return pipeline(
@@ -86,9 +90,11 @@ def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int], model: str)
 
 
 @st.composite
-def recomputation(draw: st.DrawFn, num_layers: int, model: str) -> dict[str, int]:
+def recomputation(
+    draw: st.DrawFn, num_layers: int, model: str, *, has_budgets: bool
+) -> dict[str, int]:
     """What a stage says of recomputation: nothing, numbers of layers, or a budget of bytes."""
-    what = draw(st.sampled_from(["nothing", "layers", "budget"]))
+    what = draw(st.sampled_from(["nothing", "layers", *["budget"] * has_budgets]))
     if what == "layers":
         whole = draw(st.integers(0, num_layers))
         selective = draw(st.integers(0, num_layers - whole))

@@ -1,5 +1,6 @@
 """Whatever order passes run in, gradients are those of 1F1B, bit for bit."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
 from tests.runtime.schedule_runs import train_ordered
+from tests.runtime.test_parity import assert_same_training
 
 pytestmark = pytest.mark.dist
 
@@ -59,6 +61,21 @@ def test_deep_schedules_hold_at_most_their_room_and_change_no_bit(pool: ProcessP
     assert all("W" in kinds and peak <= 4 * 2 for _, kinds, peak in found)
 
 
+V = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(1, 2, 4), stage(0, 4, 5)))
+LOOP = plan_of(pipeline(*(stage(i % 2, i, i + 1) for i in range(5)), num_microbatches=3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "split", "deep"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", [V, LOOP])
+def test_ranks_may_run_several_stages(
+    pool: ProcessPool, plan: dict[str, Any], schedule: str, *, tied: bool
+) -> None:
+    case = Case(plan=plan, world_size=2, num_layers=5, tied=tied, batch_size=6, num_rows=36)
+    for outcome, _, _ in check(pool, case, schedule):
+        assert_same_training(outcome, pool.run_alone(train, case.on_single_device()))
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_split_backwards_change_no_bit_in_16_bit(pool: ProcessPool, precision: str) -> None:
     case = Case(plan=three_stages(), world_size=3, num_layers=4, batch_size=5, precision=precision)
@@ -104,9 +121,19 @@ def test_compiled_layers_hide_what_is_split() -> None:
 @given(data=st.data())
 def test_random_plans_change_no_bit(pool: ProcessPool, data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(3, 5))
-    cut = data.draw(st.integers(1, num_layers - 1))
+    ranks = data.draw(
+        st.lists(st.integers(0, 1), min_size=2, max_size=num_layers).filter(lambda r: len({*r}) > 1)
+    )
+    inner = st.lists(
+        st.integers(1, num_layers - 1),
+        min_size=len(ranks) - 1,
+        max_size=len(ranks) - 1,
+        unique=True,
+    )
+    cuts = [0, *sorted(data.draw(inner)), num_layers]
     counts = [data.draw(st.integers(1, 6)) for _ in range(2)]
-    first = pipeline(stage(0, 0, cut), stage(1, cut, num_layers), num_microbatches=counts[0])
+    stages = [stage(r, *ends) for r, ends in zip(ranks, pairwise(cuts), strict=True)]
+    first = pipeline(*stages, num_microbatches=counts[0])
     second = pipeline(stage(2, 0, num_layers), num_microbatches=counts[1])
     case = Case(
         plan=plan_of(first, second),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 NUM_STEPS = 3
 MIXED = plan_of(pipeline(stage([2, 0], 0, 4)), pipeline(stage(1, 0, 4)))
-STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 4)))
+STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3), stage([3, 1], 3, 4)))
 WIDER = plan_of(pipeline(stage(2, 0, 1), stage([1, 0], 1, 4)), pipeline(stage(3, 0, 4)))
 NARROWER = plan_of(pipeline(stage([2, 0], 0, 2), stage(1, 2, 4)))
 PLANS: dict[str, tuple[int, Any]] = {

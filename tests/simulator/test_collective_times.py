@@ -11,7 +11,7 @@ from lightning_hetero.core import transfers
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.owners import assign_owners
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import (
@@ -158,6 +158,29 @@ def test_equal_owner_shares_change_no_pull():
     # Pieces of unequal sizes are sent one by one: a latency, not three.
     latency = cost.cluster.inter_node_latency_s
     assert min(map(min, other.pull_s)) < 3 * latency < min(map(min, even.pull_s))
+
+
+def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_degree():
+    stages = [
+        [((0,), range(2)), ((2, 3), range(2, 6))],
+        [((1,), range(2)), ((4, 5), range(2, 4)), ((6,), range(4, 6))],
+    ]
+    plan = ParallelPlan(
+        pipelines=tuple(
+            PipelinePlan(stages=tuple(StagePlan(ranks=r, layers=layers) for r, layers in row))
+            for row in stages
+        )
+    )
+    cost = RooflineCost(Cluster(nodes=(Node(device="A100-40GB", count=4),) * 2), MODEL)
+    by_node, straight = (
+        exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
+    )
+    # Layers 4 and 5 and the head have stages of two ranks and of one.
+    assert are_circles(plan, cost) == [False, False, True, True, True]
+    assert by_node.push_s[:2] == straight.push_s[:2]
+    # Nobody shares a node, or all do, so nothing is summed on it first.
+    for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
+        assert one == pytest.approx(other)
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.MESSAGES, ExchangeKind.REDUCE_SCATTER])

@@ -123,22 +123,15 @@ def test_uniform_1f1b_without_communication_takes_exactly_p_minus_1_plus_m_slots
 
 
 @given(layer_splits, st.integers(1, 10))
-def test_closed_form_bounds_the_simulation_of_equal_microbatches(layers, m):
+def test_closed_form_bounds_the_simulation_and_equals_it_for_equal_stages(layers, m):
     cost = LinearCost(cluster_of(len(layers)), model_of(sum(layers)))
-    plan, batches = plan_of(layers), [[(5,)] * m]
+    plan, batches = plan_of(layers), [[(3, 2)] * m]
     simulated = simulate(plan, cost, batches).iteration_time_s
     closed = iteration_time_closed_form(plan, cost, batches)
     assert simulated <= closed * (1 + 1e-9)
     assert simulated >= max(15 * sum(layers), 15 * m * max(layers)) * (1 - 1e-9)
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 10))
-def test_closed_form_equals_the_simulation_of_equal_stages(p, width, m):
-    cost = LinearCost(cluster_of(p), model_of(p * width))
-    plan, batches = plan_of([width] * p), [[(4, 3)] * m]
-    assert simulate(plan, cost, batches).iteration_time_s == pytest.approx(
-        iteration_time_closed_form(plan, cost, batches)
-    )
+    if len(set(layers)) == 1:
+        assert simulated == pytest.approx(closed)
 
 
 @given(layer_splits, st.lists(st.integers(1, 20), min_size=1, max_size=8))

@@ -35,7 +35,6 @@ class Job:
 
     values: NDArray[np.float64]
     faults: tuple[Fault, ...]
-    traits: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +88,14 @@ def make_short_corpus(seed: int, *, num_jobs: int, is_faulty: bool) -> list[Job]
     rng = np.random.default_rng(seed)
     jobs = []
     for _ in range(num_jobs):
-        traits = ["short"]
-        log_values = _noise(rng, 60, rng.uniform(0.01, 0.05), traits)
+        log_values = _noise(rng, 60, rng.uniform(0.01, 0.05))
         if rng.random() < 0.5:
-            traits.append("slow start")
             _add_slow_start(rng, log_values, longest=6)
         ratio = float(np.exp(rng.uniform(np.log(1.5), np.log(4.0))))
         fault = Fault(start=int(rng.integers(10, 15)), stop=60, ratio=ratio)
         if is_faulty:
             log_values[fault.start :] += np.log(ratio)
-        jobs.append(
-            Job(
-                values=np.exp(log_values),
-                faults=(fault,) if is_faulty else (),
-                traits=tuple(traits),
-            )
-        )
+        jobs.append(Job(values=np.exp(log_values), faults=(fault,) if is_faulty else ()))
     return jobs
 
 
@@ -147,18 +138,15 @@ def _belongs(fault: Fault, step: int, onset: int, tolerance: int) -> bool:
 
 
 def _make_job(rng: np.random.Generator, *, num_nodes: int, faulty: bool, num_steps: int) -> Job:
-    traits = [f"{num_nodes}-node"]
     jitter = rng.uniform(0.005, 0.03) if num_nodes == 1 else rng.uniform(0.01, 0.05)
-    log_values = _noise(rng, num_steps, jitter, traits)
+    log_values = _noise(rng, num_steps, jitter)
     if rng.random() < 0.3:
-        traits.append("drift")
         log_values += _drift(rng, num_steps)
     if rng.random() < 0.2:
-        traits.append("small steps")
         for start in rng.integers(50, num_steps, size=rng.integers(1, 4)):
             log_values[start:] += rng.choice((-1, 1)) * rng.uniform(0.01, 0.05)
-    if rng.random() < 0.25:
-        traits.append("packed")
+    is_packed = rng.random() < 0.25
+    if is_packed:
         log_values += rng.normal(0.0, rng.uniform(0.005, 0.02), num_steps)
     faults = _draw_faults(rng, num_steps) if faulty else ()
     for fault in faults:
@@ -166,19 +154,14 @@ def _make_job(rng: np.random.Generator, *, num_nodes: int, faulty: bool, num_ste
         shape = np.ones(fault.stop - fault.start)
         shape[:ramp] = np.linspace(0.5, 1.0, ramp + 1)[:ramp]
         log_values[fault.start : fault.stop] += np.log(fault.ratio) * shape
-    _add_spikes(rng, log_values, traits)
+    _add_spikes(rng, log_values)
     base_s = np.exp(rng.uniform(np.log(0.05), np.log(20.0)))
-    if "packed" in traits:
-        base_s = 1.0
-    return Job(values=base_s * np.exp(log_values), faults=faults, traits=tuple(traits))
+    return Job(values=(1.0 if is_packed else base_s) * np.exp(log_values), faults=faults)
 
 
-def _noise(
-    rng: np.random.Generator, num_steps: int, jitter: float, traits: list[str]
-) -> NDArray[np.float64]:
+def _noise(rng: np.random.Generator, num_steps: int, jitter: float) -> NDArray[np.float64]:
     """Return noise of standard deviation `jitter`: normal, right-skewed, heavy or correlated."""
     kind = rng.choice(["normal", "skewed", "heavy", "correlated"], p=[0.4, 0.25, 0.2, 0.15])
-    traits.append(str(kind))
     if kind == "skewed":
         shape = rng.uniform(1.5, 6.0)
         return (rng.gamma(shape, size=num_steps) - shape) / np.sqrt(shape) * jitter
@@ -224,19 +207,15 @@ def _add_slow_start(
     log_values[:warmup] += np.linspace(rng.uniform(0.2, 1.6), 0.05, warmup)
 
 
-def _add_spikes(
-    rng: np.random.Generator, log_values: NDArray[np.float64], traits: list[str]
-) -> None:
+def _add_spikes(rng: np.random.Generator, log_values: NDArray[np.float64]) -> None:
     """Add slow first iterations, periodic spikes and single outliers, in place."""
     num_steps = len(log_values)
     _add_slow_start(rng, log_values, longest=8)
     if rng.random() < 0.4:
-        traits.append("periodic spikes")
         period, width = int(rng.integers(40, 500)), int(rng.integers(1, 3))
         height = rng.uniform(0.3, 1.4)
         for start in range(period, num_steps, period):
             log_values[start : start + width] += height
     if rng.random() < 0.7:
-        traits.append("outliers")
         places = rng.random(num_steps) < rng.uniform(0.0005, 0.01)
         log_values[places] += np.exp(rng.uniform(np.log(0.15), np.log(2.3), places.sum()))

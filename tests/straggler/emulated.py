@@ -1,13 +1,13 @@
 """Operation traces with planted causes, as the columns of a recording."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 
+COLUMNS = ["step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration", "mb_id", "mc"]
 FORWARD_S, TRANSFER_S, GATHER_S, REDUCE_S = 0.2, 0.002, 0.05, 0.1
 
 
@@ -37,7 +37,6 @@ class Planted:
     """Whether receives are posted long before they are needed."""
     speed_sd: float = 0.0
     """How much devices differ by nature."""
-    rows: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def columns(self) -> dict[str, Any]:
         """Return the trace's columns."""
@@ -47,9 +46,10 @@ class Planted:
         costs = np.exp(self.lengths * self.rng.standard_normal(shape))
         self.costs = costs / costs.mean()
         self.speeds = np.exp(self.speed_sd * self.rng.standard_normal(self._shape))
+        self.rows: list[tuple[Any, ...]] = []
         for step in range(self.num_steps):
             self._run(step)
-        return {name: np.array(values) for name, values in self.rows.items()}
+        return {n: np.array(v) for n, v in zip(COLUMNS, zip(*self.rows, strict=True), strict=True)}
 
     def _run(self, step: int) -> None:
         free = self._together(step, "params-all-gather", np.zeros(self._shape), GATHER_S)
@@ -170,19 +170,8 @@ class Planted:
         kind: str,
         number: int,
         start: float,
-        s: float,
+        seconds: float,
         chunk: int = 0,
     ) -> None:
-        row = {
-            "step": step,
-            "rank": pipeline * self.num_stages + stage,
-            "dp_rank": pipeline,
-            "stage": stage,
-            "optype": kind,
-            "start_ts": start,
-            "duration": s,
-            "mb_id": number,
-            "mc": chunk,
-        }
-        for column, value in row.items():
-            self.rows[column].append(value)
+        rank = pipeline * self.num_stages + stage
+        self.rows.append((step, rank, pipeline, stage, kind, start, seconds, number, chunk))

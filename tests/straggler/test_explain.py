@@ -22,18 +22,11 @@ DATA = Path(__file__).parents[3] / "shared/data/straggler-traces"
 NOTHING = Planted()
 SHAPES = [(4, 4), (2, 2), (8, 2), (3, 6)]
 CAUSES = {
-    "stage": lambda rng: {"heavy_last": rng.uniform(1.3, 1.8)},
-    "lengths": lambda rng: {"lengths": rng.uniform(0.3, 0.6)},
-    "link": lambda rng: {"slow_link": (1, 0, rng.uniform(40, 80))},
-    "rank": lambda rng: {"slow_rank": (int(rng.integers(4)), rng.uniform(1.3, 2.5))},
-    "pauses": lambda rng: {"pause_s": rng.uniform(0.8, 1.6)},
-}
-FIELDS = {
-    "stage": "heavy_last",
-    "lengths": "lengths",
-    "link": "slow_link",
-    "rank": "slow_rank",
-    "pauses": "pause_s",
+    "stage": ("heavy_last", lambda rng: rng.uniform(1.3, 1.8)),
+    "lengths": ("lengths", lambda rng: rng.uniform(0.3, 0.6)),
+    "link": ("slow_link", lambda rng: (1, 0, rng.uniform(40, 80))),
+    "rank": ("slow_rank", lambda rng: (int(rng.integers(4)), rng.uniform(1.3, 2.5))),
+    "pauses": ("pause_s", lambda rng: rng.uniform(0.8, 1.6)),
 }
 
 
@@ -42,7 +35,6 @@ def explained(run: Planted) -> Explanation:
 
 
 def seconds(run: Planted) -> float:
-    run = replace(run, rows=type(run.rows)(list))
     columns = run.columns()
     end = columns["start_ts"] + columns["duration"]
     return float(np.mean([end[columns["step"] == s].max() for s in range(run.num_steps)]))
@@ -53,13 +45,14 @@ def true_shares(run: Planted, names: tuple[str, ...]) -> dict[str, float]:
 
     What is possible has neither causes nor noise.
     """
-    clean = replace(run, **{FIELDS[n]: getattr(NOTHING, FIELDS[n]) for n in names})
-    clean = replace(clean, noise=0.0, speed_sd=0.0)
+    fields = {name: CAUSES[name][0] for name in names}
+    nothing = {field: getattr(NOTHING, field) for field in fields.values()}
+    clean = replace(run, **nothing, noise=0.0, speed_sd=0.0)
     full, least = seconds(run), seconds(clean)
     shares = {}
-    for name in names:
-        without = seconds(replace(run, **{FIELDS[name]: getattr(NOTHING, FIELDS[name])}))
-        only = seconds(replace(clean, **{FIELDS[name]: getattr(run, FIELDS[name])}))
+    for name, field in fields.items():
+        without = seconds(replace(run, **{field: nothing[field]}))
+        only = seconds(replace(clean, **{field: getattr(run, field)}))
         shares[name] = float(np.clip((full - without + only - least) / 2 / (full - least), 0, 1))
     return shares
 
@@ -67,7 +60,7 @@ def true_shares(run: Planted, names: tuple[str, ...]) -> dict[str, float]:
 def planted(seed: int, names: tuple[str, ...]) -> Planted:
     rng = np.random.default_rng(seed)
     pipelines, stages = SHAPES[int(rng.integers(len(SHAPES)))]
-    settings = {k: v for n in names for k, v in CAUSES[n](rng).items()}
+    settings = {field: draw(rng) for field, draw in (CAUSES[name] for name in names)}
     return Planted(
         num_pipelines=pipelines,
         num_stages=stages,
@@ -103,25 +96,22 @@ def test_the_planted_cause_is_named_first():
     assert not accused_wrongly
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_healthy_run_accuses_nobody(seed):
-    pipelines, stages = [*SHAPES, (4, 1), (1, 4)][seed]
-    found = explained(Planted(num_pipelines=pipelines, num_stages=stages, seed=seed))
-    assert found.slowdown < 1.02
-    assert not [c for c in found.causes if c.kind in ("rank", "link", "pauses")]
-    assert answer(found).startswith("Not slow: ")
-
-
-def test_unequal_lengths_of_data_parallel_ranks_accuse_nobody():
-    found = explained(Planted(num_pipelines=6, num_stages=1, lengths=0.5))
-    assert found.causes[0].kind == "lengths"
-    assert not [cause for cause in found.causes if cause.kind == "rank"]
-
-
-def test_a_whole_slow_pipeline_is_a_slow_rank_where_it_has_one_stage():
-    found = explained(Planted(num_pipelines=4, num_stages=1, slow_rank=(2, 1.5)))
-    assert (found.causes[0].kind, found.causes[0].which) == ("rank", 2)
-    assert found.causes[0].factor == pytest.approx(1.5, rel=0.03)
+@pytest.mark.parametrize(
+    ("run", "causes"),
+    [
+        *((Planted(num_pipelines=p, num_stages=s), {}) for p, s in [*SHAPES, (4, 1), (1, 4)]),
+        # With one stage, what slows a pipeline is a rank; unequal lengths aren't a rank's doing.
+        (Planted(num_pipelines=6, num_stages=1, lengths=0.5), {"lengths": None}),
+        (Planted(num_pipelines=4, num_stages=1, slow_rank=(2, 1.5)), {"rank": 2}),
+    ],
+)
+def test_nobody_is_accused_but_who_is_slow(run, causes):
+    found = explained(run)
+    accused = {c.kind: c.which for c in found.causes if c.kind in ("rank", "link", "pauses")}
+    assert accused == {kind: which for kind, which in causes.items() if kind == "rank"}
+    assert answer(found).startswith("Not slow: ") == (found.slowdown < 1.02) == (not causes)
+    assert not causes or found.causes[0].kind in causes
+    assert "rank" not in causes or found.causes[0].factor == pytest.approx(1.5, rel=0.03)
 
 
 def test_the_answer_says_what_to_do():
@@ -187,16 +177,6 @@ def test_a_production_job_is_explained_as_published(capsys):
     ranks = [cause for cause in found.causes if cause.kind == "rank"]
     assert [cause.which for cause in ranks] == [0]
     assert ranks[0].share >= 0.95
-    assert (
-        main(
-            [
-                "stragglers",
-                "explain",
-                str(DATA / "trace-AR.parquet"),
-                "--layout",
-                str(DATA / "meta-AR.yaml"),
-            ]
-        )
-        == 0
-    )
+    trace, meta = (str(DATA / name) for name in ("trace-AR.parquet", "meta-AR.yaml"))
+    assert main(["stragglers", "explain", trace, "--layout", meta]) == 0
     assert "one of ranks 0 to 3" in capsys.readouterr().out

@@ -31,62 +31,46 @@ def test_never_pays_more_than_twice_the_best_decision_in_hindsight(fault):
     assert online_s(fault) <= 2.0 * hindsight_s(fault) * (1 + 1e-9) + 1e-9
 
 
-def slow_run(policy, num_iterations, options, *, healthy_s=1.0, slow_s=2.0):
-    policy.begin(healthy_s=healthy_s)
-    return [policy.decide(unmitigated_s=slow_s, possible=options) for _ in range(num_iterations)]
-
-
-def test_a_step_is_taken_when_the_time_lost_reaches_its_cost():
-    policy = MitigationPolicy(PolicyConfig(rebalance_cost_s=3.0))
-    options = [PossibleMitigation(mitigation=Mitigation.REBALANCE, iteration_s=1.0)]
-    decisions = slow_run(policy, 4, options)
-    kinds = [decision.kind for decision in decisions]
-    assert kinds == [DecisionKind.KEEP] * 2 + [DecisionKind.APPLY, DecisionKind.KEEP]
-    assert "3.00 s lost over 3 slow iterations" in decisions[2].reason
-    assert policy.mitigation is Mitigation.REBALANCE
-
-
-def test_steps_are_climbed_in_order_of_cost_and_undone_at_the_end():
-    policy = MitigationPolicy(
-        PolicyConfig(rebalance_cost_s=1.0, swap_cost_s=5.0, restart_cost_s=50.0)
-    )
+def run_slowly(policy, num_iterations, **seconds):
+    """Return the steps taken in iterations of 2 s instead of 1 s, each after how many of them."""
     options = [
-        PossibleMitigation(mitigation=Mitigation.REBALANCE, iteration_s=1.5),
-        PossibleMitigation(mitigation=Mitigation.SWAP, iteration_s=1.2, plans=(PLAN,)),
-        PossibleMitigation(mitigation=Mitigation.RESTART, iteration_s=1.0),
+        PossibleMitigation(mitigation=Mitigation[name], iteration_s=left, plans=(PLAN,))
+        for name, left in seconds.items()
     ]
-    taken = [
-        d.choice.mitigation for d in slow_run(policy, 60, options) if d.kind is DecisionKind.APPLY
-    ]
-    assert taken == [Mitigation.REBALANCE, Mitigation.SWAP]
-    undo = policy.end()
-    assert (undo.kind, undo.choice.mitigation) == (DecisionKind.UNDO, Mitigation.SWAP)
+    policy.begin(healthy_s=1.0)
+    decisions = [policy.decide(unmitigated_s=2.0, possible=options) for _ in range(num_iterations)]
+    taken = [(i, d) for i, d in enumerate(decisions, 1) if d.kind is DecisionKind.APPLY]
+    return [(number, decision.choice.mitigation.value) for number, decision in taken]
+
+
+@pytest.mark.parametrize(
+    ("config", "seconds", "taken"),
+    [
+        ({"rebalance_cost_s": 3.0}, {"REBALANCE": 1.0}, [(3, "S2")]),
+        ({"rebalance_cost_s": 0.1}, {"REBALANCE": 2.0}, []),
+        (
+            {"rebalance_cost_s": 1.0, "restart_cost_s": 50.0},
+            {"REBALANCE": 1.5, "REPLAN": 1.2, "SWAP": 1.3, "RESTART": 1.0},
+            [(2, "S2"), (17, "S2b")],
+        ),
+        ({"allowed": (STEPS[1],)}, {"REBALANCE": 1.0, "SWAP": 1.0, "RESTART": 1.0}, [(5, "S3")]),
+    ],
+)
+def test_a_step_is_taken_when_the_time_it_would_have_saved_reaches_its_cost(config, seconds, taken):
+    policy = MitigationPolicy(PolicyConfig(**config))
+    assert run_slowly(policy, 60, **seconds) == taken
+    undo, last = policy.end(), taken[-1][1] if taken else "S1"
+    assert undo.choice.mitigation.value == last
+    assert undo.kind is (DecisionKind.UNDO if taken else DecisionKind.KEEP)
     assert policy.mitigation is Mitigation.IGNORE
     assert policy.end().kind is DecisionKind.KEEP
-
-
-def test_a_step_that_does_not_help_is_never_taken():
-    policy = MitigationPolicy(PolicyConfig(rebalance_cost_s=0.1))
-    options = [PossibleMitigation(mitigation=Mitigation.REBALANCE, iteration_s=2.0)]
-    assert all(d.kind is DecisionKind.KEEP for d in slow_run(policy, 500, options))
-
-
-def test_a_step_that_is_not_allowed_is_never_taken():
-    policy = MitigationPolicy(PolicyConfig(allowed=(Mitigation.IGNORE, Mitigation.SWAP)))
-    options = [PossibleMitigation(mitigation=step, iteration_s=1.0) for step in STEPS]
-    taken = [
-        d.choice.mitigation for d in slow_run(policy, 500, options) if d.kind is DecisionKind.APPLY
-    ]
-    assert taken == [Mitigation.SWAP]
 
 
 def test_measured_costs_replace_guesses():
     policy = MitigationPolicy(PolicyConfig(swap_cost_s=8.0))
     for _ in range(20):
         policy.record_cost(Mitigation.SWAP, 2.0)
-    options = [PossibleMitigation(mitigation=Mitigation.SWAP, iteration_s=1.0)]
-    taken = [decision.kind for decision in slow_run(policy, 3, options)]
-    assert taken == [DecisionKind.KEEP, DecisionKind.KEEP, DecisionKind.APPLY]
+    assert run_slowly(policy, 3, SWAP=1.0) == [(3, "S3")]
 
 
 def test_a_cost_of_nothing_is_refused():

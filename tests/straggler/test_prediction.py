@@ -1,7 +1,9 @@
 """The model of a run must give back what was measured, and rank plans as their traffic does."""
 
 import itertools
+import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -56,10 +58,11 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
     return MeasuredRun(**{**facts, **options})
 
 
-def mitigations_of(ran, slowness, plans=()):
-    models = tuple(RunPrediction(facts, slowness) for facts in ran)
-    plans = plans or tuple(model.run.plan for model in models)
-    return find_mitigations(WatchedPlans(plans=plans, models=models, has_room=bool), slowness)
+def mitigations_of(facts, slowness, plans=(), has_room=bool):
+    run = WatchedPlans(
+        plans=plans or (facts.plan,), model=RunPrediction(facts, slowness), has_room=has_room
+    )
+    return find_mitigations(run, slowness)
 
 
 def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
@@ -75,7 +78,7 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     balanced = model.balanced(plan)
     assert model.counts(balanced) == (9, 9, 9, 5)
     assert model.iteration_s(balanced) == pytest.approx(10.0 + 5 * 1.9 - 8)
-    (found,) = mitigations_of([measured(plan)], slowness)
+    (found,) = mitigations_of(measured(plan), slowness)
     assert found.mitigation is Mitigation.REBALANCE
     assert found.effect == "moved 3 of 32 micro-batches away"
     assert found.iteration_s == model.iteration_s(balanced)
@@ -86,10 +89,11 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
 def test_a_slow_gradient_link_is_left_by_both_its_ends():
     plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
     model = RunPrediction(measured(plan), slowness)
-    (found,) = mitigations_of([measured(plan)], slowness)
+    (found,) = mitigations_of(measured(plan), slowness)
     assert found.mitigation is Mitigation.SWAP
     assert [p.ranks for p in found.plans[0].pipelines] == [(1, 0), (3, 2)]
     assert found.iteration_s < 0.5 * model.iteration_s(plan)
+    assert mitigations_of(measured(plan), slowness, has_room=lambda plan: False) == ()
     # Moving one end alone helps nothing: what the other end holds belongs half to the first.
     one = move_ranks(plan, {0: 1, 1: 0})
     assert model.iteration_s(one) >= model.iteration_s(plan)
@@ -106,61 +110,55 @@ def test_a_swap_only_permutes_ranks_and_never_does_harm(num_stages, data):
     )
     probe_s = dict(enumerate(data.draw(st.permutations([1.0, 1.0, 1.5, 2.0]))))
     facts = measured(plan, probe_s=probe_s)
-    for found in mitigations_of([facts], slow):
+    for found in mitigations_of(facts, slow):
         (swapped,) = found.plans
         assert sorted(swapped.ranks) == sorted(plan.ranks)
         assert found.iteration_s <= RunPrediction(facts, slow).iteration_s(plan)
 
 
-def test_only_plans_for_which_ranks_have_room_are_proposed():
-    plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
-    model = RunPrediction(measured(plan), slowness)
-    run = WatchedPlans(plans=(plan,), models=(model,), has_room=lambda plan: False)
-    kinds = [found.mitigation for found in find_mitigations(run, slowness)]
-    assert Mitigation.SWAP not in kinds
-
-
-def test_slow_ranks_come_to_share_a_pipeline():
+def test_slow_ranks_come_to_share_a_pipeline_and_a_slow_boundary_gets_fewer_micro_batches():
     plan, slowness = even(2), Slowness(ranks={0: 2.0, 3: 2.0})
-    facts = measured(plan, count=2)
-    found = mitigations_of([facts], slowness)[-1]
+    found = mitigations_of(measured(plan, count=2), slowness)[-1]
     assert found.mitigation is Mitigation.SWAP
     (swapped,) = found.plans
     assert swapped.place(0).pipeline_index == swapped.place(3).pipeline_index
-
-
-def test_a_slow_boundary_moves_micro_batches_to_the_other_pipeline():
-    plan, slowness = even(2), Slowness(links={(0, 1): 2000.0})
-    model = RunPrediction(measured(plan), slowness)
+    model = RunPrediction(measured(plan), Slowness(links={(1, 0): 2000.0, (0, 1): 2000.0}))
     slow, fine = model.counts(model.balanced(plan))
     assert slow < fine
     assert model.iteration_s(model.balanced(plan)) < model.iteration_s(plan)
 
 
-def test_unequal_devices_take_their_own_time_in_another_place():
-    plan = even(2)
-    places = {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(4)}
-    probe_s = {0: 1.0, 1: 2.0, 2: 1.0, 3: 2.0}
-    model = RunPrediction(measured(plan, places=places, probe_s=probe_s), Slowness())
-    before, after = (model.paces(p) for p in (plan, move_ranks(plan, {0: 1, 1: 0})))
-    # Each place has half of the layers.
-    assert before[0] == before[1] == pytest.approx(2.0)
-    assert after[0] == pytest.approx(1.0)
-    assert after[1] == pytest.approx(4.0)
+def cut_as(plan: ParallelPlan) -> list[list[int]]:
+    return [[len(stage.layers) for stage in p.stages] for p in plan.pipelines]
 
 
-def test_findings_become_slowness():
-    findings = [
-        Finding(kind=FindingKind.HOST, ranks=(1,), ratio=1.5),
-        Finding(kind=FindingKind.LINK, ranks=(2, 0), ratio=4.0),
-    ]
-    slowness = Slowness.of(findings)
-    assert slowness.ranks == {1: 1.5}
-    assert slowness.links == {(0, 2): 4.0}
+@pytest.mark.parametrize("head_s", [0.0, 0.5, 1.0])
+def test_stages_are_cut_anew_for_slow_ranks_and_for_what_the_last_stage_has_besides(head_s):
+    plan = even(2, world_size=2)
+    last = PlaceTimes(forward_s=0.3 + 0.3 * head_s, backward_s=0.7 + 0.7 * head_s)
+    facts = measured(plan, places={0: PlaceTimes(forward_s=0.3, backward_s=0.7), 1: last})
+    # A layer takes half a second.
+    for slow, rank in ((3.0, 0), (1.0, 0), (3.0, 1)):
+        slowness = Slowness(ranks={rank: slow} if slow > 1 else {})
+        model = RunPrediction(facts, slowness)
+        cut = model.with_layers_moved(plan)
+        factors = (slow, 1.0) if rank == 0 else (1.0, slow)
+        times = [
+            max(factors[0] * n / 2, factors[1] * ((NUM_LAYERS - n) / 2 + head_s))
+            for n in range(1, NUM_LAYERS)
+        ]
+        assert times[cut_as(cut)[0][0] - 1] == pytest.approx(min(times))
+        steps = {m.mitigation: m for m in mitigations_of(facts, slowness)}
+        if cut != plan:
+            found = steps[Mitigation.REPLAN]
+            assert found.plans == (cut,)
+            assert found.iteration_s <= model.iteration_s(plan)
+            assert "cut stages to" in found.effect
+    assert cut_as(RunPrediction(facts).with_layers_moved(plan)) == [[3, 1] if head_s else [2, 2]]
 
 
 def test_a_data_module_gives_every_pipeline_the_same_time():
-    (found,) = mitigations_of([measured(even(1), is_assigned=True)], Slowness(ranks={3: 2.0}))
+    (found,) = mitigations_of(measured(even(1), is_assigned=True), Slowness(ranks={3: 2.0}))
     assert found.mitigation is Mitigation.REBALANCE
     # Of the 10 s the pipelines take 8: four of them at speeds 1, 1, 1 and 1/2.
     exchange_s = 10.0 - 8.0
@@ -173,28 +171,20 @@ def test_a_data_module_gives_every_pipeline_the_same_time():
 def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
     plans = (even(2), even(4), even(1))
     slowness = Slowness(links={(0, 2): 200.0})
-    ran = [
-        measured(plans[0], is_assigned=True, share=0.75),
-        measured(plans[1], is_assigned=True, share=0.25),
-    ]
-    (found,) = mitigations_of(ran, slowness, plans)
+    facts = measured(plans[0], is_assigned=True)
+    (found,) = mitigations_of(facts, slowness, plans)
     assert found.mitigation is Mitigation.SWAP
     assert [[p.ranks for p in plan.pipelines] for plan in found.plans] == [
         [(1, 0), (3, 2)],
         [(1, 0, 3, 2)],
         [(1,), (0,), (3,), (2,)],
     ]
-    models = [RunPrediction(facts, slowness) for facts in ran]
-    assert found.iteration_s == pytest.approx(
-        sum(
-            model.run.share * model.iteration_s(plan)
-            for model, plan in zip(models, found.plans, strict=False)
-        )
-    )
+    model = RunPrediction(facts, slowness)
+    assert found.iteration_s == pytest.approx(model.iteration_s(found.plans[0]))
     assert found.first_plans == plans
 
 
-def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
+def test_a_rank_that_takes_a_faster_ones_place_takes_its_own_time_there_and_is_given_less():
     """What micro-batches weigh in a place isn't the rank's doing."""
     places = {
         rank: PlaceTimes(forward_s=0.3 * work, backward_s=0.7 * work, work=work)
@@ -202,9 +192,14 @@ def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
     }
     probe_s = {0: 1.0, 1: 3.0, 2: 1.0, 3: 3.0}
     facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
-    model = RunPrediction(facts, Slowness(ranks={1: 2.0}))
-    run = WatchedPlans(plans=(even(2),), models=(model,), has_room=bool)
-    found = run.mitigation(Mitigation.SWAP, {0: 1, 1: 0}, "")
+    model = RunPrediction(facts, Slowness.of([Finding(kind=KINDS[0], ranks=(1,), ratio=2.0)]))
+    swap = partial(move_ranks, taken_by={0: 1, 1: 0})
+    before, after = (model.paces(plan) for plan in (facts.plan, swap(facts.plan)))
+    # Each place has half of the layers.
+    assert before[0] == before[1] == pytest.approx(2.0)
+    assert (after[0], after[1]) == pytest.approx((2.0 / 3, 6.0))
+    run = WatchedPlans(plans=(even(2),), model=model, has_room=bool)
+    found = run.mitigation(Mitigation.SWAP, swap, "")
     assert found.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
     assert found.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
 
@@ -217,22 +212,35 @@ def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
     assert found.exclude == (3,)
     assert found.iteration_s == pytest.approx(4.0)
     assert restart_mitigation(findings, **facts, num_left=lambda exclude: 0) is None
+    links = [Finding(kind=FindingKind.LINK, ranks=r, ratio=5.0) for r in ((0, 1), (1, 2))]
+    found = restart_mitigation(links, **facts, num_left=lambda exclude: 4 - len(exclude))
+    assert found.exclude == (1,), "both slow links are rank 1's"
 
 
 @pytest.mark.parametrize(
-    ("rank_ratio", "link_ratio", "kept"),
-    [(1.25, 400.0, [FindingKind.LINK]), (3.0, 400.0, list(KINDS)), (3.0, 1.6, [FindingKind.HOST])],
+    ("rank_ratio", "link_ratio", "excess_s", "kept"),
+    [
+        (1.25, 400.0, math.nan, [FindingKind.LINK]),
+        (3.0, 400.0, math.nan, list(KINDS)),
+        (3.0, 1.6, math.nan, [FindingKind.HOST]),
+        (1.25, None, 2.0, [FindingKind.HOST]),
+        (1.25, None, 60.0, []),
+        (None, 1.6, 5.0, []),
+        (None, 400.0, 5.0, [FindingKind.LINK]),
+    ],
 )
-def test_what_explains_little_of_a_slowdown_is_no_cause(rank_ratio, link_ratio, kept):
-    findings = [
-        Finding(kind=FindingKind.HOST, ranks=(1,), ratio=rank_ratio),
-        Finding(kind=FindingKind.LINK, ranks=(0, 2), ratio=link_ratio),
-    ]
-    found = true_causes(findings, [measured(even(2))])
+def test_what_explains_little_of_a_slowdown_is_no_cause(rank_ratio, link_ratio, excess_s, kept):
+    ratios = (rank_ratio, (1,)), (link_ratio, (0, 2))
+    pairs = zip(KINDS, ratios, strict=True)
+    findings = [Finding(kind=k, ranks=ranks, ratio=r) for k, (r, ranks) in pairs if r]
+    found = true_causes(findings, measured(even(2)), excess_s=excess_s)
     assert [finding.kind for finding in found] == kept
+    # Iterations are no longer than before.
+    found = true_causes(findings, measured(even(2)), excess_s=0.2, known=findings[:1])
+    assert {*found} <= {*findings[:1]}
 
 
 def test_two_devices_that_are_equally_slow_are_both_causes():
     findings = [Finding(kind=FindingKind.DEVICE, ranks=(r,), ratio=2.0) for r in (1, 3)]
-    assert true_causes(findings, [measured(even(1))]) == tuple(findings)
-    assert true_causes(findings, ()) == tuple(findings), "nothing is known of the run"
+    assert true_causes(findings, measured(even(1))) == tuple(findings)
+    assert true_causes(findings, None) == tuple(findings), "nothing is known of the run"

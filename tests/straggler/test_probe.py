@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.straggler import probe as probe_module
-from lightning_hetero.straggler.locate import find_suspects, ring_rounds
+from lightning_hetero.straggler.locate import find_suspects, ring_of, rounds_of
 from lightning_hetero.straggler.probe import probe_device, probe_links
 
 NUM_BYTES = 4096
@@ -17,7 +17,9 @@ def probe_all(rank, world_size):
     dist.init_process_group("gloo")
     device = torch.device("cpu")
     devices = {rank: probe_device(device, size=64)}
-    links = probe_links(ring_rounds(range(world_size)), device, num_bytes=NUM_BYTES, repeats=2)
+    links = probe_links(
+        rounds_of(ring_of(range(world_size))), device, num_bytes=NUM_BYTES, repeats=2
+    )
     return devices, links
 
 
@@ -27,8 +29,7 @@ def test_every_rank_learns_every_probe(pool, world_size):
     results = pool.run(probe_all, world_size, world_size)
     devices, links = results[0]
     assert all(result[1] == links for result in results)
-    expected = {pair for pairs in ring_rounds(range(world_size)) for pair in pairs}
-    assert set(links) == expected
+    assert set(links) == {*ring_of(range(world_size))}
     assert all(seconds > 0.0 for seconds in (*devices.values(), *links.values()))
 
 

@@ -192,14 +192,12 @@ RESUMED["plain"] = (None, 1, 6)
 
 @pytest.mark.parametrize(
     ("optimizer", "save_at", "under"),
-    # Each plan goes on from each moment, and with each optimizer.
+    # Each plan goes on with each optimizer, and something from each moment.
     [
         ("adamw", 2, ["copies", "one rank"]),
         ("adamw", 4, ["stages", "plain"]),
-        ("adamw", 6, ["copies", "plain"]),
-        ("sgd", 2, ["stages", "plain"]),
         ("sgd", 4, ["copies", "one rank"]),
-        ("sgd", 6, ["stages", "one rank"]),
+        ("sgd", 6, ["stages", "plain"]),
     ],
 )
 def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
@@ -212,7 +210,7 @@ def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
             assert_continued(result, first.whole, save_at)
 
 
-@pytest.mark.parametrize("save_at", SAVES)
+@pytest.mark.parametrize("save_at", [4, 6])
 def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
     pool: ProcessPool, saved: Any, save_at: int
 ) -> None:

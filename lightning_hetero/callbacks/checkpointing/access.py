@@ -1,35 +1,45 @@
 """One rank's access to the places where a run keeps checkpoints: leases, run identity, writer.
 
-To *enter* is to take the leases and make the writer. If a fit begins from a checkpoint, all ranks
-enter first. If they go on from what they still had, nothing is read, so they enter in the
-background, after the first step: a save waits for that, and raises its error on all ranks.
+Every rank takes the leases of the places that it looks after, recovers the newest checkpoint unless
+it goes on from what ranks still hold, and enters the run: only then it may save.
 """
 
+import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import lightning.pytorch as pl
 
-from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join, release
-from lightning_hetero.callbacks.run import run_of
+from lightning_hetero.callbacks.checkpointing.places import Places, free_memory
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
     Peers,
     Recovered,
     SliceNeed,
+    Tier,
+    TierKind,
     WriterOptions,
     begin_run,
     recover,
 )
-from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.checkpoint.serving import own_host
+from lightning_hetero.checkpoint.store import check_store
+from lightning_hetero.core.process import Progress
+from lightning_hetero.strategy.run import run_of
 
-__all__ = ["Access", "peers_of"]
+__all__ = ["Access", "peers_of", "probe"]
+
+_log = logging.getLogger(__name__)
 
 
 class Access:
-    """One rank's access: `enter` or `enter_later`, then `leave`; all ranks make the same calls.
+    """One rank's access, in this order; all ranks make the same calls, which communicate.
+
+    1. `take_leases`, so that no other job writes to the places,
+    2. `recover`, unless there is a state already,
+    3. `enter`, after which the `writer` saves,
+    4. `leave`.
 
     Args:
         places: This node's places.
@@ -46,145 +56,132 @@ class Access:
         *,
         is_first_of_node: bool,
         options: WriterOptions,
-        skip_unreadable: bool,
+        skip_unreadable: bool = False,
     ) -> None:
+        self.node_of_rank: tuple[str, ...] = ()
+        """Name of each rank's node, once leases are taken."""
         self._places = places
         self._peers = peers
         self._is_first_of_node = is_first_of_node
         self._options = options
         self._skip_unreadable = skip_unreadable
-        self._joined: Joined | None = None
-        self._writer: Future[CheckpointWriter] = Future()
-        self._later: Recovered | None = None
-        """What to enter with once `begin` is called, if that is to be done after the start."""
-        self._is_in_background = False
+        self._tiers: list[Tier] = []
+        self._leases: list[Lease] = []
+        self._writer: CheckpointWriter | None = None
         self._is_closed = False
 
     def take_leases(self, *, tidies: bool = True) -> None:
-        """Take the leases of the places; every rank calls it. Communicates.
+        """Open the places, tell the nodes apart and take the leases.
 
         Args:
-            tidies: See `join`.
+            tidies: Whether to remove old leftovers: once per start, since there may be many.
 
         Raises:
-            CheckpointError: A place can't be used, or another job uses it.
+            CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
         """
-        is_first = self._is_first_of_node
-        self._joined = join(self._places, self._peers, is_first_of_node=is_first, tidies=tidies)
+
+        def take(progress: Progress) -> list[Tier]:
+            own_memory = self._places.memory_dir
+            if self._is_first_of_node and tidies and own_memory is not None:
+                for folder in free_memory(spared=own_memory):
+                    _log.warning("Freed shared memory in %s, which an old run had left.", folder)
+            tiers = self._places.tiers()
+            for tier in tiers:
+                is_own = tier.is_looked_after_by(
+                    self._peers.global_rank, is_first_of_node=self._is_first_of_node
+                )
+                if is_own and tier.kind is not TierKind.MEMORY:
+                    progress.refuse_if_late()
+                    self._leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
+                    self._leases[-1].take()
+            return tiers
+
+        # Ranks wait for one that checks whether a lease's owner lives, or waits for a slow place.
+        try:
+            taking, answers = self._peers.do(take, lambda _: {"node": self._places.node})
+        except BaseException:
+            self.leave()
+            raise
+        self._tiers = taking.result()
+        self.node_of_rank = tuple(answer["node"] for answer in answers)
 
     def recover(self, needs: Sequence[SliceNeed]) -> Recovered | None:
-        """Return the newest checkpoint's state, once leases are taken; see `checkpoint.recover`."""
-        assert self._joined is not None
+        """Return the newest checkpoint's state; see `checkpoint.recover`."""
         return recover(
             needs,
-            self._joined.tiers,
-            node=self._joined.node,
+            self._tiers,
+            node=self._places.node,
             peers=self._peers,
             skip_unreadable=self._skip_unreadable,
         )
 
-    def enter(self, recovered: Recovered | None) -> CheckpointId:
-        """Make the writer, once leases are taken; every rank calls it. Communicates.
+    def enter(self, recovered: Recovered | None, *, anew: bool = False) -> CheckpointId:
+        """Make the writer; return step 0 of the attempt that begins, see `begin_run`.
 
         Args:
             recovered: The state from which the ranks go on.
-
-        Returns:
-            Step 0 of the attempt that begins; see `begin_run`.
+            anew: Whether a new run begins, whatever the places hold.
 
         Raises:
             CheckpointError: See `begin_run`.
         """
-        joined = self._joined
-        assert joined is not None
         start = begin_run(
-            joined.tiers,
+            self._tiers,
             recovered=recovered,
-            node=joined.node,
+            node=self._places.node,
             peers=self._peers,
             skip_unreadable=self._skip_unreadable,
+            anew=anew,
         )
         if self._is_first_of_node:
             self._places.forget_other_runs(start.run)
-        writer = CheckpointWriter(
-            joined.tiers,
-            node_of_rank=joined.node_of_rank,
+        self._writer = CheckpointWriter(
+            self._tiers,
+            node_of_rank=self.node_of_rank,
             peers=self._peers,
             options=self._options,
         )
-        self._writer.set_result(writer)
         return start
-
-    def enter_later(self, recovered: Recovered) -> CheckpointId:
-        """Enter when `begin` is called or the writer is first needed; training goes on meanwhile.
-
-        From then on nobody else may use the peers.
-
-        Returns:
-            Step 0 of the attempt that begins.
-        """
-        self._later = recovered
-        return CheckpointId(0, recovered.report.attempt, recovered.id.run)
-
-    def begin(self) -> None:
-        """Begin to enter in the background, if `enter_later` was called."""
-        if self._later is not None:
-            self._is_in_background = True
-            thread = BackgroundThread("checkpoint-start")
-            thread.submit(self._enter_behind, self._later)
-            thread.finish()
-            self._later = None
-
-    def _enter_behind(self, recovered: Recovered) -> None:
-        try:
-            self.take_leases(tidies=False)
-            self.enter(recovered)
-        except BaseException as error:
-            self._let_go()
-            self._writer.set_exception(error)
-
-    @property
-    def node_of_rank(self) -> tuple[str, ...]:
-        """Name of each rank's node; waits until all have entered."""
-        self._wait()
-        assert self._joined is not None
-        return self._joined.node_of_rank
 
     @property
     def writer(self) -> CheckpointWriter:
-        """The writer of this rank's checkpoints; waits until all have entered.
+        """The writer of this rank's checkpoints.
 
         Raises:
-            CheckpointError: Entering failed, or another job has taken a place since.
+            OccupiedError: Another job has taken a place since.
         """
-        writer = self._wait()
-        for lease in () if self._joined is None else self._joined.leases:
+        assert self._writer is not None, "this rank has not entered the run"
+        for lease in self._leases:
             lease.raise_if_lost()
-        return writer
+        return self._writer
 
     def close(self) -> None:
         """Finish all that was started; see `CheckpointWriter.close`."""
-        writer, self._is_closed = self._wait(), True
+        writer, self._is_closed = self.writer, True
         writer.close()
 
     def leave(self) -> None:
-        """Release the leases and give up unfinished writes; nothing is entered later."""
-        self._later = None
-        if self._is_in_background:
-            self._writer.add_done_callback(lambda _: self._let_go())
-        else:
-            self._let_go()
+        """Release the leases and give up unfinished writes."""
+        if self._writer is not None and not self._is_closed:
+            self._writer.leave()
+        for lease in self._leases:
+            lease.release()
 
-    def _let_go(self) -> None:
-        has_writer = self._writer.done() and self._writer.exception() is None
-        if has_writer and not self._is_closed:
-            self._writer.result().leave()
-        if self._joined is not None:
-            release(self._joined.leases)
 
-    def _wait(self) -> CheckpointWriter:
-        self.begin()
-        return self._writer.result()
+def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
+    """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
+
+    Communicates.
+
+    Raises:
+        CheckpointError: It takes none; all ranks raise it.
+    """
+
+    def ask(_: Progress) -> None:
+        if places.path_or_url is not None and is_first_of_node:
+            check_store(places.path_or_url, writes=True, **places.storage_options)
+
+    peers.do(ask)
 
 
 def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:

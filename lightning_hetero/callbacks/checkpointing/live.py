@@ -31,7 +31,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     is_end_near,
     is_validation_due,
 )
-from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
@@ -47,6 +46,7 @@ from lightning_hetero.checkpoint.live import (
 )
 from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
+from lightning_hetero.strategy.run import run_of
 
 __all__ = ["LiveSteps"]
 

@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
 from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
@@ -26,6 +25,7 @@ from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec, kep
 from lightning_hetero.core.transfers import unit_of
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.weights import local_rows, narrow_rows
+from lightning_hetero.strategy.run import run_of
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel

@@ -1,6 +1,6 @@
 """The places where a node keeps its checkpoints; what was found there, and what was lost.
 
-`join` opens them on all ranks of a job, or fails on all of them. Shared memory holds the newest
+Shared memory holds the newest
 checkpoint for a run's own restart and is freed at its end; what runs that failed for good have left
 there is freed by this user's next run after a week.
 """
@@ -15,15 +15,15 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import (
     LocalStore,
     Peers,
@@ -33,20 +33,17 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.claims import Lease
-from lightning_hetero.checkpoint.store import check_store, local_folder
+from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.process import Progress, machine_namespace, write_whole
+from lightning_hetero.core.process import machine_namespace, write_whole
+from lightning_hetero.strategy.run import note
 
 __all__ = [
     "FinishedStep",
     "Found",
-    "Joined",
     "Places",
-    "join",
-    "probe",
-    "release",
+    "free_memory",
     "report_recovery",
 ]
 
@@ -162,25 +159,33 @@ class Places:
             others = {item.folder for item in checkpoints_in(files) if item.run != run}
             store.remove([name for name in files if name.partition("/")[0] in others])
 
-    def forget_old_memory(self) -> None:
-        """Free the shared memory of this user's runs that have written nothing for a week.
-
-        Runs that still train note every step there, so they aren't affected.
-        """
-        root = _own_folder()
-        if self.memory_dir is None or not root.is_dir() or root.is_symlink():
-            return
-        for folder in root.iterdir():
-            with contextlib.suppress(OSError):
-                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
-                if time.time() - last_s > _KEPT_IN_MEMORY_S and folder != self.memory_dir:
-                    _log.warning("Freeing shared memory in %s, which an old run left.", folder)
-                    shutil.rmtree(folder, ignore_errors=True)
-
     def forget_memory(self) -> None:
         """Free this run's shared memory: it has ended, and other places have all checkpoints."""
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+
+def free_memory(older_than_s: float = _KEPT_IN_MEMORY_S, spared: Path | None = None) -> list[Path]:
+    """Free the shared memory of this user's runs that have written nothing for so long.
+
+    Runs that still train note every step there, so they aren't affected.
+
+    Args:
+        older_than_s: Seconds since the last write.
+        spared: A folder that stays in any case.
+
+    Returns:
+        The folders that were freed.
+    """
+    root, freed = _own_folder(), []
+    if root.is_dir() and not root.is_symlink():
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):
+                last_s = max(item.lstat().st_mtime for item in (folder, *folder.iterdir()))
+                if time.time() - last_s > older_than_s and folder != spared:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    freed.append(folder)
+    return freed
 
 
 def _own_folder() -> Path:
@@ -207,76 +212,6 @@ def _make_own_folder() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
-    """One rank's view of the places."""
-
-    tiers: list[Tier]
-    node: str
-    """Name of this node."""
-    node_of_rank: tuple[str, ...]
-    leases: tuple[Lease, ...]
-    """The copies that this rank holds for all; to be released in the end."""
-
-
-def join(places: Places, peers: Peers, *, is_first_of_node: bool, tidies: bool = True) -> Joined:
-    """Open the places, tell the nodes apart and take the leases; every rank calls it. Communicates.
-
-    Args:
-        places: This node's.
-        peers: All ranks.
-        is_first_of_node: Whether this rank looks after its node's places.
-        tidies: Whether to remove old leftovers: once per start, since there may be many.
-
-    Raises:
-        CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
-    """
-    leases: list[Lease] = []
-
-    def enter(progress: Progress) -> list[Tier]:
-        if is_first_of_node and tidies:
-            places.forget_old_memory()
-        tiers = places.tiers()
-        for tier in tiers:
-            is_own = tier.is_looked_after_by(peers.global_rank, is_first_of_node=is_first_of_node)
-            if is_own and tier.kind is not TierKind.MEMORY:
-                progress.refuse_if_late()
-                leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
-                leases[-1].take()
-        return tiers
-
-    node = places.node
-    with contextlib.ExitStack() as undo:
-        undo.callback(lambda: release(leases))
-        # Ranks wait for one that checks whether a lease's owner lives, or waits for a slow place.
-        entering, answers = peers.do(enter, lambda _: {"node": node})
-        undo.pop_all()
-    names = tuple(answer["node"] for answer in answers)
-    return Joined(tiers=entering.result(), node=node, node_of_rank=names, leases=tuple(leases))
-
-
-def release(leases: Iterable[Lease]) -> None:
-    """Release leases, so that others may write to the places."""
-    for lease in leases:
-        lease.release()
-
-
-def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
-    """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
-
-    Communicates.
-
-    Raises:
-        CheckpointError: It takes none; all ranks raise it.
-    """
-
-    def ask(_: Progress) -> None:
-        if places.path_or_url is not None and is_first_of_node:
-            check_store(places.path_or_url, writes=True, **places.storage_options)
-
-    peers.do(ask)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Found:
     """The state that a fit goes on from."""
 
@@ -285,22 +220,25 @@ class Found:
     """Whether it comes from the ranks' memory, not from a checkpoint."""
     why_not_live: str | None
     """Why ranks didn't go on from memory after one was lost; None if none was lost."""
-    peers: Peers
-    """All ranks."""
 
 
-def report_recovery(trainer: pl.Trainer, found: Found, places: Places, began_s: float) -> None:
+def report_recovery(
+    trainer: pl.Trainer, found: Found, places: Places, peers: Peers, phases: Mapping[str, float]
+) -> None:
     """Print and log a recovery on rank 0, once the state is loaded; collective.
 
     Args:
         trainer: The trainer.
         found: The state.
         places: This node's.
-        began_s: When this start began, in seconds since the epoch.
+        peers: All ranks.
+        phases: When each phase of this start began, in seconds since the epoch; in order.
     """
-    recovered, seconds = found.recovered, {"start": time.time() - began_s}
+    recovered, begins = found.recovered, [*phases.values(), time.time()]
+    spans = zip(phases, pairwise(begins), strict=True)
+    seconds = {name: end - begin for name, (begin, end) in spans}
     own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
-    rows = found.peers.gather({"bytes": own, "finished": places.last_finished()})
+    rows = peers.gather({"bytes": own, "finished": places.last_finished()})
     sources: Counter[Source] = Counter()
     for row in rows:
         sources.update({Source(source): count for source, count in row["bytes"]})
@@ -312,12 +250,12 @@ def report_recovery(trainer: pl.Trainer, found: Found, places: Places, began_s: 
     if finished is not None:
         # Not below 0: the rank that notes steps may have been lost before it noted its last one.
         lost_steps = max(0, finished.step - recovered.id.step)
-        seconds["restart"] = began_s - finished.at_s
-        lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
+        seconds = {"restart": begins[0] - finished.at_s, **seconds}
+        lost = f" {lost_steps} steps lost;"
+    took = ", ".join(f"{value:.2f} s to {name}" for name, value in seconds.items())
     rank_zero_info(
         f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
-        f"{seconds['start']:.2f} s to start; {trainer.world_size} ranks, {recovered.world_size} "
-        "had saved it."
+        f"{took}; {trainer.world_size} ranks, {recovered.world_size} had saved it."
     )
     note(
         trainer,

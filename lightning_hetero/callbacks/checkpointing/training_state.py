@@ -17,10 +17,10 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_models
-from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.core.process import installed_version
 from lightning_hetero.runtime.random_state import RandomState
+from lightning_hetero.strategy.run import run_of
 
 __all__ = [
     "content_of",

@@ -8,11 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
-from lightning_hetero.callbacks.run import Ranks
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
-from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.straggler import DecisionKind, Event, Finding, Mitigation
 from lightning_hetero.straggler.events import Pair
@@ -21,15 +17,17 @@ from lightning_hetero.straggler.locate import (
     Suspicion,
     diagnose,
     probe_rounds,
-    ring_rounds,
+    ring_of,
+    rounds_of,
     slow_of_their_kind,
     suspect,
 )
-from lightning_hetero.straggler.mitigation import Decision
-from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote
+from lightning_hetero.straggler.mitigation import Decision, PossibleMitigation
+from lightning_hetero.straggler.paces import Observation, RankHistory
 from lightning_hetero.straggler.prediction import true_causes
 from lightning_hetero.straggler.probe import probe_device, probe_links, probe_memory
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
+from lightning_hetero.strategy.run import Ranks
 
 __all__ = ["StragglerSession"]
 
@@ -43,7 +41,7 @@ class StragglerSession:
         config: How eagerly to watch.
         report: Gets events; called on rank 0.
         say: Gets lines for people; called on rank 0.
-        admission: Ratio to its like above which a device isn't admitted; None admits all.
+        admission: Ratio to its like above which a device or link is named; None admits all.
     """
 
     def __init__(
@@ -62,12 +60,13 @@ class StragglerSession:
         self._watch = RunWatch(config, report=report, say=say) if ranks.leads else None
         self._is_known = False
         self._factor = 1.0
-        self._recovers = False
+        self._recovers = self._begins_anew = False
         self._matmul_size, most_bytes = (256, 2**20) if run.device.type == "cpu" else (2048, 2**24)
         # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
         self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
         self._hosts = tuple(ranks.gather(socket.gethostname()))
-        self._healthy = self._probe(ring_rounds(range(ranks.world_size)), devices=True)
+        ring = rounds_of(ring_of(range(ranks.world_size)))
+        self._healthy = self._probe(ring, devices=True)
         if admission is not None and ranks.world_size > 1:
             for finding in self._admit(admission):
                 if ranks.leads:
@@ -80,17 +79,18 @@ class StragglerSession:
         return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
 
     def _admit(self, least_ratio: float) -> tuple[Finding, ...]:
-        """Name devices that are slower than their like; leave them out if the run can; collective.
+        """Name devices and links that are slower than their like; collective.
 
-        The slower paces of devices that stay count as theirs when plans are changed.
+        They are left out if the run can. The paces of those that stay count as theirs when plans
+        are changed.
         """
         clock, device = self._run.clock, self._run.device
         within = None if clock is None else clock.probing()
         copies_s = dict(enumerate(self._ranks.gather(probe_memory(device, within=within))))
-        kinds = self._ranks.gather(describe_device(device).name)
-        probes = self._healthy.device_s, copies_s
-        findings = self._ranks.share(slow_of_their_kind(probes, kinds, least_ratio=least_ratio))
-        possible = self._run.find_mitigations(findings, (), healthy_s=1.0) if findings else ()
+        types = self._ranks.gather(describe_device(device).name)
+        slow = slow_of_their_kind(copies_s, self._healthy, types, least_ratio=least_ratio)
+        findings = self._ranks.share(slow)
+        possible = self._run.find_mitigations(findings, None, healthy_s=1.0) if findings else ()
         choice = self._ranks.share(next(iter(possible), None))
         if choice is not None:
             why = "slower than its like before training"
@@ -114,11 +114,7 @@ class StragglerSession:
         is_changing = self._run.is_changing()
         if not is_changing:
             self._arrive()
-        change = self._history.observe(observation)
-        onset_step = 0 if change is None else self._history.step_of(change.onset_step)
-        load_s = self._history.load_s(observation)
-        note = RankNote.of(iteration_s, load_s, change, onset_step)
-        rows = self._ranks.to_leader(note)
+        rows = self._ranks.to_leader(self._history.observe(observation, iteration_s))
         order, since_step = Order.GO_ON, 0
         if self._watch is not None:
             order = self._watch.see(
@@ -129,33 +125,38 @@ class StragglerSession:
             )
             since_step = self._watch.since_step
         code, since_step = self._ranks.from_leader([order, since_step])
-        if code == Order.LOOK:
-            self._look(since_step)
+        if code in (Order.LOOK, Order.JUDGE):
+            self._look(since_step, at_plan=code == Order.JUDGE)
         if code != Order.GO_ON:
             self._obey()
 
-    def _look(self, since_step: int) -> None:
-        """Find out what is slow, with all ranks, and tell the leader's `RunWatch`."""
+    def _look(self, since_step: int, *, at_plan: bool) -> None:
+        """Find out what is slow, or what the plan costs, and tell the leader's `RunWatch`."""
         start_s = time.perf_counter()
         self._history.settle(since_step)
         reports = self._ranks.gather(self._history.report(since_step))
         suspicion, watch = Suspicion(), self._watch
         rounds: tuple[tuple[Pair, ...], ...] = ()
-        if watch is not None:
+        if watch is not None and not at_plan:
             suspicion = suspect(reports, iteration_s=watch.base_s(), known=watch.known)
             rounds = probe_rounds(suspicion, self._ranks.world_size)
         rounds, devices = self._ranks.share((rounds, bool(suspicion.ranks)))
         probes = self._probe(rounds, devices=devices)
         if watch is None:
             return
-        measured = self._run.measure(reports, watch.base_s(), self._healthy)
-        findings = true_causes(diagnose(suspicion, probes, self._healthy), measured)
-        watch.found(
-            findings,
-            lambda: self._run.find_mitigations(findings, measured, healthy_s=watch.base_s()),
-            where=self._run.where(findings),
-            look_s=time.perf_counter() - start_s,
-        )
+        healthy_s = watch.base_s()
+        measured = self._run.measure(reports, healthy_s, self._healthy)
+        slow = diagnose(suspicion, probes, self._healthy)
+        findings = true_causes(slow, measured, excess_s=watch.excess_s(), known=watch.known)
+
+        def possible() -> Sequence[PossibleMitigation]:
+            return self._run.find_mitigations(findings, measured, healthy_s=healthy_s)
+
+        if at_plan:
+            watch.judge(possible())
+        else:
+            look_s = time.perf_counter() - start_s
+            watch.found(findings, possible, where=self._run.where(findings), look_s=look_s)
 
     def _probe(self, rounds: Sequence[Sequence[Pair]], *, devices: bool) -> Probes:
         """Probe links, and devices if these are suspected; collective."""
@@ -167,9 +168,8 @@ class StragglerSession:
             device_s = dict(enumerate(self._ranks.gather(own_s)))
         link_s: dict[Pair, float] = {}
         if rounds:
-            link_s = probe_links(
-                rounds, device, num_bytes=self._link_bytes, wait_for=_waiter(clock)
-            )
+            wait_for = None if clock is None else clock.wait_for
+            link_s = probe_links(rounds, device, num_bytes=self._link_bytes, wait_for=wait_for)
         return Probes(
             device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=self._hosts
         )
@@ -196,22 +196,16 @@ class StragglerSession:
             factors = {} if undoes else decision.choice.factors
             self._factor = factors.get(self._ranks.global_rank, 1.0)
             self._recovers = undoes and not self._is_known
+            self._begins_anew = decision.choice.is_lasting
         if self._watch is not None:
             self._watch.began(time.perf_counter() - start_s, refusal=refusal)
 
     def _arrive(self) -> None:
         """Note that the new plan runs: compare this rank with its new place's usual pace."""
+        if self._begins_anew:
+            self._begins_anew, self._factor = False, 1.0
+            self._history = RankHistory(self._ranks.global_rank)
         self._history.move(self._factor)
         if self._recovers:
             self._recovers = False
             self._history.forget()
-
-
-def _waiter(clock: ComputeClock | None) -> Callable[[dist.Work, int, int], None] | None:
-    if clock is None:
-        return None
-
-    def wait_for(work: dist.Work, peer: int, num_bytes: int) -> None:
-        clock.wait_for(work, peer=peer, num_bytes=num_bytes)
-
-    return wait_for

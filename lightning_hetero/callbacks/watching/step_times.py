@@ -37,8 +37,6 @@ class StepTimes:
         self._num_microbatches = 0
         self._hidden_bytes = 0
         self._waits_s: dict[int, float] = defaultdict(float)
-        self._num_messages: dict[int, int] = defaultdict(int)
-        self._num_bytes: dict[int, int] = defaultdict(int)
         self._hook_forward_s = 0.0
 
     def begin_batch(self, batch: Any) -> None:
@@ -77,9 +75,6 @@ class StepTimes:
         self._backward_s += times.compute_s(ActionKind.BACKWARD)
         for peer, seconds in times.wait_by_peer_s().items():
             self._waits_s[peer] += seconds
-        for message in times.messages:
-            self._num_messages[message.peer] += message.num_bytes > 0
-            self._num_bytes[message.peer] += message.num_bytes
         hidden = (m.num_bytes for m in times.messages if not m.is_exchange)
         self._hidden_bytes = max(self._hidden_bytes, *hidden, 0)
 
@@ -95,8 +90,6 @@ class StepTimes:
             num_microbatches=count,
             share=self._held_work / self._work if self._work else 0.0,
             waits_s=dict(self._waits_s),
-            num_messages=dict(self._num_messages),
-            num_bytes=dict(self._num_bytes),
             hidden_bytes=self._hidden_bytes,
         )
         iteration_s = self._iteration_s

@@ -60,12 +60,12 @@ class PlainRun:
 
     def measure(
         self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
-    ) -> Sequence[MeasuredRun]:
-        """Return what is known of each plan that ran while nothing was slow: here nothing."""
-        return ()
+    ) -> MeasuredRun | None:
+        """Return what is known of the run while nothing was slow: here nothing."""
+        return None
 
     def find_mitigations(
-        self, findings: Sequence[Finding], measured: Sequence[MeasuredRun], *, healthy_s: float
+        self, findings: Sequence[Finding], measured: MeasuredRun | None, *, healthy_s: float
     ) -> Sequence[PossibleMitigation]:
         """Return the possible mitigations: S4 if a callback can restart the run; on rank 0 only."""
         if self._restarter is None:
@@ -123,18 +123,18 @@ class HeteroRun(PlainRun):
 
     @override
     def find_mitigations(
-        self, findings: Sequence[Finding], measured: Sequence[MeasuredRun], *, healthy_s: float
+        self, findings: Sequence[Finding], measured: MeasuredRun | None, *, healthy_s: float
     ) -> Sequence[PossibleMitigation]:
         """Return S2 and S3, if measurements allow a prediction, and S4; on rank 0 only."""
         restarts = super().find_mitigations(findings, measured, healthy_s=healthy_s)
-        if not measured:
+        if measured is None:
             return restarts
         slowness = Slowness.of(findings)
         memory = self._strategy.memory
         assert memory is not None, "the strategy has not been set up"
         watched = WatchedPlans(
             plans=self._plans_without_fault(),
-            models=tuple(RunPrediction(run, slowness) for run in measured),
+            model=RunPrediction(measured, slowness),
             has_room=memory.has_room,
         )
         return (*find_mitigations(watched, slowness), *restarts)
@@ -148,37 +148,32 @@ class HeteroRun(PlainRun):
     @override
     def measure(
         self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
-    ) -> Sequence[MeasuredRun]:
-        """Return the measurements of each plan that ran, the one that ran most often first."""
-        engine, device_s = self._strategy.engine, probes.device_s
+    ) -> MeasuredRun | None:
+        """Return measurements of the plan that ran most often; None if there are too few."""
+        plans, engine, device_s = (
+            self._plans_without_fault(),
+            self._strategy.engine,
+            probes.device_s,
+        )
+        plan = plans[0]
+        if self._datamodule is not None:
+            plan = max(plans, key=self._datamodule.num_dealt.__getitem__)
+        if not math.isfinite(healthy_s) or not all(reports[r].pace > 0.0 for r in plan.ranks):
+            return None
         equal = not device_s or max(device_s.values()) < _EQUAL_DEVICES * min(device_s.values())
         link_s = statistics.median(probes.link_s.values()) if probes.link_s else 0.0
-        runs = [
-            MeasuredRun(
-                plan=plan,
-                counts=self._counts(plan, reports),
-                iteration_s=healthy_s,
-                places={r: _place_times(reports[r], plan.share(r)) for r in plan.ranks},
-                probe_s={} if equal else device_s,
-                link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
-                hidden_bytes=max(r.before.hidden_bytes for r in reports if r.before),
-                value_bytes=engine.config.compute_dtype.itemsize,
-                table_of=engine.plans.table_of,
-                is_assigned=self._datamodule is not None,
-                share=share,
-            )
-            for plan, share in self._shares(self._plans_without_fault())
-            if math.isfinite(healthy_s) and all(reports[r].pace > 0.0 for r in plan.ranks)
-        ]
-        return sorted(runs, key=lambda run: -run.share)
-
-    def _shares(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, float]]:
-        """Return the plans that ran, each with its share of the iterations."""
-        if self._datamodule is None:
-            return [(plan, 1.0) for plan in plans]
-        counts = {plan: self._datamodule.num_dealt[plan] for plan in plans}
-        total = sum(counts.values())
-        return [(plan, count / total) for plan, count in counts.items() if count]
+        return MeasuredRun(
+            plan=plan,
+            counts=self._counts(plan, reports),
+            iteration_s=healthy_s,
+            places={r: _place_times(reports[r], plan.share(r)) for r in plan.ranks},
+            probe_s={} if equal else device_s,
+            link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
+            hidden_bytes=max(r.before.hidden_bytes for r in reports if r.before),
+            value_bytes=engine.config.compute_dtype.itemsize,
+            table_of=engine.plans.table_of,
+            is_assigned=self._datamodule is not None,
+        )
 
     def _counts(self, plan: ParallelPlan, reports: Sequence[RankReport]) -> tuple[int, ...]:
         """Return the micro-batches of a plan's pipelines in an iteration."""
@@ -207,7 +202,7 @@ class HeteroRun(PlainRun):
                 self._last_before = self._trainer.fit_loop.total_batch_idx + num_left
         except (PlanError, ConfigurationError) as error:
             return str(error)
-        self._first_plans = () if undoes else choice.first_plans
+        self._first_plans = () if undoes or choice.is_lasting else choice.first_plans
         self._wanted = plans[0]
         return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_hetero.cli.run_page.story import Happening, Story
 
-__all__ = ["charts", "lanes", "plan_rows"]
+__all__ = ["charts", "lanes", "memory_rows", "plan_rows"]
 
 WIDTH, HEIGHT = 900.0, 220.0
 _MOST_POINTS = 500
@@ -38,10 +38,16 @@ def charts(story: Story) -> list[Figure]:
         "waiting for weights and gradients": share("exchange_wait_s"),
         "waiting for an assignment": share("planning_stall_s"),
     }
+    tiers = {
+        name.removeprefix("checkpoint/"): steps
+        for name, steps in scalars.items()
+        if name.startswith("checkpoint/")
+    }
     wanted = (
         ("Seconds of an iteration", {"measured": story.times_s, "predicted": story.predicted_s}),
         ("Tokens per second", {"measured": per_second, "as predicted": ideal}),
         ("Share of an iteration, by cause", causes),
+        ("Newest step of which all parts are in a checkpoint tier", tiers),
     )
     known = [(title, {n: v for n, v in series.items() if v}) for title, series in wanted]
     return [_chart(title, series, story.happenings) for title, series in known if series]
@@ -54,7 +60,8 @@ def _chart(
     first = min(min(values) for values in series.values())
     last = max(max(values) for values in series.values())
     # A single stalled iteration mustn't flatten the rest of the curve.
-    tops = [sorted(values.values())[int(0.995 * (len(values) - 1))] for values in series.values()]
+    ordered = [sorted(values.values()) for values in series.values()]
+    tops = [min(values[-1], 3 * values[int(0.995 * (len(values) - 1))]) for values in ordered]
     top = 1.1 * max(tops) or 1.0
     span = max(last - first, 1)
 
@@ -141,4 +148,21 @@ def plan_rows(plan: Mapping[str, Any], nodes: Sequence[str]) -> list[list[Figure
             row.append({"x": left, "width": width, "text": text, "words": text + at})
             left += width
         rows.append(row)
+    return rows
+
+
+def memory_rows(story: Story, plan: Mapping[str, Any]) -> list[Figure]:
+    """Return a bar for each stage of a plan: its fullest rank's bytes, in use and predicted."""
+    most = max((max(pair) for pair in story.memory), default=0.0)
+    name, unit = ("GiB", 2**30) if most >= 0.1 * 2**30 else ("MiB", 2**20)
+    rows = []
+    for number, pipeline in enumerate(plan.get("pipelines", ())):
+        for index, stage in enumerate(pipeline.get("stages", ())):
+            known = [story.memory[rank] for rank in stage["ranks"] if rank < len(story.memory)]
+            if known and most > 0.0:
+                used, predicted = (max(values) for values in zip(*known, strict=True))
+                words = f"pipeline {number}, stage {index}: {used / unit:.3g} {name} in use"
+                words += f", {predicted / unit:.3g} predicted" if predicted else ""
+                width, mark_x = used / most * WIDTH, predicted / most * WIDTH
+                rows.append({"words": words, "width": width, "mark_x": mark_x})
     return rows

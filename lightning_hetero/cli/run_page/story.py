@@ -19,6 +19,7 @@ __all__ = ["Happening", "Story", "read_story"]
 _TRACES = ("*.parquet", "operations*.jsonl", "operations*.jsonl.gz")
 _SILENT_S = 600.0
 """A run that has written nothing for this long, and hasn't ended, is called silent."""
+_SCALARS = {"metrics": "scalars", "checkpoint": "complete"}
 _TIME_LESS = ("event", "at_s", "step")
 
 
@@ -42,6 +43,8 @@ class Story:
     happenings: list[Happening] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Each plan with the first step that ran under it."""
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    """Newest bytes in use of each rank, and those that were predicted, 0 if unknown."""
     nodes: tuple[str, ...] = ()
     verdicts: list[str] = field(default_factory=list)
     first_s: float | None = None
@@ -58,12 +61,15 @@ class Story:
         if at_s is not None:
             self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
             self.last_s = at_s if self.last_s is None else max(self.last_s, at_s)
-        if event in ("iteration", "metrics"):
-            values = entry if event == "iteration" else entry.get("scalars")
+        if event in ("iteration", "metrics", "checkpoint"):
+            values = entry.get(_SCALARS.get(event, ""), entry)
+            prefix = "checkpoint/" if event == "checkpoint" else ""
             for name, value in values.items() if isinstance(values, dict) else ():
                 number = _number(value)
                 if number is not None:
-                    self.scalars.setdefault(str(name), {})[step] = number
+                    self.scalars.setdefault(f"{prefix}{name}", {})[step] = number
+            if event == "metrics":
+                self._add_memory(entry.get("memory"))
             return
         if event in ("started", "plan"):
             self._add_plans(event, step, entry)
@@ -79,6 +85,10 @@ class Story:
     def predicted_s(self) -> dict[int, float]:
         """Predicted seconds of each iteration, by step."""
         return self.scalars.get("predicted_s", {})
+
+    def _add_memory(self, rows: object) -> None:
+        if isinstance(rows, list) and all(isinstance(r, list) and len(r) == 2 for r in rows):
+            self.memory = [(_number(used) or 0.0, _number(most) or 0.0) for used, most in rows]
 
     def _add_plans(self, event: str, step: int, entry: dict[str, Any]) -> None:
         if event == "started":

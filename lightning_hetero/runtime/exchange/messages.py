@@ -85,6 +85,8 @@ class ExchangeOptions:
     then they use messages."""
     kind: ExchangeKind
     """How units travel."""
+    node_of_rank: Sequence[int]
+    """By global rank the first rank on its node; used if gradients are summed by node."""
     dtype: torch.dtype
     """The compute dtype, in which weights and gradients travel."""
     clock: ComputeClock

@@ -24,8 +24,8 @@ class Push:
     """Send gradients to the owners of slices, each unit as soon as its gradients are final.
 
     Every rank calls, once per training iteration, `start`, `begin_last_backward` and
-    `end_last_backward` around its last backward pass, and `finish`. Units leave in descending
-    order on all ranks, in whatever order they become ready.
+    `end_last_backward` around the last backward pass of each of its stages, and `finish`. Units
+    leave in descending order on all ranks, in whatever order they become ready.
     """
 
     def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
@@ -42,6 +42,8 @@ class Push:
         """The same, of units that may leave within the last backward pass."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
+        self._later: Collection[str] = ()
+        """Parameters that get gradients after the pass that runs."""
         self._awaited: dict[int, set[str]] | None = None
         """The gradients that each unit still waits for; None outside the last backward pass."""
         for unit, names in self._counted.items():
@@ -61,7 +63,7 @@ class Push:
         return arrived
 
     def _count(self, unit: int, name: str) -> None:
-        if self._awaited is None:
+        if self._awaited is None or unit not in self._awaited:
             return
         awaited = self._awaited[unit]
         if name not in awaited:
@@ -78,13 +80,19 @@ class Push:
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
-    def begin_last_backward(self, coming: Collection[str] | None = None) -> None:
+    def begin_last_backward(
+        self, coming: Collection[str] | None = None, later: Collection[str] = ()
+    ) -> None:
         """From now on, post each unit as soon as its gradients are final.
 
         Args:
             coming: The parameters that get gradients from now on; None for all of them.
+            later: Those that get more after this pass: of stages whose last pass is yet to come.
         """
-        awaited = {unit: set(names) for unit, names in self._counted.items()}
+        self._later = later
+        awaited = {
+            unit: set(names) for unit, names in self._counted.items() if names.isdisjoint(later)
+        }
         if coming is not None:
             awaited = {unit: names.intersection(coming) for unit, names in awaited.items()}
         self._awaited = awaited
@@ -93,9 +101,11 @@ class Push:
                 self.unit_ready(unit)
 
     def end_last_backward(self) -> None:
-        """Post the units that are left."""
+        """Post the units that are left, of which nothing comes later."""
         self._awaited = None
-        self._post_rest()
+        for unit, names in self._sent_by_unit.items():
+            if names.isdisjoint(self._later):
+                self.unit_ready(unit)
 
     def unit_ready(self, unit: int) -> None:
         """Note that a unit's gradients are final here; post every unit whose turn has come."""

@@ -1,6 +1,7 @@
 """Choose how each unit travels to and from this rank: by messages, or collectives of its members.
 
-If the holders own a unit, it takes one collective of each circle. All other units go as parcels to
+If the holders own a unit, it takes one collective of each circle, or one of the circle's ranks on
+each node and then one of the circle (BY_NODE). All other units go as parcels to
 each peer, by messages or one collective.
 
 A collective needs a communicator of exactly the ranks of a circle, or of a unit's members if it has
@@ -13,8 +14,14 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from lightning_hetero.core.slices import ParameterSpec
-from lightning_hetero.core.transfers import TransferTable, Unit, UnitKind
+from lightning_hetero.core.slices import Interval, ParameterSpec
+from lightning_hetero.core.transfers import Circle, ExchangeKind, TransferTable, Unit, UnitKind
+from lightning_hetero.runtime.exchange.by_node import (
+    NodeWay,
+    SummedByNode,
+    groups_on_nodes,
+    relays_of,
+)
 from lightning_hetero.runtime.exchange.even import (
     EvenPieces,
     EvenWay,
@@ -102,6 +109,8 @@ class Routes:
             return None
         common = self._store, weights, self.options
         if (way := self._find_even(unit, push=True)) is not None:
+            if isinstance(way, NodeWay):
+                return SummedByNode(unit, way, *common)
             return ScatteredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
         return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
@@ -129,6 +138,10 @@ class Routes:
                 parts.append(index)
         group = self.options.group_of(circle.members)
         assert group is not None
+        if push and self.options.kind is ExchangeKind.BY_NODE:
+            by_node = self._node_way(unit, circle, group, tuple(held))
+            if by_node is not None:
+                return by_node
         return EvenWay(
             group=group,
             pieces=EvenPieces(unit.specs, circle.members, circle.pieces, self._store),
@@ -136,6 +149,30 @@ class Routes:
             parts=self._parts_of_stage([unit.specs[i] for i in parts]) if parts else None,
             part_indices=tuple(parts),
             stage_group=self._stage_group,
+        )
+
+    def _node_way(
+        self, unit: Unit, circle: Circle, group: dist.ProcessGroup, held: tuple[Interval, ...]
+    ) -> NodeWay | None:
+        """Return how a circle pushes by node; None if it can't; the same on all ranks."""
+        members, node_of_rank = circle.members, self.options.node_of_rank
+        groups = groups_on_nodes(members, node_of_rank)
+        if not groups or any(self.options.group_of(ranks) is None for ranks in groups):
+            return None
+        own, nodes = members.index(self._store.global_rank), [node_of_rank[i] for i in members]
+        near = [place for place, node in enumerate(nodes) if node == nodes[own]]
+        near_ranks, relays = tuple(members[place] for place in near), relays_of(nodes, nodes[own])
+        order = sorted(range(len(members)), key=lambda place: (relays[place], place))
+        rows = [[pieces[place] for place in order] for pieces in circle.pieces]
+        return NodeWay(
+            group=group,
+            pieces=EvenPieces(unit.specs, [members[i] for i in order], rows, self._store),
+            held=held,
+            near=near_ranks,
+            near_group=self.options.group_of(near_ranks) if len(near) > 1 else None,
+            num_pieces=[relays.count(place) for place in near],
+            sends=[int(relay == own) for relay in relays],
+            receives=[int(relays_of(nodes, n)[own] == place) for place, n in enumerate(nodes)],
         )
 
     def _parts_of_stage(self, specs: Sequence[ParameterSpec]) -> EvenPieces:

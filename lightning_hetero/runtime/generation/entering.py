@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.joiners import (
+    MOST_SILENT_S,
     Admission,
     Joiner,
     begin_numbers,
@@ -28,13 +29,14 @@ from lightning_hetero.runtime.generation.joiners import (
 )
 from lightning_hetero.runtime.generation.keeper import JOIN, tell_keeper
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import Generation
+from lightning_hetero.runtime.generation.records import LAYER_CALL, Generation
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, interval_s
 
 __all__ = [
     "GenerationEnvironment",
     "is_joiner",
     "join_membership",
+    "layer_call_of_run",
     "open_membership",
     "share_cores",
     "split_address",
@@ -42,8 +44,6 @@ __all__ = [
 
 OPEN = "lightning_hetero/open membership"
 """Key in the store that holds the prefix of the membership which joiners may join."""
-_CONNECTING = timedelta(seconds=30)
-"""How long a joiner tries to reach the store: the run trains, so it is served."""
 _NUM_THREADS = "OMP_NUM_THREADS"
 _SHARED = "LIGHTNING_HETERO_SHARES_CORES"
 """Set where the number of threads isn't the user's."""
@@ -129,18 +129,7 @@ def join_membership(
         ConfigurationError: `JOIN` is no address; or this process is refused.
         PeerError: No run is there, or it doesn't let this process in.
     """
-    address = os.environ[JOIN]
-    host, port = split_address(address)
-    timeout = min(_CONNECTING, start_timeout)
-    try:
-        server = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        server.set_timeout(start_timeout)
-        prefix = server.get(OPEN).decode()
-    except RuntimeError as error:
-        raise PeerError(
-            f"No run to join at {address}: {error}. It must train, have "
-            f"ElasticRestart(in_place=True), and be reached from here. Unset {JOIN} to start one."
-        ) from error
+    prefix, server = _connect_to_run(start_timeout)
     number = draw_number(PrefixStore(prefix, server))
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
     joiner = Joiner(own, heartbeat, facts)
@@ -153,6 +142,29 @@ def join_membership(
     # From now on it is a process like all others, whatever its script does after this fit.
     del os.environ[JOIN]
     return membership, heartbeat
+
+
+def layer_call_of_run(start_timeout: timedelta) -> str:
+    """Return how the run that `JOIN` names calls a layer; "" before its first step."""
+    prefix, server = _connect_to_run(start_timeout)
+    own = PrefixStore(prefix, server)
+    return own.get(LAYER_CALL).decode() if own.check([LAYER_CALL]) else ""
+
+
+def _connect_to_run(start_timeout: timedelta) -> tuple[str, Store]:
+    """Return the prefix of the membership of the run that `JOIN` names, and its store."""
+    address = os.environ[JOIN]
+    host, port = split_address(address)
+    timeout = min(timedelta(seconds=MOST_SILENT_S), start_timeout)
+    try:
+        server = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        server.set_timeout(start_timeout)
+        return server.get(OPEN).decode(), server
+    except RuntimeError as error:
+        raise PeerError(
+            f"No run to join at {address}: {error}. It must train, have "
+            f"ElasticRestart(in_place=True), and be reached from here. Unset {JOIN} to start one."
+        ) from error
 
 
 def _begin_beats(

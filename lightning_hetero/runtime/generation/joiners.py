@@ -37,6 +37,7 @@ from lightning_hetero.runtime.generation.records import (
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 __all__ = [
+    "MOST_SILENT_S",
     "Admission",
     "Joiner",
     "begin_numbers",
@@ -50,8 +51,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _NUMBERS, _FIRST, _ADMITTED = "numbers", "first joiner", "admitted"
-_MOST_SILENT_S = 30.0
-"""Seconds after which a joiner that stops beating is forgotten."""
+MOST_SILENT_S = 30.0
+"""Seconds after which a joiner that stops beating is forgotten, or gives up to reach the store."""
 
 
 def begin_numbers(store: Store, num_first: int) -> None:
@@ -172,8 +173,8 @@ class Admission:
         is_known = any(store.check([key]) for key in (f"entered/{number}", refused))
         if is_known or reason_of(store, number) is not None:
             return False
-        if self._heartbeat.silence_s(number) > _MOST_SILENT_S:
-            tell_gone(store, number, f"It gave no sign of life for {_MOST_SILENT_S:.0f} s.")
+        if self._heartbeat.silence_s(number) > MOST_SILENT_S:
+            tell_gone(store, number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
             return False
         if not store.check([facts]):
             return True

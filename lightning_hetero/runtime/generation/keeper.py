@@ -51,7 +51,8 @@ ALL_LEAVE = 14
 """Exit code of all ranks of a run that have agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
 _LOOK_S = 0.2
 """How often it looks into the store."""
-_FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S, _FORGOTTEN_S = 5.0, 4.0, 600.0, 3600.0
+_FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
+"""How long a device stays empty after a loss; losses older than six of the longest don't count."""
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
@@ -123,7 +124,7 @@ class Worker:
         if pid:
             os.close(self._told)
             end_s = time.monotonic()
-            recent_s = [item for item in self._ends_s if end_s - item < _FORGOTTEN_S]
+            recent_s = [item for item in self._ends_s if end_s - item < 6 * _LONGEST_WAIT_S]
             self._ends_s, self._status = [*recent_s, end_s], status
 
     @property

@@ -267,6 +267,10 @@ class Membership:
         """Judge joiners, and return whether some wait; called by rank 0 at every step."""
         return self._admission is not None and self._admission.look(self._news_heard)
 
+    def tell_layer_call(self, description: str) -> None:
+        """Tell joiners how a layer is called; see `stage.rehearsal`."""
+        self._store.set(records.LAYER_CALL, description)
+
     def tell_gone(self, member: int, reason: str) -> None:
         """Say that a member is gone and won't be back; the first reason counts."""
         records.tell_gone(self._store, member, reason)

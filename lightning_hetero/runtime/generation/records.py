@@ -9,6 +9,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = [
     "ENDED",
+    "LAYER_CALL",
     "LOOK_S",
     "NEWEST",
     "NEWS",
@@ -32,6 +33,8 @@ LOOK_S = 0.01
 """Seconds between two looks at who has come."""
 
 ENDED, NEWEST, NEWS, _GONE = "ended", "newest", "news", "gone"
+LAYER_CALL = "layer call"
+"""Key of what joiners rehearse."""
 
 
 class Member(NamedTuple):

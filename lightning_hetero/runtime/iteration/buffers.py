@@ -16,7 +16,7 @@ depend on a batch's length.
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -165,8 +165,8 @@ class BufferWatch:
             return not torch.equal(buffer, old)
         return is_new
 
-    def report(self, layers: range) -> tuple[BufferChange, ...]:
-        """Return the changed buffers of a stage with these layers, and of outside the layers."""
+    def report(self, layers: Container[int]) -> tuple[BufferChange, ...]:
+        """Return the changed buffers of stages with these layers, and of outside the layers."""
         changes = []
         for name, slot in self._slots.items():
             count = self._counts[name] or name in self._unversioned

@@ -73,6 +73,8 @@ class EngineConfig:
     """The order of a pipeline's passes."""
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
+    node_of_rank: tuple[int, ...] = ()
+    """By rank the first rank on its node, for gradients that are summed by node."""
     compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
-from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
@@ -51,7 +52,6 @@ from lightning_hetero.runtime.setup.weight_sources import find_frozen
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import ModuleCalls, StageBoundary
-from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -108,6 +108,7 @@ class Engine:
             clock=clock,
             dtype=config.compute_dtype,
             exchange=config.exchange,
+            node_of_rank=config.node_of_rank,
             num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )
@@ -190,7 +191,7 @@ class Engine:
             self.boundary,
             results,
             microbatches,
-            self._recomputation.of(running.stage, microbatches, schedule.actions),
+            self._recomputation.of(running.chunks, microbatches, schedule.actions),
             first_index=first_index,
             seed=seed,
             splitter=running.splitter if schedule.is_split else None,
@@ -243,10 +244,9 @@ class Engine:
     @contextmanager
     def _stage_ready(self, running: RunningPlan) -> Iterator[None]:
         """Let steps run inside this context: weights arrive, and logs are recorded."""
-        is_last = running.link.following is None
         with (
             PreservedRandomState(),
-            self.logs.recording(is_last=is_last),
+            self.logs.recording(is_last=running.is_last),
             running.weights,
             self._calls,
         ):
@@ -259,11 +259,8 @@ class Engine:
         """Check how losses count, in few iterations of training; collective."""
         running = self.plans.running
 
-        def recompute(parts: Sequence[Any]) -> list[Recomputation]:
-            return self._recomputation.alone(running.stage, len(parts))
-
         with self._stage_ready(running):
-            self._split.run(step, batches, running, seed=seed, recompute=recompute)
+            self._split.run(step, batches, running, seed=seed, recompute=self._recomputation.alone)
             running.finish_exchange(is_training=False)
 
     def _begin_agreement(

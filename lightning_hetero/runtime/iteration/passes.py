@@ -1,7 +1,7 @@
 """Run forward and backward passes on one stage: the user's step forward, autograd backward."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,22 @@ from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
+from lightning_hetero.runtime.iteration.split_run import copy_of
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.microbatch_pass import (
     MicrobatchPass,
     StageEnd,
     seeds_of_pass,
 )
 from lightning_hetero.runtime.stage.recomputation import Recomputation
-from lightning_hetero.runtime.stage.split_linear import LinearSplitter
+from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 
 __all__ = ["StagePasses"]
+
+_Key = tuple[int, int]
+"""Stage and micro-batch."""
 
 
 @dataclass
@@ -47,7 +52,7 @@ class StagePasses:
         boundary: The wrapped layers of the user's model.
         results: Collects the steps' results.
         microbatches: This rank's, in order.
-        recomputations: What each of them computes again in backward.
+        recomputations: By stage, what each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
         splitter: Splits backward passes; None where none is split.
@@ -59,16 +64,17 @@ class StagePasses:
         boundary: StageBoundary,
         results: StepResults,
         microbatches: Sequence[Any],
-        recomputations: Sequence[Recomputation],
+        recomputations: Mapping[int, Sequence[Recomputation]],
         *,
         first_index: int,
         seed: tuple[int, ...],
-        splitter: LinearSplitter | None = None,
+        splitter: LayerSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
-        """Most micro-batches whose activations were held at once."""
+        """Most micro-batches whose activations were held at once, those of each chunk counted."""
         self._running = running
-        self._layers, self._num_layers = running.layers, running.plan.num_layers
+        self._chunks = {chunk.index: chunk for chunk in running.chunks}
+        self._num_layers = running.plan.num_layers
         self._boundary = boundary
         self._results = results
         self._microbatches = microbatches
@@ -79,8 +85,12 @@ class StagePasses:
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
         self._splitter = splitter
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[_Key, _InFlight] = {}
         self._has_run_backward = False
+        self._unfinished = dict(self._chunks)
+        """Chunks whose last backward is still to come."""
+        self._sums: dict[int, dict[str, Tensor]] = {}
+        """By stage, the gradients of outer parameters that ranks with both ends keep apart."""
 
     def run(
         self,
@@ -95,7 +105,8 @@ class StagePasses:
         Raises:
             StepError, ModelError: The step or the model does something that a stage can't do.
         """
-        self._running.link.begin(schedule.held, schedule.held_before)
+        for index, chunk in self._chunks.items():
+            chunk.link.begin(schedule.held_by(index), schedule.held_by(index - 1))
         with nullcontext() if self._splitter is None else self._splitter.active():
             self._run_all(schedule.actions, step, clock=clock, look=look)
 
@@ -108,34 +119,64 @@ class StagePasses:
         look: Callable[[], None],
     ) -> None:
         are_traced = is_traced()
-        self._expect_activations(0)
+        for chunk in self._running.chunks:
+            self._expect_activations(chunk, 0)
         for action in actions:
-            with clock.action(action.kind, action.microbatch_index):
+            with clock.action(action.kind, action.microbatch_index, action.stage_index):
                 if are_traced:
                     with traced(action):
                         self._run_action(action, step)
                 else:
                     self._run_action(action, step)
                 look()
+        self._join_sums()
 
     def _run_action(self, action: Action, step: Callable[[Any], Any]) -> None:
-        index = action.microbatch_index
+        key = action.stage_index, action.microbatch_index
         if action.kind is ActionKind.FORWARD:
-            self._forward(step, index)
-        elif action.kind is ActionKind.WEIGHT:
-            self._weights(index)
-        elif self._splitter is None:
-            self._backward(index, is_whole=True)
-        else:
-            with self._splitter.collecting(index):
-                self._backward(index, is_whole=False)
-            if action.kind is ActionKind.BACKWARD:
-                self._weights(index)
+            self._forward(step, *key)
+            return
+        with self._keeping_apart(action.stage_index):
+            if action.kind is ActionKind.WEIGHT:
+                self._weights(key)
+            elif self._splitter is None:
+                self._backward(key, is_whole=True)
+            else:
+                with self._splitter.collecting(key):
+                    self._backward(key, is_whole=False)
+                if action.kind is ActionKind.BACKWARD:
+                    self._weights(key)
 
-    def _expect_activations(self, num_done: int) -> None:
+    @contextmanager
+    def _keeping_apart(self, stage_index: int) -> Iterator[None]:
+        """Sum gradients of outer parameters by stage, if this rank runs both ends of a pipeline.
+
+        So the order in which the ends take turns doesn't change their sum.
+        """
+        if not self._running.has_both_ends:
+            yield
+            return
+        shards, sums = self._running.weights.shards, self._sums.setdefault(stage_index, {})
+        for name in self._running.outer:
+            shards[name].grad = sums.get(name)
+        yield
+        for name in self._running.outer:
+            gradient = shards[name].grad
+            if gradient is not None:
+                sums[name] = gradient
+
+    def _join_sums(self) -> None:
+        for name in self._running.outer if self._sums else ():
+            parts = [self._sums[stage].get(name) for stage in sorted(self._sums)]
+            found = [part for part in parts if part is not None]
+            for part in found[1:]:
+                found[0].add_(part)
+            self._running.weights.shards[name].grad = found[0] if found else None
+
+    def _expect_activations(self, chunk: Chunk, num_done: int) -> None:
         """Post receives of the micro-batches that come next, ahead of their forwards."""
-        if self._running.link.previous is not None:
-            self._running.link.expect_activations(len(self._microbatches) - num_done)
+        if chunk.link.previous is not None:
+            chunk.link.expect_activations(len(self._microbatches) - num_done)
 
     def missing(self) -> tuple[str, ...]:
         """Return the parameters for which this rank's backward passes made no gradient."""
@@ -144,30 +185,34 @@ class StagePasses:
             return ()
         return tuple(self._running.push.missing())
 
-    def _forward(self, step: Callable[[Any], Any], index: int) -> None:
-        microbatch, running, link = self._microbatches[index], self._running, self._running.link
-        self._results.begin(microbatch, self._sizes[index])
+    def _forward(self, step: Callable[[Any], Any], stage_index: int, index: int) -> None:
+        microbatch, running = self._microbatches[index], self._running
+        chunk = self._chunks[stage_index]
+        link = chunk.link
+        self._results.begin(microbatch, self._sizes[index], counts=chunk is running.chunks[0])
+        if chunk is not running.chunks[-1]:
+            microbatch = copy_of(microbatch)  # It is still needed, and a step may change it.
         forward = MicrobatchPass(
-            layers=self._layers,
+            layers=chunk.stage.layers,
             num_layers=self._num_layers,
             seed=self._seeds[index],
             drawn=self._drawn[index],
             receive=None if link.previous is None else link.receive_activation,
             wait_unit=running.pull.wait_unit if running.pull.is_under_way else None,
-            recomputation=self._recomputations[index],
-            reads=running.read_watch(),
+            recomputation=self._recomputations[stage_index][index],
+            reads=running.read_watch(chunk),
         )
         try:
             output = self._run_step(forward, step, microbatch)
         except StageEnd as end:
             self._results.drop()
             link.send_activation(end.handed_on)
-            self._expect_activations(index + 1)
-            self._hold(index, forward, end.handed_on.tensors)
+            self._expect_activations(chunk, index + 1)
+            self._hold((stage_index, index), forward, end.handed_on.tensors)
             return
-        self._expect_activations(index + 1)
+        self._expect_activations(chunk, index + 1)
         losses, gradient = self._results.keep(output, microbatch)
-        self._hold(index, forward, losses, gradient)
+        self._hold((stage_index, index), forward, losses, gradient)
 
     def _run_step(
         self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
@@ -181,52 +226,72 @@ class StagePasses:
 
     def _hold(
         self,
-        index: int,
+        key: _Key,
         forward: MicrobatchPass,
         outputs: Sequence[Tensor],
         gradient: Tensor | None = None,
     ) -> None:
         if self._results.is_training:
+            stage_index, index = key
             received = [] if forward.received is None else forward.received.tensors
             forward.last_hidden = None  # What autograd doesn't need isn't kept.
-            self._in_flight[index] = _InFlight(
+            self._in_flight[key] = _InFlight(
                 forward,
                 [tensor for tensor in received if tensor.requires_grad],
                 [tensor for tensor in outputs if tensor.requires_grad],
                 gradient,
             )
-            if self._running.link.following is not None:
-                self._running.link.expect_gradient(index, self._in_flight[index].outputs)
+            link = self._chunks[stage_index].link
+            if link.following is not None:
+                link.expect_gradient(index, self._in_flight[key].outputs)
             self._running.num_in_flight = count = len(self._in_flight)
             if count > self.peak_in_flight:
                 self.peak_in_flight = count
 
-    def _weights(self, index: int) -> None:
+    def _weights(self, key: _Key) -> None:
         """Compute the gradients of weights that a micro-batch's backward has left."""
         assert self._splitter is not None
-        is_last = index + 1 == len(self._microbatches)
-        if is_last:
-            self._running.push.begin_last_backward(self._splitter.names_waiting(index))
-        self._splitter.run_weights(index)
-        if is_last:
-            self._running.push.end_last_backward()
+        with self._pushing(key, self._splitter.names_waiting(key)):
+            self._splitter.run_weights(key)
 
-    def _backward(self, index: int, *, is_whole: bool) -> None:
-        held, link = self._in_flight.pop(index), self._running.link
+    @contextmanager
+    def _pushing(
+        self, key: _Key, coming: Collection[str] | None, *, is_last: bool = True
+    ) -> Iterator[None]:
+        """Let units leave in the last backward of a stage, as soon as their gradients are final.
+
+        Args:
+            key: The stage and the micro-batch.
+            coming: The parameters that get gradients in it; None for all of the stage.
+            is_last: Whether nothing of the micro-batch follows.
+        """
+        stage_index, index = key
+        if not is_last or index + 1 < len(self._microbatches):
+            yield
+            return
+        running, push = self._running, self._running.push
+        chunk = self._unfinished.pop(stage_index)
+        later = frozenset[str]().union(*map(running.parameters_of, self._unfinished.values()))
+        if len(running.chunks) > 1:
+            own = running.parameters_of(chunk)
+            coming = own if coming is None else own & {*coming}
+            if running.has_both_ends:
+                later |= running.outer
+        push.begin_last_backward(coming, later)
+        yield
+        push.end_last_backward()
+
+    def _backward(self, key: _Key, *, is_whole: bool) -> None:
+        held, link = self._in_flight.pop(key), self._chunks[key[0]].link
         self._running.num_in_flight = len(self._in_flight)
-        gradients = [] if held.gradient is None else [held.gradient]
+        gradients: Sequence[Tensor] = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
-            gradients = link.receive_gradient(index)
+            gradients = link.receive_gradient(key[1])
         # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
-        is_last = is_whole and index + 1 == len(self._microbatches)
-        is_last = is_last and not held.forward.is_reentrant
-        if is_last:
-            self._running.push.begin_last_backward()
-        if held.outputs:
-            self._has_run_backward = True
-            self._boundary.run_backward(held.forward, held.outputs, gradients)
-        if is_last:
-            self._running.push.end_last_backward()
+        with self._pushing(key, None, is_last=is_whole and not held.forward.is_reentrant):
+            if held.outputs:
+                self._has_run_backward = True
+                self._boundary.run_backward(held.forward, held.outputs, gradients)
         if link.previous is not None:
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]

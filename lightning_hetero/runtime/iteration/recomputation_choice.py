@@ -17,6 +17,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
 from lightning_hetero.models.batches import count_samples, sample_lengths
+from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.recomputation import (
     LayerOptions,
     MeasuredLayer,
@@ -47,32 +48,52 @@ class RecomputationChoice:
         """This rank's counts of this iteration, for its report."""
         self._options = options
         self._known: dict[int, LayerBytes] = {}
-        self._last: tuple[StagePlan, Recomputation] | None = None
-        """The stage that ran last and its choice, if that is the same in every iteration."""
+        self._last: tuple[Sequence[Chunk], dict[int, list[Recomputation]]] | None = None
+        """The chunks that ran last and their choices, if these are the same in every iteration."""
 
     def of(
-        self, stage: StagePlan | None, microbatches: Sequence[Any], schedule: tuple[Action, ...]
-    ) -> list[Recomputation]:
-        """Return which layers each micro-batch of an iteration recomputes.
+        self, chunks: Sequence[Chunk], microbatches: Sequence[Any], schedule: tuple[Action, ...]
+    ) -> dict[int, list[Recomputation]]:
+        """Return by stage which layers each micro-batch of an iteration recomputes.
 
         Args:
-            stage: The rank's; None if it is idle.
+            chunks: The rank's.
             microbatches: The rank's.
-            schedule: The stage's training schedule.
+            schedule: The rank's training schedule.
 
         Raises:
             PlanError: The budget doesn't even hold one recomputed layer.
         """
-        if stage is None:
-            return [Recomputation() for _ in microbatches]
-        if self._last is not None and self._last[0] is stage:
-            return [self._last[1]] * len(microbatches)
-        budget = stage.activation_budget_bytes
-        if not is_said(stage):
-            budget = self._options.activation_budget_bytes
-        if budget is None:
-            self._last = stage, self._fixed(stage)
-            return [self._last[1]] * len(microbatches)
+        count = len(microbatches)
+        if self._last is not None and self._last[0] is chunks:
+            return {index: chosen * count for index, chosen in self._last[1].items()}
+        budgets = [self._budget(chunk.stage, chunks) for chunk in chunks]
+        if all(budget is None for budget in budgets):
+            self._last = chunks, {item.index: [self._fixed(item.stage)] for item in chunks}
+            return self.of(chunks, microbatches, schedule)
+        found = {}
+        for chunk, budget in zip(chunks, budgets, strict=True):
+            found[chunk.index] = [self._fixed(chunk.stage)] * count
+            if budget is not None:
+                own = tuple(item for item in schedule if item.stage_index == chunk.index)
+                found[chunk.index] = self._within(budget, chunk.stage, microbatches, own)
+        return found
+
+    def _budget(self, stage: StagePlan, chunks: Sequence[Chunk]) -> int | None:
+        """Return a stage's budget: the plan's, or its part of that which the options set a rank."""
+        whole = self._options.activation_budget_bytes
+        if is_said(stage) or whole is None:
+            return stage.activation_budget_bytes
+        return whole * len(stage.layers) // sum(len(chunk.stage.layers) for chunk in chunks)
+
+    def _within(
+        self,
+        budget: int,
+        stage: StagePlan,
+        microbatches: Sequence[Any],
+        schedule: tuple[Action, ...],
+    ) -> list[Recomputation]:
+        """Return which layers each micro-batch recomputes on a stage with a budget."""
         tokens = [_count_tokens(microbatch) for microbatch in microbatches]
         window = _Budget(stage, budget, tokens, schedule)
         layer, num_layers = self._known.get(stage.tp_degree), len(stage.layers)
@@ -85,15 +106,12 @@ class RecomputationChoice:
             chosen[index] = replace(chosen[index], measured=self._last_layer(window, index))
         return chosen
 
-    def alone(self, stage: StagePlan | None, num_parts: int) -> list[Recomputation]:
-        """Return what a check's parts recompute: under a budget all layers."""
-        if stage is None:
-            return [Recomputation()] * num_parts
-        budget = stage.activation_budget_bytes
-        if not is_said(stage):
-            budget = self._options.activation_budget_bytes
-        chosen = self._fixed(stage) if budget is None else Recomputation(layers=stage.layers)
-        return [chosen] * num_parts
+    def alone(self, chunk: Chunk) -> Recomputation:
+        """Return what a check's parts recompute on a stage: under a budget all layers."""
+        stage = chunk.stage
+        if self._budget(stage, [chunk]) is None:
+            return self._fixed(stage)
+        return Recomputation(layers=stage.layers)
 
     def learn(self, measured: Sequence[MeasuredBytes]) -> None:
         """Take over all ranks' counts; called by every rank with the same, after the agreement."""

@@ -15,24 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import find_neighbour, stage_edges
-from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
+from lightning_hetero.core.neighbours import stage_edges
+from lightning_hetero.core.places import RankPlace
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
     ExchangeKind,
     TransferTable,
+    UnitKind,
     are_collective,
 )
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.exchange.by_node import groups_on_nodes
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
-from lightning_hetero.runtime.stage.activations import ActivationLink
+from lightning_hetero.runtime.stage.chunks import Chunk, chunks_of
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
-from lightning_hetero.runtime.stage.split_linear import LinearSplitter
+from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
@@ -57,7 +60,8 @@ class RunningPlan:
     weights: ComputeWeights
     pull: Pull
     push: Push
-    link: ActivationLink
+    chunks: tuple[Chunk, ...]
+    """This rank's stages, ascending; none if it is idle."""
     shares_memory: bool
     """Whether slices may be views of the weights, see `ComputeWeights`."""
     num_microbatches: tuple[int, ...]
@@ -65,24 +69,40 @@ class RunningPlan:
     reads: set[str] | None = None
     """Parameters outside the layers that this iteration used; None if that isn't watched."""
     num_in_flight: int = 0
-    """Micro-batches whose activations are held now, the one that runs not counted."""
+    """Micro-batches whose activations are held now, the one that runs not counted; one that is held
+    in several chunks counts for each."""
 
     @property
-    def stage(self) -> StagePlan | None:
-        """This rank's stage; None if it is idle."""
-        return None if self.place is None else self.stages[self.place.stage_index]
+    def layers(self) -> frozenset[int]:
+        """Layers of this rank's stages; none if it is idle."""
+        return frozenset(index for chunk in self.chunks for index in chunk.stage.layers)
 
     @property
-    def layers(self) -> range:
-        """Layers of this rank's stage; none if it is idle."""
-        return range(0) if self.stage is None else self.stage.layers
+    def is_last(self) -> bool:
+        """Whether steps run to their end here; idle ranks count as well."""
+        return not self.chunks or self.chunks[-1].is_last
+
+    @property
+    def has_both_ends(self) -> bool:
+        """Whether this rank runs the first and the last of several stages."""
+        return len(self.chunks) > 1 and self.chunks[0].index == 0 and self.is_last
 
     @cached_property
-    def splitter(self) -> LinearSplitter:
-        """Splits the backward of linear layers with weights of one place in the module."""
-        slots = self.weights.store.layout.slots
-        own = {p: name for name, p in self.weights.shards.items() if len(slots[name]) == 1}
-        return LinearSplitter(own)
+    def outer(self) -> frozenset[str]:
+        """This rank's parameters outside the layers."""
+        specs = self.weights.store.specs
+        return frozenset(name for name in self.weights.shards if specs[name].layer is None)
+
+    def parameters_of(self, chunk: Chunk) -> frozenset[str]:
+        """Return this rank's parameters of a chunk: of its layers, at an end also outer ones."""
+        specs, layers = self.weights.store.specs, chunk.stage.layers
+        own = frozenset(name for name in self.weights.shards if specs[name].layer in layers)
+        return own | self.outer if chunk.is_last or chunk.index == 0 else own
+
+    @cached_property
+    def splitter(self) -> LayerSplitter:
+        """Splits the backward of layers with this rank's weights."""
+        return LayerSplitter({shard: name for name, shard in self.weights.shards.items()})
 
     def start_pull(self) -> None:
         """Post the pull of all weights, and wait for outer ones."""
@@ -92,7 +112,8 @@ class RunningPlan:
         """Wait for all of the iteration's messages; return the slices' summed gradients, if any."""
         self.pull.finish()
         sums = self.push.finish() if is_training else None
-        self.link.finish()
+        for chunk in self.chunks:
+            chunk.link.finish()
         return sums
 
     def unused(self, num_missing: Mapping[str, int]) -> set[str]:
@@ -104,10 +125,10 @@ class RunningPlan:
         items = num_missing.items()
         return {name for name, number in items if number == len(self.table.holdings(name))}
 
-    def read_watch(self) -> ReadWatch | None:
+    def read_watch(self, chunk: Chunk) -> ReadWatch | None:
         """Return a watch of a micro-batch at an end of a pipeline; None if it isn't watched."""
-        is_first, is_last = self.link.previous is None, self.link.following is None
-        if self.reads is None or is_first is is_last:
+        is_first = chunk.link.previous is None
+        if self.reads is None or is_first is chunk.is_last or self.has_both_ends:
             return None
         return ReadWatch(self.weights.outer, self.reads, is_first=is_first)
 
@@ -124,6 +145,7 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
+        node_of_rank: Nodes by global rank, if gradients may be summed by node.
         num_microbatches: Micro-batches of pipelines for which a plan names no number.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
@@ -137,6 +159,7 @@ class PlanSwitch:
         clock: ComputeClock,
         dtype: torch.dtype,
         exchange: ExchangeKind,
+        node_of_rank: Sequence[int],
         num_microbatches: int,
         tensor_parallel: TensorParallel | None,
     ) -> None:
@@ -151,6 +174,7 @@ class PlanSwitch:
             group=comms.exchange,
             group_of=self._group_of,
             kind=exchange,
+            node_of_rank=node_of_rank,
             dtype=dtype,
             clock=clock,
             side_stream=self._side_stream,
@@ -183,7 +207,7 @@ class PlanSwitch:
                 tables.append(TransferTable(at_end, self._store.slices, plan))
             for table in tables:
                 for unit in table.units:
-                    for ranks in unit.kind.groups:
+                    for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
                         numels[ranks] += sum(spec.numel for spec in unit.specs)
         # The heaviest first, in one order on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
@@ -194,6 +218,13 @@ class PlanSwitch:
         self._comms.connect(stage_edges(plan))
         if self._tensor_parallel is not None:
             self._comms.tensor_parallel_group(plan)
+
+    def _groups_on_nodes(self, kind: UnitKind) -> set[tuple[int, ...]]:
+        """Return the ranks that sum gradients of a kind of units together, node by node."""
+        if self._options.kind is not ExchangeKind.BY_NODE:
+            return set()
+        circles, nodes = kind.circles(push=True) or (), self._options.node_of_rank
+        return set().union(*(groups_on_nodes(item.members, nodes) for item in circles))
 
     def _are_collective(self, members: Sequence[int]) -> bool:
         if self._comms.exchange is None:
@@ -323,14 +354,6 @@ class PlanSwitch:
         table = routes.table
         weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
         stages = () if place is None else plan.pipelines[place.pipeline_index].stages
-        before = after = None
-        if place is not None:
-            groups = [stage.ranks for stage in stages]
-            rank, own = self._comms.global_rank, groups[place.stage_index]
-            before, _, after = (
-                None if group is None else find_neighbour(rank, own, group)
-                for group in (None, *groups, None)[place.stage_index :][:3]
-            )
         return RunningPlan(
             plan=plan,
             place=place,
@@ -339,13 +362,12 @@ class PlanSwitch:
             weights=weights,
             pull=Pull(store, weights, routes),
             push=Push(weights, routes),
-            link=ActivationLink(
-                previous=before,
-                following=after,
-                group=None if self._tensor_parallel is None else self._tensor_parallel.group,
-                comms=self._comms,
+            chunks=chunks_of(
+                plan,
+                self._comms,
                 device=store.device,
                 clock=self._clock,
+                group=None if self._tensor_parallel is None else self._tensor_parallel.group,
             ),
             shares_memory=shares_memory,
             num_microbatches=plan.count_microbatches(self._num_microbatches),

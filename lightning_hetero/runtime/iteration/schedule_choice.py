@@ -1,4 +1,4 @@
-"""The order of a stage's passes: 1F1B, or one that is solved for the times measured in this run.
+"""The order of a rank's passes: 1F1B, or one that is solved for the times measured in this run.
 
 A plan's first iterations run 1F1B. Then ranks share the seconds that a forward, a backward and a
 message to the next stage took, and each rank solves the same problem (see
@@ -8,10 +8,11 @@ once per plan and number of micro-batches, and in long iterations for the micro-
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,20 @@ from lightning_hetero.core.actions import (
     Action,
     ActionKind,
     most_held,
-    schedule_1f1b,
     schedule_forward,
 )
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.stage.activations import measure_edge
-from lightning_hetero.schedules import Edge, Schedule, StageTimes, solve_actions
+from lightning_hetero.runtime.stage.activations import measure_edges
+from lightning_hetero.schedules import (
+    Edge,
+    Schedule,
+    StageTimes,
+    solve_actions,
+    usual_actions,
+)
 
 __all__ = ["ScheduleChoice", "StageSchedule"]
 
@@ -45,14 +51,16 @@ _USED_MEMORY = 0.9
 
 
 class StageSchedule(NamedTuple):
-    """What a stage runs in an iteration."""
+    """What a rank runs in an iteration."""
 
     actions: tuple[Action, ...] = ()
     """In their order."""
-    held: int = MAX_KEPT_SENDS
-    """Most micro-batches that it holds between forward and backward."""
-    held_before: int = MAX_KEPT_SENDS
-    """The same of the stage before."""
+    held: Mapping[int, int] = MappingProxyType({})
+    """Most micro-batches between forward and backward, by stage: this rank's and those before."""
+
+    def held_by(self, stage_index: int) -> int:
+        """Return how far a stage runs ahead: `MAX_KEPT_SENDS` if there is no backward."""
+        return self.held.get(stage_index, MAX_KEPT_SENDS)
 
     @property
     def is_split(self) -> bool:
@@ -63,12 +71,14 @@ class StageSchedule(NamedTuple):
 class _Times(NamedTuple):
     """Seconds of a micro-batch on one rank."""
 
-    forward_s: float
-    backward_s: float
-    edge: Edge
-    """The link to the next stage."""
+    forward_s: dict[int, float]
+    """By stage."""
+    backward_s: dict[int, float]
+    edges: dict[int, Edge]
+    """The link from each stage to the next, if that is another rank's."""
     room: float
-    """Micro-batches that its memory has room for, the ones that 1F1B holds among them."""
+    """Micro-batches that its memory has room for, the ones that 1F1B holds among them; one that is
+    held in all of its chunks counts once."""
 
 
 @dataclass
@@ -76,15 +86,18 @@ class _Own:
     """What this rank has measured of a plan."""
 
     num_iterations: int = 0
-    seconds: dict[ActionKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[ActionKind, dict[int, list[float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+    """By kind and stage."""
 
-    def median_s(self, kind: ActionKind) -> float:
-        """Return the seconds of a usual action."""
-        return median(self.seconds[kind]) if self.seconds[kind] else 0.0
+    def medians_s(self, kind: ActionKind) -> dict[int, float]:
+        """Return the seconds of a usual action, by stage."""
+        return {stage: median(seconds) for stage, seconds in self.seconds[kind].items()}
 
 
 class ScheduleChoice:
-    """The actions of one rank's stage in each training iteration.
+    """The actions of one rank in each training iteration.
 
     Args:
         kind: The user's choice.
@@ -110,24 +123,26 @@ class ScheduleChoice:
     def of(
         self, running: RunningPlan, tokens: Sequence[int], *, is_training: bool
     ) -> StageSchedule:
-        """Return what this rank's stage runs for micro-batches of so many tokens."""
+        """Return what this rank runs for micro-batches of so many tokens."""
         if running.place is None:
             return StageSchedule()
-        index, num_stages, count = running.place.stage_index, len(running.stages), len(tokens)
-        if not is_training:
+        index, count = running.place.stage_index, len(tokens)
+        pipeline, orders = running.plan.pipelines[running.place.pipeline_index], None
+        if not is_training and not pipeline.has_chunks:
             return StageSchedule(schedule_forward(stage_index=index, num_microbatches=count))
-        orders = None
-        if running.plan in self._times and num_stages > 1 and count:
+        if is_training and running.plan in self._times and pipeline.num_stages > 1 and count:
             sizes = self._sizes(running, tokens)
             orders = self._solve(running.plan, running.place.pipeline_index, count, sizes)
-        if orders is None:
-            before, own = (
-                schedule_1f1b(stage_index=stage, num_stages=num_stages, num_microbatches=count)
-                for stage in (max(index - 1, 0), index)
-            )
-        else:
-            before, own = orders[max(index - 1, 0)], orders[index]
-        return StageSchedule(own, most_held(own), most_held(before))
+        # Without training, too: what never blocks doesn't without its backwards either.
+        orders = orders or usual_actions(pipeline.workers, count)
+        held: dict[int, int] = {}
+        near = {i for chunk in running.chunks for i in (max(chunk.index - 1, 0), chunk.index)}
+        for worker in {pipeline.workers[stage] for stage in near}:
+            held |= most_held(orders[worker])
+        actions = orders[pipeline.workers[index]]
+        if not is_training:
+            return StageSchedule(tuple(a for a in actions if a.kind is ActionKind.FORWARD), held)
+        return StageSchedule(actions, held)
 
     def _sizes(self, running: RunningPlan, tokens: Sequence[int]) -> tuple[float, ...]:
         """Return the micro-batches' sizes beside their mean's; none if they hardly differ.
@@ -140,7 +155,8 @@ class ScheduleChoice:
         times = [
             self._times[running.plan][rank] for stage in running.stages for rank in stage.ranks
         ]
-        busy_s = max(item.forward_s + item.backward_s for item in times) * len(tokens)
+        each_s = (sum((*t.forward_s.values(), *t.backward_s.values())) for t in times)
+        busy_s = max(each_s) * len(tokens)
         return sizes if len(set(sizes)) > 1 and min(sizes) and busy_s >= _LONG_S else ()
 
     def learn(self, running: RunningPlan) -> None:
@@ -160,17 +176,18 @@ class ScheduleChoice:
         own.num_iterations += 1
         if timed is plan and own.num_iterations > 1 and last is not None:
             for action in last.actions:
-                own.seconds[action.kind].append(action.compute_s)
+                own.seconds[action.kind][action.stage_index].append(action.compute_s)
         if own.num_iterations == _MEASURED_ITERATIONS:
             self._share(running, own)
 
     def _share(self, running: RunningPlan, own: "_Own") -> None:
         """Share what was measured of a plan with all ranks; collective."""
         place = running.place
+        is_measured = place is not None and place.tp_rank == 0
         found = _Times(
-            own.median_s(ActionKind.FORWARD),
-            own.median_s(ActionKind.BACKWARD),
-            Edge() if place is None else measure_edge(running.link, place),
+            own.medians_s(ActionKind.FORWARD),
+            own.medians_s(ActionKind.BACKWARD),
+            measure_edges({c.index: c.link for c in running.chunks}) if is_measured else {},
             _room(running),
         )
         self._times[running.plan] = self._comms.gather_objects(found)
@@ -185,28 +202,27 @@ class ScheduleChoice:
         num_microbatches: int,
         sizes: tuple[float, ...],
     ) -> tuple[tuple[Action, ...], ...] | None:
-        times = self._times[plan]
+        times, pipeline = self._times[plan], plan.pipelines[pipeline_index]
         stages = [
-            # Ranks of a tensor-parallel group wait for the slowest.
+            # Ranks of a tensor-parallel group wait for the slowest; the first measures edges.
             StageTimes(
-                forward_s=max(times[rank].forward_s for rank in stage.ranks),
-                backward_s=max(times[rank].backward_s for rank in stage.ranks),
-                edge=max((times[rank].edge for rank in stage.ranks), key=lambda edge: edge.whole_s),
+                forward_s=max(times[rank].forward_s.get(index, 0.0) for rank in stage.ranks),
+                backward_s=max(times[rank].backward_s.get(index, 0.0) for rank in stage.ranks),
+                edge=times[stage.ranks[0]].edges.get(index, Edge()),
             )
-            for stage in plan.pipelines[pipeline_index].stages
+            for index, stage in enumerate(pipeline.stages)
         ]
         return solve_actions(
             stages,
             num_microbatches,
             rooms=self.kind.rooms(
-                [
-                    min(times[rank].room for rank in stage.ranks)
-                    for stage in plan.pipelines[pipeline_index].stages
-                ]
+                [min(times[rank].room for rank in group) for group in pipeline.groups],
+                has_chunks=pipeline.has_chunks,
             ),
             least_gain=self.kind.least_gain,
             is_split=self._is_split,
             sizes=sizes,
+            workers=pipeline.workers,
         )
 
 
@@ -219,7 +235,8 @@ def _room(running: RunningPlan) -> float:
     device = running.weights.store.device
     if device.type != "cuda" or running.place is None:
         return math.inf
-    held = len(running.stages) - running.place.stage_index
+    pipeline = running.plan.pipelines[running.place.pipeline_index]
+    held = len(pipeline.groups) - (0 if pipeline.has_chunks else running.place.stage_index)
     most, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     left = _USED_MEMORY * torch.cuda.get_device_properties(device).total_memory - most
     return held * (1 + max(0.0, left) / max(1, most - kept))

@@ -6,6 +6,7 @@ log, no buffer, no random state, no gradient.
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -34,12 +35,14 @@ from lightning_hetero.runtime.results.split_check import (
     judge,
 )
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.stage.activations import ActivationLink
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.unknown import check_known, tensors_in
 
-__all__ = ["SplitRun"]
+__all__ = ["SplitRun", "copy_of"]
 
 _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
 """Most elements, and most parameters, whose gradients are compared; at least one is."""
@@ -142,7 +145,7 @@ class SplitRun:
         running: RunningPlan,
         *,
         seed: tuple[int, ...],
-        recompute: Callable[[Sequence[Any]], list[Recomputation]],
+        recompute: Callable[[Chunk], Recomputation],
     ) -> None:
         """Check, and decide how losses count; collective, inside the running plan's contexts.
 
@@ -151,17 +154,17 @@ class SplitRun:
             microbatches: This rank's.
             running: The plan.
             seed: What the random numbers depend on.
-            recompute: Returns what parts recompute in backward.
+            recompute: Returns what parts recompute in backward on a stage.
 
         Raises:
             StepError: The loss can't be cut; on every rank.
         """
         parts = _parts_of(microbatches)
-        found = self._try(step, parts, running, seed, recompute(parts))
+        found = self._try(step, parts, running, seed, recompute)
         everyone = self._comms.gather_objects(found)
         if not self._evaluates and any(item.is_random for item in everyone):
             self._evaluates = True
-            found = self._try(step, parts, running, seed, recompute(parts))
+            found = self._try(step, parts, running, seed, recompute)
             everyone = self._comms.gather_objects(found)
         self._decide(everyone, sum(running.num_microbatches))
 
@@ -196,25 +199,27 @@ class SplitRun:
         parts: Sequence[Any],
         running: RunningPlan,
         seed: tuple[int, ...],
-        recomputations: Sequence[Recomputation],
+        recompute: Callable[[Chunk], Recomputation],
     ) -> _Found:
-        """Run the parts through this rank's stage."""
+        """Run the parts through this rank's stages, all through the first one first."""
         seen, limits, has_drawn = list[_Seen](), self._limits(), False
-        link, pull = running.link, running.pull
+        pull = running.pull
         with PreservedRandomState(), torch.compiler.set_stance("force_eager"):
-            for part, recomputation in zip(parts, recomputations, strict=True):
+            for chunk, part in itertools.product(running.chunks, parts):
+                link = chunk.link
                 forward = _WatchedPass(
-                    layers=running.layers,
+                    layers=chunk.stage.layers,
                     num_layers=running.plan.num_layers,
                     seed=seed,
                     receive=None if link.previous is None else link.receive_activation,
                     wait_unit=pull.wait_unit if pull.is_under_way else None,
-                    recomputation=recomputation,
+                    recomputation=recompute(chunk),
                     limits=limits,
                 )
                 # Each part begins with the same buffers.
                 with Spared(self._module, evaluates=self._evaluates) as spared:
-                    found = self._run_part(step, part, forward, running)
+                    given = part if chunk is running.chunks[-1] else copy_of(part)
+                    found = self._run_part(step, given, forward, running, link)
                     has_drawn |= forward.has_drawn or spared.has_drawn
                 limits = forward.limits
                 if found is not None:
@@ -222,7 +227,12 @@ class SplitRun:
         return self._report(parts, seen, running, _Found((), limits, has_drawn))
 
     def _run_part(
-        self, step: Step, part: Any, forward: _WatchedPass, running: RunningPlan
+        self,
+        step: Step,
+        part: Any,
+        forward: _WatchedPass,
+        running: RunningPlan,
+        link: ActivationLink,
     ) -> _Seen | None:
         """Run one part; return what a last stage sees of it."""
         hiding = running.weights.in_step() or nullcontext()
@@ -240,7 +250,7 @@ class SplitRun:
         except HeteroError:
             raise
         except Exception as error:
-            if running.link.following is not None:
+            if link.following is not None:
                 raise
             return _Seen(failure=f"{type(error).__name__}: {error}", error=error)
         else:
@@ -248,7 +258,7 @@ class SplitRun:
             counts = {item: float(item.of(part, self._by_module)) for item in countings}
             return _Seen(gradient=gradient, counts=counts)
         forward.look()
-        running.link.send_activation(handed_on)
+        link.send_activation(handed_on)
         return None
 
     def _report(
@@ -343,9 +353,15 @@ def _counts_of(seen: Sequence[_Seen]) -> dict[Counting, Triple]:
     }
 
 
-def _copy_of(part: Any) -> Any:
-    """Return a deep copy of a batch; its tensors are cloned by torch, on whatever device."""
-    return copy.deepcopy(part, {id(item): item.clone() for item in tensors_in(part)})
+def copy_of(part: Any) -> Any:
+    """Return a deep copy of a batch, which a step may change in place.
+
+    Its tensors are cloned by torch, on whatever device.
+    """
+    made = copy.deepcopy(part, {id(item): item.clone() for item in tensors_in(part)})
+    if isinstance(made, PackedBatch):
+        remember_packed(made.input_ids, made.cu_seqlens)
+    return made
 
 
 def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
@@ -368,12 +384,7 @@ def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
             parts = _of_single(chosen, [item for item in microbatches if item is not chosen])
     except BatchError:
         return []
-    # A step may change its batch in place.
-    copies = [_copy_of(part) for part in parts] if parts[0] is not None else []
-    for part in copies:
-        if isinstance(part, PackedBatch):
-            remember_packed(part.input_ids, part.cu_seqlens)
-    return copies
+    return [copy_of(part) for part in parts] if parts[0] is not None else []
 
 
 def _of_single(chosen: Any, others: Sequence[Any]) -> list[Any]:

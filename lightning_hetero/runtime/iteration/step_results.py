@@ -81,10 +81,11 @@ class StepResults:
         self._by_module = getattr(module, "num_target_tokens", None)
         """The module's own count of a batch's targets."""
 
-    def begin(self, microbatch: Any, num_samples: int) -> None:
-        """Note the module's state before a step of a micro-batch."""
+    def begin(self, microbatch: Any, num_samples: int, *, counts: bool = True) -> None:
+        """Note the module's state before a step of a micro-batch; one of its steps `counts`."""
         self._lists.begin()
-        self.epoch_weight += epoch_weight(microbatch, num_samples)
+        if counts:
+            self.epoch_weight += epoch_weight(microbatch, num_samples)
 
     def drop(self) -> None:
         """Discard the results of a step that ended with its stage."""

@@ -7,7 +7,7 @@ through the ranks' store.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, HeteroError
+from lightning_hetero.core.neighbours import Edge
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
 
@@ -47,6 +48,7 @@ two for the parameters outside the layers. NCCL keeps buffers in each.
 """
 
 _T = TypeVar("_T")
+_Key = TypeVar("_Key", tuple[int, ...], Edge)
 
 
 def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
@@ -122,6 +124,9 @@ class Rows:
         rows = Rows(row, group)  # doesn't wait
         found = rows.share()  # (num_ranks, length), on every rank
 
+    They travel over a binomial tree, so no rank has more than log₂ n messages or neighbours: rank
+    r, a multiple of 2ᵏ, gathers the rows [r, r + 2ᵏ) and sends them to rank r - 2ᵏ.
+
     Args:
         row: This rank's, (length,), as long as the others'.
         group: A gloo group of all ranks; None if there is only one.
@@ -129,17 +134,38 @@ class Rows:
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._work: dist.Work | None = None
         self._rows = row[None]
-        if group is not None:
-            self._rows = row.new_empty(dist.get_world_size(group), len(row))
-            into = list(self._rows) if dist.get_rank(group) == 0 else None
-            self._work = dist.gather(row, into, 0, group, async_op=True)
+        self._rank, self._span = 0, 1
+        self._received: list[dist.Work | None] = []
+        self._sent: dist.Work | None = None
+        if group is None:
+            return
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._rank, self._rows = rank, row.new_empty(size, len(row))
+        self._rows[rank] = row
+        while self._span < size and not rank & self._span:
+            child = rank + self._span
+            if child < size:
+                part = self._rows[child : child + self._span]
+                self._received.append(dist.irecv(part, child, group))
+            self._span *= 2
+        if not self._received:
+            self._send()
+
+    def _send(self) -> None:
+        if self._rank:
+            own = self._rows[self._rank : self._rank + self._span]
+            self._sent = dist.isend(own, self._rank - self._span, self._group)
 
     def on_rank_0(self) -> Tensor:
         """Wait; return every rank's row on rank 0, something else elsewhere."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._received:
+            assert work is not None
+            work.wait()
+        if self._sent is None:
+            self._send()
+        if self._sent is not None:
+            self._sent.wait()
         return self._rows
 
     def share(self) -> Tensor:
@@ -207,9 +233,7 @@ class Communicators:
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
     """Tells whether the device had ended the last step before an abort."""
     _is_aborted: bool = field(default=False, repr=False, compare=False)
-    _edges: dict[tuple[int, ...], dist.ProcessGroup] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _edges: dict[Edge, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -246,16 +270,16 @@ class Communicators:
 
         return connections.open(make)
 
-    def connect(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Make the communicators of each (sender, receiver) that has none; collective.
+    def connect(self, edges: Iterable[Edge]) -> None:
+        """Make the communicators of edges that have none; collective.
 
         All ranks give the same edges in the same order.
         """
-        self._make(self._edges, [edge for edge in edges if edge not in self._edges])
+        self._make(self._edges, {edge: edge[:2] for edge in edges if edge not in self._edges})
 
-    def edge(self, sender: int, receiver: int) -> dist.ProcessGroup:
+    def edge(self, edge: Edge) -> dist.ProcessGroup:
         """Return the communicator of messages from one rank to another; see `connect`."""
-        return self._edges[sender, receiver]
+        return self._edges[edge]
 
     def abort(self) -> None:
         """End all waits in the communicators, as far as their backends can, since a peer is dead.
@@ -305,25 +329,25 @@ class Communicators:
         A group is made once, by all ranks in the order of the plan, and kept for later plans.
         """
         stages = [stage.ranks for _, _, stage in plan.iter_stages() if stage.tp_degree > 1]
-        self._make(self._groups, [ranks for ranks in stages if ranks not in self._groups])
+        self._make(self._groups, {ranks: ranks for ranks in stages if ranks not in self._groups})
         own = [self._groups[ranks] for ranks in stages if self.global_rank in ranks]
         return own[0] if own else None
 
     def _make(
         self,
-        known: dict[tuple[int, ...], dist.ProcessGroup],
-        new: Sequence[tuple[int, ...]],
+        known: dict[_Key, dist.ProcessGroup],
+        new: Mapping[_Key, tuple[int, ...]],
     ) -> None:
-        """Make the groups of some sets of ranks; collective over all ranks.
+        """Make the groups of some sets of ranks, under some keys; collective over all ranks.
 
         A rank calls torch for each of them, because torch counts them to name them, and names must
         agree. One of which it is no member costs that call and no message (on gloo).
         """
 
         def make() -> None:
-            for ranks in new:
+            for key, ranks in new.items():
                 self.connections.check()
-                known[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+                known[key] = dist.new_group(list(ranks), timeout=self.timeout)
 
         if new:
             self.connections.open(make)
@@ -342,11 +366,11 @@ class Communicators:
         """
         known = self._exchange_groups
         numbers = Counter(chain.from_iterable(known))
-        new = []
+        new = {}
         for ranks in wanted:
             is_new = len(ranks) < self.world_size and ranks not in known
             if is_new and all(numbers[rank] < MAX_EXCHANGE_GROUPS for rank in ranks):
-                new.append(ranks)
+                new[ranks] = ranks
                 numbers.update(ranks)
         self._make(known, new)
 

@@ -106,6 +106,7 @@ class FailureDetector:
         self._is_judged = threading.Event()
         """Set once it is known why the run can't go on."""
         self._raised = threading.Event()
+        self._reported: BaseException | None = None
         self._judging: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -170,7 +171,10 @@ class FailureDetector:
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the run's first report counts."""
         self._raised.set()
+        if error is self._reported:
+            return  # It has come through a caller that reported it.
         if self._watch is not None and not isinstance(error, PeerError):
+            self._reported = error
             notes = getattr(error, "__notes__", ())
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")

@@ -28,12 +28,15 @@ What is sent is freed once it has arrived: at most as many are kept as the sched
 and older ones have arrived by then, so waiting for them costs nothing. In forward-only passes at
 most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running ahead.
 
+A rank that runs several stages has a link for each; its edges' channels tell apart what goes to the
+same rank. Between neighbouring stages it hands copies to itself, see `Mailbox`.
+
 Measure how long messages between two neighbouring stages take, by messages there and back.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +45,6 @@ from torch import Tensor
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.core.neighbours import Neighbour, SentPiece
-from lightning_hetero.core.plan import RankPlace
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.stage.messages import (
@@ -59,7 +61,7 @@ from lightning_hetero.runtime.stage.messages import (
 )
 from lightning_hetero.schedules import Edge
 
-__all__ = ["ActivationLink", "Handover", "HiddenForm", "measure_edge"]
+__all__ = ["ActivationLink", "Handover", "HiddenForm", "Mailbox", "measure_edges"]
 
 
 @dataclass
@@ -81,6 +83,14 @@ class Handover:
 
 
 @dataclass
+class Mailbox:
+    """What a rank hands to itself, from one of its stages to the next one and back."""
+
+    activations: deque[Handover] = field(default_factory=deque)
+    gradients: deque[Sequence[Tensor]] = field(default_factory=deque)
+
+
+@dataclass
 class _Posted:
     """Receives under way: the first tensor by itself, the others packed."""
 
@@ -99,7 +109,7 @@ class _Posted:
 
 
 class ActivationLink:
-    """Sends to and receives from one rank's neighbouring stages in its pipeline.
+    """Sends to and receives from the neighbours of a rank's stage in its pipeline.
 
     Args:
         previous: The stage before; None on the first stage.
@@ -109,9 +119,11 @@ class ActivationLink:
         device: Where activations lie.
         clock: Times the waits.
         group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
+        before: Shared with the link of the stage before, if that is this rank's own.
+        after: The same of the next stage.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what connects a stage
         self,
         *,
         previous: Neighbour | None,
@@ -120,8 +132,11 @@ class ActivationLink:
         device: torch.device,
         clock: ComputeClock,
         group: dist.ProcessGroup | None = None,
+        before: Mailbox | None = None,
+        after: Mailbox | None = None,
     ) -> None:
         self.previous = previous
+        self._before, self._after = before, after
         self.following = following
         self._group = group
         self.comms = comms
@@ -152,10 +167,12 @@ class ActivationLink:
     def expect_activations(self, num_left: int) -> None:
         """Post receives of the next handovers, of which `num_left` are to come."""
         assert self.previous is not None
+        if self._before is not None:
+            return
         piece = self.previous.received
         group = self._first_group(piece, is_apart=self._gets_headers_apart)
         for _ in range(min(num_left, self._most_expected) - self._inbox.num_posted):
-            self._inbox.post(piece.sender, group)
+            self._inbox.post(piece.sender, group, 2 * piece.channel)
 
     def receive_activation(self) -> Handover:
         """Wait for the next handover from the stage before, and return it.
@@ -163,11 +180,15 @@ class ActivationLink:
         Its tensors require gradients if those sent did.
         """
         assert self.previous is not None
+        if self._before is not None:
+            return self._before.activations.popleft()
         inbox, piece = self._inbox, self.previous.received
         is_apart = self._gets_headers_apart
         self.expect_activations(max(1, inbox.num_posted))
         group = self._first_group(piece, is_apart=is_apart)
-        header, message = inbox.receive(piece.sender, group, self._clock, counts=not is_apart)
+        header, message = inbox.receive(
+            piece.sender, group, self._clock, counts=not is_apart, tag=2 * piece.channel
+        )
         if is_apart:
             received = self._wait(self._post(header.tensors, piece))
         else:
@@ -183,6 +204,14 @@ class ActivationLink:
         if not self.following.sent:
             return
         self._clock.before_send()
+        if self._after is not None:
+            kept = sent.copy()
+            # The next stage may change its input in place.
+            kept.tensors = [
+                i.detach().clone().requires_grad_(i.requires_grad) for i in sent.tensors
+            ]
+            self._after.activations.append(kept)
+            return
         self._sent_forward.make_room(self._clock)
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
@@ -190,7 +219,8 @@ class ActivationLink:
         payload = payload_of(sent.tensors) if is_apart else []
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
-            for tag, header in enumerate(headers):
+            # Only on CPUs, whose backend knows tags, do several messages share a queue.
+            for tag, header in enumerate(headers, start=2 * piece.channel):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
             for part in payload:
                 self._sent_forward.add(_cut(part, piece), piece.receiver, self._edge(piece))
@@ -198,13 +228,15 @@ class ActivationLink:
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
         """Post the receive of the gradients of sent tensors, unless it is posted."""
         assert self.following is not None
-        if microbatch_index not in self._gradients:
+        if microbatch_index not in self._gradients and self._after is None:
             forms = tuple(map(form_of, sent))
             posted = self._post(forms, self.following.received)
             self._gradients[microbatch_index] = posted
 
-    def receive_gradient(self, microbatch_index: int) -> list[Tensor]:
+    def receive_gradient(self, microbatch_index: int) -> Sequence[Tensor]:
         """Wait for the gradients of a micro-batch's sent tensors, and return them in order."""
+        if self._after is not None:
+            return self._after.gradients.popleft()
         return self._wait(self._gradients.pop(microbatch_index))
 
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:
@@ -213,6 +245,9 @@ class ActivationLink:
         if not self.previous.sent:
             return
         self._clock.before_send()
+        if self._before is not None:
+            self._before.gradients.append(gradients)
+            return
         self._sent_backward.make_room(self._clock)
         payload = payload_of(gradients)
         for piece in self.previous.sent:
@@ -227,7 +262,7 @@ class ActivationLink:
         self._most_expected = 1
 
     def _edge(self, piece: SentPiece) -> dist.ProcessGroup:
-        return self.comms.edge(piece.sender, piece.receiver)
+        return self.comms.edge(piece.edge)
 
     def _first_group(self, piece: SentPiece, *, is_apart: bool) -> dist.ProcessGroup | None:
         """Return where the first message of an activation travels."""
@@ -315,40 +350,43 @@ _NUM_MEASURED = 3
 """Round trips of each size, of which the shortest counts."""
 
 
-def measure_edge(link: ActivationLink, place: RankPlace) -> Edge:
-    """Return the link to the next stage for messages like the last; collective in a pipeline.
+def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
+    """Return the edge from each of a rank's stages to the next, for messages like the last.
 
-    The first ranks of neighbouring stages take part; others return an edge without delay. The links
-    behind stages of even index come first, so that no stage waits for more than one neighbour.
+    Takes the rank's links by stage. Collective in a pipeline: the first ranks of all stages take
+    part. Edges behind stages of even index come first, so no stage waits for several neighbours.
     """
-    found = Edge()
-    turns = (True, False) if place.stage_index % 2 == 0 else (False, True)
-    for is_forward in turns if place.tp_rank == 0 else ():
-        if is_forward and link.following is not None:
-            peer, sizes = link.following.sent[0].receiver, (1, link.num_sent_bytes)
+    found = {}
+    ends = {end for stage in links for end in (stage - 1, stage)}
+    for stage in sorted(ends, key=lambda end: (end % 2, end)):
+        sender, receiver = links.get(stage), links.get(stage + 1)
+        if sender is not None and receiver is not None:
+            continue
+        if sender is not None and sender.following is not None:
+            sizes = 1, sender.num_sent_bytes
             latency_s, whole_s = (
-                min(_round_trip_s(link, peer, size) for _ in range(_NUM_MEASURED)) / 2
+                min(_round_trip_s(sender, sender.following, size) for _ in range(_NUM_MEASURED)) / 2
                 for size in sizes
             )
-            found = Edge(latency_s=latency_s, transfer_s=max(0.0, whole_s - latency_s))
-        elif not is_forward and link.previous is not None:
-            peer, own = link.previous.received.sender, link.comms.global_rank
-            there, back = link.comms.edge(peer, own), link.comms.edge(own, peer)
-            for size in (1, link.num_received_bytes):
-                message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
+            found[stage] = Edge(latency_s=latency_s, transfer_s=max(0.0, whole_s - latency_s))
+        elif receiver is not None and receiver.previous is not None:
+            there, back = receiver.previous.received, receiver.previous.sent[0]
+            comms = receiver.comms
+            for size in (1, receiver.num_received_bytes):
+                message = torch.empty(max(size, 1), dtype=torch.uint8, device=receiver.device)
                 for _ in range(_NUM_MEASURED):
-                    _wait(dist.irecv(message, peer, group=there), message)
-                    _wait(dist.isend(message, peer, group=back), message)
+                    _wait(dist.irecv(message, there.sender, group=comms.edge(there.edge)), message)
+                    _wait(dist.isend(message, back.receiver, group=comms.edge(back.edge)), message)
     return found
 
 
-def _round_trip_s(link: ActivationLink, peer: int, size: int) -> float:
-    own = link.comms.global_rank
+def _round_trip_s(link: ActivationLink, peer: Neighbour, size: int) -> float:
     message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
     answer = torch.empty_like(message)
-    expected = dist.irecv(answer, peer, group=link.comms.edge(peer, own))
+    there, back = peer.sent[0], peer.received
+    expected = dist.irecv(answer, back.sender, group=link.comms.edge(back.edge))
     start = time.perf_counter()
-    _wait(dist.isend(message, peer, group=link.comms.edge(own, peer)), message)
+    _wait(dist.isend(message, there.receiver, group=link.comms.edge(there.edge)), message)
     _wait(expected, answer)
     return time.perf_counter() - start
 

@@ -30,6 +30,7 @@ from lightning_hetero.runtime.random_state import seed_everything
 from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
+from lightning_hetero.runtime.stage.rehearsal import describe_call
 from lightning_hetero.runtime.stage.side_tensors import SideTensors, num_recorded, refuse_pieces
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
@@ -100,6 +101,8 @@ class StageBoundary:
         self._group = group
         self._changes_input = False
         """Whether the first layer was seen to change its input in place."""
+        self.first_call = ""
+        """Description of the first call of a layer in training; see `rehearsal`."""
         self._compiled = {
             index: layer._compiled_call_impl
             for index, layer in enumerate(self._layers)
@@ -294,6 +297,8 @@ class StageBoundary:
 
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer for the first time."""
+        if not self.first_call and current.with_gradients:
+            self.first_call = describe_call(call)
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
         return current.recomputation.run(call, layer, hidden, self._products[call.index])
 

@@ -122,8 +122,6 @@ _LENGTHS = struct.Struct("<QQ")
 """The start of each message: the bytes of its header's content and of the whole message."""
 LENGTHS_BYTES = _LENGTHS.size
 """Bytes of the two lengths with which each message begins."""
-_REST_TAG = 1
-"""Tag of what didn't fit into a posted buffer; only on CPUs, whose backend knows tags."""
 
 HiddenForm = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a hidden state."""
@@ -153,15 +151,21 @@ class Inbox:
         """Number of posted receives that nobody has waited for."""
         return len(self._posted)
 
-    def post(self, peer: int, group: dist.ProcessGroup | None) -> None:
+    def post(self, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> None:
         """Post the receive of a message."""
         buffer = torch.empty(self._longest, dtype=torch.uint8)
-        work = dist.irecv(buffer, peer, group=group)
+        work = dist.irecv(buffer, peer, group=group, tag=tag)
         assert work is not None
         self._posted.append((work, buffer))
 
     def receive(
-        self, peer: int, group: dist.ProcessGroup | None, clock: ComputeClock, *, counts: bool
+        self,
+        peer: int,
+        group: dist.ProcessGroup | None,
+        clock: ComputeClock,
+        *,
+        counts: bool,
+        tag: int = 0,
     ) -> tuple[Header, Tensor]:
         """Wait for the message posted first; return its header, and the whole message.
 
@@ -170,6 +174,7 @@ class Inbox:
             group: Where.
             clock: Times the wait.
             counts: Whether it counts as more than a mere header.
+            tag: Tag of messages; that of what doesn't fit into a posted buffer is one more.
         """
         work, message = self._posted.popleft()
         # A message that is only the beginning of a longer one counts as no bytes.
@@ -180,7 +185,7 @@ class Inbox:
             beginning, message = message, torch.empty(length, dtype=torch.uint8)
             rest = message[beginning.numel() :]
             message[: beginning.numel()] = beginning
-            of_rest = dist.irecv(rest, peer, group=group, tag=_REST_TAG)
+            of_rest = dist.irecv(rest, peer, group=group, tag=tag + 1)
             assert of_rest is not None
             clock.wait_for(of_rest, peer=peer, num_bytes=rest.numel() if counts else 0)
         self._longest = max(self._longest, length)

@@ -62,8 +62,8 @@ class OuterRoles:
             epoch: Epoch of the iteration.
         """
         for pipeline in plan.pipelines:
-            if pipeline.num_stages == 1:
-                continue
+            if pipeline.stages[0].ranks == pipeline.stages[-1].ranks:
+                continue  # Ranks with both ends hold them in any case.
             for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
                 for rank in pipeline.stages[stage_index].ranks:
                     for name in reads.get(rank, ()):

@@ -61,19 +61,31 @@ class AttentionWork(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_packed_batch_gives_the_logits_and_gradients_of_each_sample_alone(model):
+def test_packed_samples_padded_rows_and_losses_are_those_of_each_sample_alone(model):
     rows = samples()
     weights = torch.randn(sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(2))
     alone = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
     expected = gradients(model, (alone * weights).sum())
     use_packed_attention(model)
-    packed = model(**packed_inputs(pack_samples(rows))).logits[0]
+    batch = pack_samples(rows)
+    packed = model(**packed_inputs(batch)).logits[0]
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
     found = gradients(model, (packed * weights).sum())
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         scale = max(float(value.abs().max()), 1.0)
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * scale, msg=name)
+
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(rows, batch_first=True, padding_value=2)
+    mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
+    padded = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)
+
+    if isinstance(model, transformers.BertForMaskedLM):
+        batch = replace(batch, labels=batch.input_ids.masked_fill(batch.input_ids % 3 > 0, -100))
+    output = model(**packed_inputs(batch, labels=True))
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[0], batch.labels))
 
 
 def test_positions_of_roberta_begin_behind_its_padding():
@@ -94,26 +106,6 @@ def test_attention_costs_the_sum_of_squares_and_no_mask_is_made(model):
         model(**packed_inputs(pack_samples(samples(lengths))))
     assert work.pairs == NUM_LAYERS * sum(length**2 for length in lengths)
     assert work.masks == 0
-
-
-def test_rows_with_padding_run_as_without_packing(model):
-    rows = samples()
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=2)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    plain = model(input_ids=ids, attention_mask=mask).logits
-    use_packed_attention(model)
-    model(**packed_inputs(pack_samples(rows)))
-    again = model(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(again[mask.bool()], plain[mask.bool()], rtol=1e-5, atol=1e-5)
-
-
-def test_the_models_own_loss_is_the_mean_over_the_batchs_targets(model):
-    batch = pack_samples(samples())
-    if isinstance(model, transformers.BertForMaskedLM):
-        batch = replace(batch, labels=batch.input_ids.masked_fill(batch.input_ids % 3 > 0, -100))
-    use_packed_attention(model)
-    output = model(**packed_inputs(batch, labels=True))
-    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[0], batch.labels))
 
 
 def test_generation_goes_on_with_a_cache(llama):

@@ -75,6 +75,38 @@ def test_a_reduce_scatter_gives_the_same_but_for_rounding(pool: ProcessPool) -> 
             np.testing.assert_allclose(weights, other.weights[key], rtol=1e-4, atol=1e-5)
 
 
+FIVE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1, 4, 3)))
+TWICE = plan_of(pipeline(stage([0, 1], 0, 3)), pipeline(stage([2, 3], 0, 3)))
+ON_NODES = {
+    # Of two nodes with two ranks, half of what each would send leaves a node.
+    "aabb": (Case(plan=plan_of(*(pipeline(stage(i, 0, 3)) for i in range(4))), num_rows=16), 1 / 2),
+    # Straight, of 5 pieces two ranks send 3, three send 2: 12. By node 2 relays of 3, 3 of 2: 5.
+    "abbba": (Case(plan=FIVE, width=64, num_rows=20), 5 / 12),
+    # Each part of a stage is a circle of two, with one rank on each node: nothing is summed there.
+    "abab": (Case(plan=TWICE, width=32, options=(("tp_plan", TP_PLAN),), num_rows=8), 1),
+}
+
+
+@pytest.mark.parametrize("nodes", ON_NODES)
+def test_gradients_summed_on_nodes_give_the_same_but_for_rounding(
+    pool: ProcessPool, nodes: str
+) -> None:
+    case, share = ON_NODES[nodes]
+    case = replace(case, world_size=len(nodes))
+    kinds = ("collectives", "by-node")
+    found = pool.run(run_by, case.world_size, case, kinds, nodes)
+    again = pool.run(run_by, case.world_size, case, ("by-node",), nodes)
+    for item, repeated in zip(found, again, strict=True):
+        one, other = item["collectives"].outcome, item["by-node"].outcome
+        np.testing.assert_allclose(one.losses, other.losses, rtol=1e-5)
+        for key, weights in one.weights.items():
+            np.testing.assert_allclose(weights, other.weights[key], rtol=1e-4, atol=1e-5)
+            assert np.array_equal(other.weights[key], repeated["by-node"].outcome.weights[key])
+    assert ("SummedByNode collective" in ways_of(found, "by-node")) == (share < 1)
+    straight, by_node = (sum(item[kind].far_bytes for item in found) for kind in kinds)
+    assert by_node == pytest.approx(share * straight, rel=0.02)
+
+
 def test_few_ranks_send_messages_on_gloo_unless_told_otherwise(pool: ProcessPool) -> None:
     case = CASES["equal pipelines"]
     found = pool.run(run_by, case.world_size, case, ("auto",))
@@ -90,7 +122,5 @@ def train_by_own_way(rank: int, case: Case, ways: tuple[str, ...]) -> str:
 
 def test_ranks_that_exchange_otherwise_are_refused_on_all(pool: ProcessPool) -> None:
     case = replace(CASES["equal pipelines"], num_rows=6)
-    for text in pool.run(
-        train_by_own_way, 3, case, ("collectives", "reduce-scatter", "collectives")
-    ):
+    for text in pool.run(train_by_own_way, 3, case, ("collectives", "by-node", "collectives")):
         assert "Ranks don't run the same" in text

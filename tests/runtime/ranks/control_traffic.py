@@ -16,9 +16,10 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
-from lightning_hetero.runtime.ranks.communicators import init_process_group
+from lightning_hetero.runtime.ranks.communicators import Rows, init_process_group
 from lightning_hetero.runtime.ranks.connections import Connections, is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Watch
+from lightning_hetero.strategy import processes as processes_module
 from lightning_hetero.strategy.processes import Processes
 
 _TIMEOUT = timedelta(seconds=120)
@@ -61,6 +62,25 @@ def connect_stages(rank: int, *, plans: list[ParallelPlan]) -> list[tuple[int, b
         dist.barrier(group=processes.control)
     processes.stop_watching()
     return found
+
+
+def connect_and_agree(rank: int, *, most_eager: int) -> int:
+    """Return the sockets that a rank has once all have gathered rows and objects."""
+    lazy = "TORCH_GLOO_LAZY_INIT"
+    with mock.patch.object(processes_module, "_MAX_EAGER_RANKS", most_eager):
+        before = _sockets()
+        processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
+        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
+    try:
+        world_size, own = processes.comms.world_size, torch.tensor([float(rank)])
+        rows = Rows(own, processes.control).share()
+        assert rows.flatten().tolist() == list(range(world_size))
+        assert processes.comms.gather_objects(rank) == list(range(world_size))
+        dist.barrier(group=processes.control)
+        return len(_sockets() - before)
+    finally:
+        os.environ.pop(lazy, None)
+        processes.stop_watching()
 
 
 def wait_for_frozen(rank: int, *, frozen: int) -> str:

@@ -11,6 +11,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
 from tests.processes import ProcessPool
 from tests.runtime.ranks.control_traffic import (
+    connect_and_agree,
     connect_stages,
     talk_until_hung_up,
     wait_for_frozen,
@@ -59,6 +60,12 @@ def test_only_plans_with_stages_connect_them_and_do_it_once(pool: ProcessPool) -
         assert can_talk == (False, True, True, True)
         assert sockets[1] > 0
         assert sockets[0] == sockets[2] == sockets[3] == 0
+
+
+@pytest.mark.dist
+def test_many_ranks_connect_only_with_those_to_whom_they_talk(pool: ProcessPool) -> None:
+    eager, lazy = (pool.run(partial(connect_and_agree, most_eager=most), 6) for most in (64, 1))
+    assert all(few < many for few, many in zip(lazy, eager, strict=True))
 
 
 def test_what_was_there_before_is_never_hung_up() -> None:

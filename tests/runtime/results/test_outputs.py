@@ -5,7 +5,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from lightning_hetero.models.batches import cut_batch
 from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord, join_outputs
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import PLANS, STAGES, TinyModule, fit_each, same
+from tests.runtime.step_cases import COPIES, STAGES, TinyModule, check, fit_each
 
 
 class Pair(NamedTuple):
@@ -176,25 +174,9 @@ class ReturnsMapping(Collecting):
         return UserDict(super().training_step(batch, batch_idx))
 
 
-def same_seen(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert isinstance(found, dict), found
-    same(found, expected)
-    assert len(found["seen"]) == len(expected["seen"])
-    for one, other in zip(found["seen"], expected["seen"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", PLANS)
-def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool, plan: str) -> None:
-    (expected,) = pool.run(fit_each, 1, [Collecting], None)[0]
-    for (found,) in pool.run(fit_each, 2, [Collecting], PLANS[plan]):
-        same_seen(found, expected)
-
-
-def test_a_step_may_return_its_loss_in_any_mapping_as_in_lightning() -> None:
-    alone = plan_of(pipeline(stage(0, 0, 3)))
-    same_seen(*(fit_each(0, [ReturnsMapping], plan)[0] for plan in (alone, None)))
+def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool) -> None:
+    check(pool, [Collecting, ReturnsMapping], STAGES, COPIES)
 
 
 class Returning(TinyModule):
@@ -213,5 +195,5 @@ class Returning(TinyModule):
 
 @pytest.mark.dist
 def test_outputs_stay_on_last_stages_where_the_user_spares_the_traffic(pool: ProcessPool) -> None:
-    results = pool.run(fit_each, 2, [Returning], STAGES, {"share_outputs": False})
+    results = pool.run(fit_each, 2, [Returning], STAGES, {"options": {"share_outputs": False}})
     assert [found["seen"] for (found,) in results] == [[None] * 4, [4] * 4]

@@ -5,17 +5,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
-from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 
 def sliced_layer() -> tuple[nn.Linear, Any]:
@@ -73,58 +68,3 @@ def test_values_are_refused_by_name(use: Callable[[nn.Linear], object]) -> None:
         pytest.raises(ConfigurationError, match=r"parameter weight .* configure_optimizers"),
     ):
         use(layer)
-
-
-class BySize(ToyModule):
-    """Groups and learning rates that depend on the sizes of parameters."""
-
-    def configure_optimizers(self) -> Any:
-        ordered = sorted(self.parameters(), key=lambda p: (p.numel(), tuple(p.shape)))
-        groups = [
-            {
-                "params": [p],
-                "lr": 4.0 / (p.shape[0] + len(p)),
-                "momentum": 0.9 if p.numel() > 150 else 0.0,
-                "weight_decay": 0.1 if p.ndim == 2 else 0.0,
-            }
-            for p in ordered
-        ]
-        return torch.optim.SGD(groups, lr=0.1)
-
-
-class ByNorm(ToyModule):
-    """A learning rate that depends on values of a parameter."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1 / float(self.model.wpe.norm()))
-
-
-TWO = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3), num_microbatches=2))
-COPIES = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
-
-
-def train(rank: int, plan: dict[str, Any] | None) -> tuple[list[float], str]:
-    """Return losses of a module whose optimizer asks for sizes, and what one for values gets."""
-    torch.manual_seed(0)
-    module, options = BySize(ToyOptions(tied=True)), quiet(devices=1, max_steps=4)
-    batch_size = 8
-    if plan is not None:
-        options |= {"strategy": HeteroStrategy(ParallelPlan.from_dict(plan)), "devices": 2}
-        batch_size //= len(plan["pipelines"])
-    L.Trainer(**options).fit(module, loader(64, batch_size))
-    said = ""
-    if plan is not None:
-        options["strategy"] = HeteroStrategy(ParallelPlan.from_dict(plan))
-        with pytest.raises(ConfigurationError) as caught:
-            L.Trainer(**options).fit(ByNorm(ToyOptions()), loader(64, batch_size))
-        said = str(caught.value)
-    return module.losses, said
-
-
-@pytest.mark.dist
-def test_optimizers_configured_by_size_train_as_on_a_single_device(pool: ProcessPool) -> None:
-    alone, _ = pool.run(train, 1, None)[0]
-    for plan in (TWO, COPIES):
-        for losses, said in pool.run(train, 2, plan):
-            assert losses == pytest.approx(alone, rel=1e-4)
-            assert "parameter model.wpe are used in configure_optimizers" in said

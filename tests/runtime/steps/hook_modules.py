@@ -1,12 +1,12 @@
 """Modules whose hooks do something to weights and gradients."""
 
-import copy
-import io
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_hetero import own_rows
 from tests.runtime.step_cases import TinyModule
@@ -126,37 +126,6 @@ class LeavesOut(TinyModule):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-class CopiesModel(TinyModule):
-    def on_train_start(self) -> None:
-        self.teacher = copy.deepcopy(self.model)
-
-
-class SavesWeights(TinyModule):
-    def on_train_epoch_end(self) -> None:
-        torch.save(self.state_dict(), io.BytesIO())
-
-
-class TellsWeights(TinyModule):
-    def on_train_epoch_end(self) -> None:
-        self.told = [float(item.detach().cpu().flatten()[0]) for item in self.parameters()]
-
-
-class MeasuresFrozen(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.embed.weight.requires_grad_(False)
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self.norm = float(self.model.embed.weight.norm())
-
-
-class ZeroesRow(TinyModule):
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self.model.embed.weight.data[0] = 0.0
-
-
 class TrustRatio(torch.optim.SGD):
     """An optimizer whose name says nothing of what it needs."""
 
@@ -271,3 +240,102 @@ class Gathers(TinyModule):
         loss = super().loss(logits, labels)
         self.gathered = self.all_gather(loss.detach())
         return loss
+
+
+class ReplacesData(TinyModule):
+    """Gives every parameter other data between two steps, as some optimizers and callbacks do."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        for item in self.parameters():
+            item.data = item.data / (1 + item.data.abs())
+
+
+class AlongRows(TinyModule):
+    """Uses functions that go along the rows of a slice."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad: Any = self.model.embed.weight.grad
+        grad.mul_(torch.ones(grad.shape[0])[:, None]).add_(torch.zeros(grad.shape))
+        grad.copy_(F.normalize(grad.flip(1).sort().values.cumsum(-1)).softmax(dim=1).roll(1, 1))
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.model.embed)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.model.embed, optimizer, lr=0.1)
+
+
+class Thawed(TinyModule):
+    def configure_callbacks(self) -> list[Any]:
+        return [Thaws()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([item for item in self.parameters() if item.requires_grad], lr=0.2)
+
+
+class BySize(TinyModule):
+    """Groups and learning rates that depend on the sizes of parameters."""
+
+    def configure_optimizers(self) -> Any:
+        ordered = sorted(self.parameters(), key=lambda p: (p.numel(), tuple(p.shape)))
+        groups = [
+            {
+                "params": [p],
+                "lr": 0.5 / (p.shape[0] + len(p)),
+                "momentum": 0.9 if p.numel() > 40 else 0.0,
+                "weight_decay": 0.1 if p.ndim == 2 else 0.0,
+            }
+            for p in ordered
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class ByNorm(TinyModule):
+    """A learning rate that depends on values of a parameter."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 / float(self.model.embed.weight.norm()))
+
+
+class ChangesInStep(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.model.head.bias.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class ChangesDataInStep(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model.head.bias.data.clamp_(-0.01, 0.01)
+        return super().training_step(batch, batch_idx)
+
+
+class Renorms(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed.max_norm = 1.0
+
+
+class NormsOfColumns(TinyModule):
+    """Its second matrices are cut by columns, and as wide in a slice as they are high."""
+
+    dim = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(3))
+        self.model.layers = nn.ModuleList(layers)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for layer in self.model.layers:
+            grad = layer[2].weight.grad
+            grad.div_(grad.norm(dim=self.dim, keepdim=True) + 0.5)
+            grad[:2] *= 0.6
+
+
+class NormsOfRows(NormsOfColumns):
+    dim = 1

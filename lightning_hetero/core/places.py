@@ -1,0 +1,61 @@
+"""Find the place of each rank in a plan: its pipeline, and the stages that it runs there.
+
+A rank usually runs one stage. It runs several, its *chunks*, if a pipeline names its group several
+times: in a loop (Narayanan et al. 2021, "interleaved") or there and back, as a V (Qi et al. 2024).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hetero.core.errors import PlanError
+
+__all__ = ["RankPlace", "find_places", "workers_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """The place of one global rank in a plan."""
+
+    pipeline_index: int
+    stage_index: int
+    """Its stage, the first one if it has several."""
+    tp_rank: int
+    chunks: tuple[int, ...]
+    """Indices of all its stages, ascending."""
+
+
+def find_places(groups: Sequence[Sequence[tuple[int, ...]]]) -> dict[int, RankPlace]:
+    """Return the place of each rank.
+
+    Args:
+        groups: [pipeline][stage] ranks.
+
+    Raises:
+        PlanError: A rank has two places.
+    """
+    places: dict[int, RankPlace] = {}
+    for pipeline_index, row in enumerate(groups):
+        chunks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for stage_index, ranks in enumerate(row):
+            chunks[ranks] = (*chunks.get(ranks, ()), stage_index)
+        for stage_index, ranks in enumerate(row):
+            own = chunks[ranks]
+            for tp_rank, global_rank in enumerate(ranks):
+                place = RankPlace(
+                    pipeline_index=pipeline_index, stage_index=own[0], tp_rank=tp_rank, chunks=own
+                )
+                first = places.setdefault(global_rank, place)
+                if first != place:
+                    raise PlanError(
+                        f"Rank {global_rank} stands in pipeline {first.pipeline_index} stage "
+                        f"{first.stage_index} and in pipeline {pipeline_index} stage "
+                        f"{stage_index}. Name each rank once, or the same ranks for several "
+                        "stages of one pipeline."
+                    )
+    return places
+
+
+def workers_of(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return for each stage of a pipeline which group runs it, numbered as they first appear."""
+    order = list(dict.fromkeys(groups))
+    return tuple(map(order.index, groups))

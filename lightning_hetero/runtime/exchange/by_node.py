@@ -1,0 +1,123 @@
+"""Push in two legs: each node sums its own ranks' gradients, then sends one sum to each owner.
+
+In a direct push each of n holders sends (n - g)/n of a unit's S bytes to other nodes, if g holders
+are on its own node. Here each rank of a node *relays* to a share of the owners: the node's other
+ranks send it the pieces of these owners, S·(g - 1)/g over the node's own links; it adds them up and
+sends each owner one sum. So (n - g)/(n·g) of S leaves the node from each rank: g times less, or g/2
+times if gradients travel in bf16, because sums are fp32. Nodes may have unequal numbers of holders.
+
+Each gradient is rounded once, for its first leg. A node adds in order of ranks, an owner in order
+of relays: the same bits on every run, but not those of a direct push. A pull needs no legs: in the
+ring of its all-gather each weight enters a node once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress, cycle
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.runtime.exchange.even import EvenWay, ScatteredUnit
+from lightning_hetero.runtime.exchange.messages import has_streams, sum_dtype
+
+__all__ = ["NodeWay", "SummedByNode", "groups_on_nodes", "relays_of"]
+
+
+def relays_of(nodes: Sequence[int], node: int) -> list[int]:
+    """Return for each member of a circle which member on `node` relays to it: there, itself.
+
+    Args:
+        nodes: The node of each member.
+        node: One of them.
+    """
+    turns = cycle(place for place, item in enumerate(nodes) if item == node)
+    return [place if item == node else next(turns) for place, item in enumerate(nodes)]
+
+
+def groups_on_nodes(members: Sequence[int], node_of_rank: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the members on each node that has several of them; none if all are on one node."""
+    nodes = {node_of_rank[rank] for rank in members}
+    found = (tuple(rank for rank in members if node_of_rank[rank] == node) for node in nodes)
+    return {ranks for ranks in found if 1 < len(ranks) < len(members)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeWay(EvenWay):
+    """How any unit of a kind is pushed by node; `pieces` are ordered by relay on this node."""
+
+    near: tuple[int, ...]
+    """The circle's ranks on this rank's node, ascending, itself included."""
+    near_group: dist.ProcessGroup | None
+    """Their communicator; None if this rank is alone there."""
+    num_pieces: list[int]
+    """The number of ranks that each of `near` relays to."""
+    sends: list[int]
+    """For each rank of the circle, ascending: 1 if this rank relays to it, else 0."""
+    receives: list[int]
+    """For each rank of the circle, ascending: 1 if it relays to this rank, else 0."""
+
+
+@dataclass(eq=False)
+class SummedByNode(ScatteredUnit):
+    """A unit whose gradients are summed on each node, and these sums by the owners of its rows."""
+
+    way: NodeWay
+
+    @override
+    def post(self) -> None:
+        way, num_relayed = self.way, sum(self.way.sends)
+        given = self._given = way.pieces.pack_wholes(self._gradients(), self.options.dtype)
+        self._received = given
+        if way.near_group is not None:
+            sizes = [num_relayed] * len(way.near)
+            self._received = self._empty(sum(sizes), way.pieces.numel)
+            self._work = dist.all_to_all_single(
+                self._received, given, sizes, way.num_pieces, group=way.near_group, async_op=True
+            )
+        if has_streams(self.store.device):  # Elsewhere the host would wait for the first leg.
+            self._send_sums()
+
+    @override
+    def wait(self) -> None:
+        if not has_streams(self.store.device):
+            self._send_sums()
+        self._wait_for_others()
+
+    def _send_sums(self) -> None:
+        """Post the second leg, once the first has arrived."""
+        way, received = self.way, self._received
+        assert received is not None
+        if self._work is not None:
+            self._work.wait()
+        sums = self._given = _added(received.view(len(way.near), -1, way.pieces.numel), self._dtype)
+        self._received = sums.new_empty(sum(way.receives), way.pieces.numel)
+        self._work = dist.all_to_all_single(
+            self._received, sums, way.receives, way.sends, group=way.group, async_op=True
+        )
+
+    @override
+    def _sum_up(self, dtype: torch.dtype) -> Tensor:
+        assert self._received is not None
+        return _added(self._received, dtype)
+
+    @cached_property
+    def _senders(self) -> list[tuple[int, int]]:
+        size = self._dtype.itemsize * self.way.pieces.numel
+        ranks = compress(sorted(self.way.pieces.members), self.way.receives)
+        return [(rank, size) for rank in ranks if rank != self.store.global_rank]
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        return sum_dtype(self.store.masters[spec.name] for spec in self.unit.specs)
+
+
+def _added(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the first dim, added in order, in new memory."""
+    total = rows[0].to(dtype, copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    return total

@@ -1,0 +1,160 @@
+"""What hooks do to weights and gradients, which are slices there, is right or refused."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import StepError
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.step_cases import (
+    COPIES,
+    SHARDED,
+    STAGES,
+    UNEQUAL,
+    Make,
+    Rows,
+    TinyModule,
+    check,
+    refused,
+)
+from tests.runtime.steps import hook_modules as hooks
+from tests.toy import quiet
+
+pytestmark = pytest.mark.dist
+
+RIGHT: list[Make] = [
+    hooks.ClipsByHand,
+    hooks.ClipsByStrategy,
+    hooks.ClipsEach,
+    hooks.ClipsGreatest,
+    hooks.LogsNorms,
+    hooks.LogsChangedNorms,
+    hooks.LogsEachNorm,
+    hooks.LooksBeforeBackward,
+    hooks.TrainsNewRows,
+    hooks.LeavesOut,
+    hooks.AveragesWhatTravels,
+    hooks.ByElements,
+    hooks.SwapsAverages,
+    hooks.AlongRows,
+    hooks.ReplacesData,
+    hooks.Thawed,
+    hooks.BySize,
+]
+
+
+@pytest.mark.parametrize("plan", [COPIES, STAGES], ids=["copies", "stages"])
+def test_hooks_get_one_devices_numbers(pool: ProcessPool, plan: Any) -> None:
+    check(pool, RIGHT, plan)
+
+
+def test_hooks_get_one_devices_numbers_in_other_runs(pool: ProcessPool) -> None:
+    norms: list[Make] = [hooks.ClipsByHand, hooks.LogsNorms, hooks.LogsEachNorm]
+    standbys = {"redundancy": 1, "num_microbatches": 1}
+    four = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(4)))
+    check(pool, [*norms, hooks.TrainsNewRows], four, options=standbys)
+    check(pool, [hooks.LogsNorms], STAGES, accumulate_grad_batches=2)
+    check(pool, [hooks.ReplacesData], UNEQUAL, options={"ownership": "even"})
+    # Rows may be chosen by their numbers where one rank has all of them.
+    check(pool, [hooks.ZeroesOldRows], STAGES)
+    cut = {"tp_plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}}
+    check(pool, [hooks.NormsOfColumns, hooks.NormsOfRows], SHARDED, options=cut)
+
+
+REFUSED: dict[Make, str] = {
+    hooks.Gathers: "A step calls self.all_gather",
+    hooks.ZeroesOldRows: "own_rows(parameter)",
+    hooks.StepsByRatio: 'ownership="parameter"',
+    hooks.Averages: "under torch.no_grad()",
+    hooks.AveragesData: "under torch.no_grad()",
+    hooks.ByNorm: "parameter model.embed.weight are used in configure_optimizers",
+    hooks.ChangesInStep: "changes parameter",
+    hooks.ChangesDataInStep: "changes parameter",
+    hooks.Renorms: "changes parameter",
+}
+
+
+def test_hooks_and_steps_that_would_differ_between_ranks_are_refused(pool: ProcessPool) -> None:
+    refused(pool, REFUSED, COPIES)
+    refused(pool, {make: REFUSED[make] for make in (hooks.ChangesInStep, hooks.Renorms)}, STAGES)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "matmul": lambda weight: weight.grad @ weight.grad.T,
+    "setitem": lambda weight: weight.grad.__setitem__(3, 0.0),
+    "getitem": lambda weight: weight.grad[:2],
+    "numpy": lambda weight: weight.grad.detach().cpu().numpy(),
+    "prod": lambda weight: weight.grad.prod(),
+    "median": lambda weight: weight.grad.median(),
+    "split": lambda weight: weight.grad.split(2),
+    "tolist": lambda weight: weight.tolist(),
+    "matrix_norm": lambda weight: torch.linalg.matrix_norm(weight),
+    "deepcopy": copy.deepcopy,
+    "pickling or saving": lambda weight: torch.save(weight, io.BytesIO()),
+}
+
+
+class UsesWhole(TinyModule):
+    """Uses a parameter's rows together, or by their places; or the norm of a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.bias.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.told = []
+        weight, frozen = self.model.embed.weight, self.model.head.bias
+        for use in [*(lambda use=use: use(weight) for use in USES.values()), frozen.norm]:
+            try:
+                use()
+            except StepError as error:
+                self.told.append(str(error))
+
+
+def tell(rank: int) -> list[str]:
+    module = UsesWhole()
+    strategy = HeteroStrategy(ParallelPlan.from_dict(COPIES), num_microbatches=2)
+    trainer = L.Trainer(**quiet(max_steps=1, strategy=strategy, devices=2))
+    trainer.fit(module, DataLoader(Rows(4), batch_size=2))
+    return module.told
+
+
+def test_functions_that_mix_rows_or_go_by_their_places_are_refused(pool: ProcessPool) -> None:
+    for *told, of_frozen in pool.run(tell, 2):
+        for name, message in zip(USES, told, strict=True):
+            assert f"{name} is called on parameter" in message, name
+        assert "norm is called in a hook on parameter model.head.bias, which is froz" in of_frozen
+
+
+class Validated(TinyModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self.model(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen = sum(float(item.norm()) for item in self.parameters())
+
+
+def validate(rank: int, plan: dict[str, Any]) -> float:
+    torch.manual_seed(0)
+    module, strategy = Validated(), HeteroStrategy(ParallelPlan.from_dict(plan))
+    alone = sum(float(item.norm()) for item in module.parameters())
+    trainer = L.Trainer(**quiet(use_distributed_sampler=False), strategy=strategy, devices=2)
+    trainer.validate(module, DataLoader(Rows(4), batch_size=2), verbose=False)
+    return module.seen / alone
+
+
+def test_hooks_get_whole_numbers_without_training_too(pool: ProcessPool) -> None:
+    assert pool.run(validate, 2, STAGES) == pytest.approx([1.0, 1.0])
+
+
+def test_buffers_that_an_evaluation_changes_are_one_devices_or_refused(pool: ProcessPool) -> None:
+    check(pool, [hooks.Counts], STAGES, options={"num_microbatches": 1})
+    refused(pool, {hooks.Counts: "count changes with what each micro-batch holds"}, STAGES)

@@ -1,0 +1,168 @@
+"""Layers may hand on, return, keep and read whatever they do on one device, or are refused."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.step_cases import (
+    COPIES,
+    SHARDED,
+    STAGES,
+    THREE,
+    Make,
+    Plan,
+    TinyModule,
+    check,
+    fit_each,
+    refused,
+    train,
+)
+from tests.runtime.steps.layer_modules import Free, HandsOn, Keeps, Outer, Penalised, Router
+from tests.without_check import WITHOUT_CHECK
+
+pytestmark = pytest.mark.dist
+
+SHARED = plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 3)))
+TURNED = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
+PAIR = {"num_microbatches": 1}
+MIXING = {"allow_mixing": True}
+"""Losses of layers and routers are of a micro-batch."""
+
+
+def of(module: Any, *kinds: Any) -> list[Make]:
+    return [partial(module, kind) for kind in kinds]
+
+
+def test_layers_may_change_shape_and_dtype_of_the_hidden_state(pool: ProcessPool) -> None:
+    how: dict[str, Any] = {"parts": 2, "options": MIXING}
+    kinds = of(HandsOn, "pool", "width", "ragged", "returned", "handed on")
+    check(pool, kinds, STAGES, THREE, rtol=1e-5, **how)
+    check(pool, of(HandsOn, "dtype"), STAGES, rtol=1e-2, **how)
+
+
+def test_routers_logits_of_all_layers_reach_the_loss(pool: ProcessPool) -> None:
+    how: dict[str, Any] = {"parts": 2, "options": MIXING, "rtol": 1e-4}
+    check(pool, of(Router, "mixtral"), STAGES, SHARED, **how)
+    check(pool, of(Router, "qwen3_moe", "olmoe"), THREE, **how)
+
+
+FREE = of(Free, "reused", "each twice", "chosen", "first dropped", "last dropped", "none")
+FREE += of(Free, "nested", "by hand", "two passes")
+
+
+def test_layers_that_are_no_chain_train_in_plans_with_one_stage_only(pool: ProcessPool) -> None:
+    for count in (1, 2):
+        check(pool, FREE, COPIES, options={"num_microbatches": count})
+    kinds = of(Free, "reused", "first dropped", "nested")
+    refused(pool, dict.fromkeys(kinds, "a plan whose pipelines have one stage"), STAGES)
+
+
+EARLY = of(Outer, "mask made early", "decoded in validation", "decoded in prediction")
+LATE = of(Outer, "heads by batch", "read in layers", "looked at", "loss from the second epoch")
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_parameters_outside_the_layers_are_there_wherever_a_step_reads_them(
+    pool: ProcessPool, *, evaluates: bool
+) -> None:
+    check(pool, EARLY + LATE, STAGES, rtol=1e-5, evaluates=evaluates)
+    kinds = {"read in layers": "parameter shift", "looked at": "parameter embed.weight"}
+    told = {partial(Outer, kind): text for kind, text in kinds.items()}
+    refused(pool, told, THREE, evaluates=evaluates)
+
+
+def test_a_use_that_begins_within_an_epoch_is_refused_by_name(pool: ProcessPool) -> None:
+    (kind,) = of(Outer, "loss from the second step")
+    refused(pool, {kind: "What the step returns needs parameter embed.weight"}, STAGES)
+
+
+def test_steps_may_compute_with_parameters_that_a_rank_has_whole(pool: ProcessPool) -> None:
+    for ownership in ("even", "holders"):
+        check(pool, of(Penalised, "before", "behind"), COPIES, options={"ownership": ownership})
+    check(pool, of(Penalised, 2), STAGES)
+    first, second, third = of(Penalised, "before", "behind", 0)
+    refused(pool, dict.fromkeys((first, second, third), "parameter model."), STAGES)
+    cut = {"tp_plan": {"layers.*.0": "colwise_gather_output"}}
+    told = dict.fromkeys((first, third), "uses parameter model.layers.0 … outside of its module")
+    refused(pool, told, SHARDED, options=cut)
+
+
+class Seen(TorchFunctionMode):
+    """Notes the names of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = Seen()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with self.watch:
+            return super().training_step(batch, batch_idx)
+
+
+def functions_seen(rank: int, plan: Plan | None) -> set[str]:
+    """Return the torch functions that a step's own watch sees."""
+    with WITHOUT_CHECK:
+        return train(Watched, plan).watch.names
+
+
+def test_whoever_watches_a_step_does_not_see_its_weights_arrive(pool: ProcessPool) -> None:
+    (expected,) = pool.run(functions_seen, 1, None)
+    for seen in pool.run(functions_seen, 2, COPIES):
+        # A flag and the size of the hidden state are read, and which storage it has.
+        assert seen - {"__get__", "is_inference", "numel", "untyped_storage"} <= expected
+
+
+def test_buffers_are_those_of_a_single_device_whoever_computes_their_layer(
+    pool: ProcessPool,
+) -> None:
+    kinds = of(Keeps, "counts", "unversioned", "mean", "norms", "cache")
+    check(pool, kinds, STAGES, options=PAIR)
+    check(pool, kinds, STAGES, options=PAIR, later=TURNED)
+    check(pool, of(Keeps, "counts", "unversioned", "cache"), COPIES, options=PAIR)
+    check(pool, of(Keeps, "cache"), STAGES)
+
+
+def test_buffers_that_follow_what_a_micro_batch_holds_are_refused_unless_that_is_wanted(
+    pool: ProcessPool,
+) -> None:
+    told = "allow_mixing=True"
+    refused(pool, dict.fromkeys(of(Keeps, "counts", "norms", "scratch counts"), told), STAGES)
+    refused(pool, dict.fromkeys(of(Keeps, "mean", "frequencies"), told), COPIES)
+    how = {"options": {**PAIR, **MIXING}}
+    (first,), (second,) = pool.run(fit_each, 2, of(Keeps, "norms"), COPIES, how)
+    assert first["seen"] == second["seen"]
+    assert first["metrics"] == second["metrics"]
+
+
+def save(rank: int, folder: Path) -> dict[str, float]:
+    """Return by how much a checkpoint's buffers and parameters differ from the module's."""
+    module = train(*of(Keeps, "counts"), STAGES, options=PAIR)
+    module.trainer.save_checkpoint(folder / "last.ckpt")
+    saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    return {n: float((saved[n] - v).abs().max()) for n, v in module.state_dict().items()}
+
+
+def test_a_checkpoint_holds_the_buffers_of_all_stages(pool: ProcessPool, tmp_path: Path) -> None:
+    for found in pool.run(save, 2, tmp_path):
+        assert "layers.0.count" in found
+        assert set(found.values()) == {0.0}

@@ -1,0 +1,259 @@
+"""Losses count as on one device, whatever they are over their batch, or are refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hetero.runtime.results.iteration_loss import has_nonfinite
+from tests.processes import ProcessPool
+from tests.runtime.step_cases import (
+    ALONE,
+    COPIES,
+    PLANS,
+    ROWS,
+    STAGES,
+    Make,
+    TinyModule,
+    check,
+    fit_each,
+    known_of,
+    refused,
+    same,
+    train,
+)
+
+pytestmark = pytest.mark.dist
+
+
+def each(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each target, of samples in rows."""
+    return F.cross_entropy(logits.mT, labels, reduction="none")
+
+
+class Summed(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return 0.01 * each(logits, labels).sum()
+
+
+class MaskedByHand(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return each(logits, labels).sum() / (labels != -100).sum()
+
+
+class MaskCountedBefore(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        count = (labels != -100).sum().clamp(min=1)
+        return each(self.model(ids), labels).sum() / count
+
+
+class SizesByNumpy(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return each(logits, labels).sum() / np.prod(labels.shape)
+
+
+class Counted(MaskedByHand):
+    def num_target_tokens(self, batch: Any) -> Tensor:
+        return (batch[1] != -100).sum()
+
+
+class ByConstant(TinyModule):
+    """A sum over a number that isn't the batch's: it is a sum."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return each(logits, labels).sum() / 50
+
+
+class OfSamples(TinyModule):
+    """A mean over samples, though these have unequal numbers of targets."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return (each(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
+class OfNextTokens(TinyModule):
+    """Its loss shifts the ids itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        return each(self.model(ids)[:, :-1], labels[:, 1:]).sum() / (labels[:, 1:] != -100).sum()
+
+
+class CalledALot(TinyModule):
+    """Changes much of what it keeps, and must be as if the check had never called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.register_buffer("calls", torch.zeros(()))
+        self.noise = torch.Generator().manual_seed(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept.append(batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = [len(self.kept), float(torch.cat(self.kept).sum())]
+
+
+GOOD: list[Make] = [Summed, MaskedByHand, MaskCountedBefore, SizesByNumpy, Counted]
+GOOD += [ByConstant, OfSamples, OfNextTokens, CalledALot]
+
+
+def test_losses_count_as_on_one_device(pool: ProcessPool) -> None:
+    check(pool, GOOD, STAGES, COPIES)
+
+
+class Contrasts(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        samples = logits.mean(1)
+        return F.cross_entropy(samples @ samples.T, torch.arange(len(samples)))
+
+
+class Centres(TinyModule):
+    """Its layers get what samples have together."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.model.embed(batch[0])
+        x = x - x.mean(0)
+        for layer in self.model.layers:
+            x = layer(x)
+        return self.loss(self.model.head(x), batch[1])
+
+
+class LaterOnesMore(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        rows = each(logits, labels).mean(1)
+        return (torch.arange(1.0, len(rows) + 1) * rows).mean()
+
+
+class Dice(TinyModule):
+    """Its value would be right, and its gradient not."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        found, wanted = logits.sigmoid(), (labels >= 0)[..., None]
+        return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
+
+
+class SumAndMean(Summed):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + logits.square().mean()
+
+
+class DeclaredWrong(MaskedByHand):
+    def num_target_tokens(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+class MixedUp(TinyModule):
+    """Mixup: of a micro-batch here, as under DDP of a rank's batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        logits, other = self.model(ids), labels[torch.randperm(len(ids))]
+        return 0.7 * self.loss(logits, labels) + 0.3 * self.loss(logits, other)
+
+
+def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
+    pool: ProcessPool,
+) -> None:
+    """`results/test_split_check.py` tells many more losses apart."""
+    usual: list[Make] = [Contrasts, Centres, LaterOnesMore, Dice, SumAndMean]
+    told = dict.fromkeys(usual, "HeteroStrategy(allow_mixing=True)")
+    told[DeclaredWrong] = "num_target_tokens of the module, as it is declared to be"
+    refused(pool, told, COPIES)
+    refused(pool, {make: told[make] for make in (Contrasts, DeclaredWrong)}, STAGES)
+    wanted = {"options": {"allow_mixing": True}}
+    for plan in PLANS.values():
+        for found in pool.run(fit_each, 2, [Contrasts], plan, wanted):
+            assert len(found[0]["losses"]) == 4
+        for found in pool.run(fit_each, 2, [MixedUp], plan):
+            assert len(found[0]["losses"]) == 4
+
+
+def test_what_is_declared_is_checked(pool: ProcessPool) -> None:
+    check(pool, [Summed], STAGES, COPIES, options={"loss_reduction": "sum"})
+    wrong = {"loss_reduction": "mean"}
+    refused(pool, {Summed: "as it is declared to be"}, STAGES, options=wrong)
+
+
+@pytest.mark.parametrize("make", [Contrasts, Centres, Dice])
+def test_a_batch_that_nothing_cuts_needs_no_weights(make: Make) -> None:
+    alone, found = (train(make, plan, options={"num_microbatches": 1}) for plan in (None, ALONE))
+    same(known_of(found), known_of(alone))
+
+
+class MaskedMean(Counted):
+    """A mean by hand: 0 / 0 where no target counts, which cross entropy itself forgives."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        mask = labels != -100
+        return (each(logits, labels.clamp(min=0)) * mask).sum() / mask.sum()
+
+
+class GuardedMean(TinyModule):
+    """The same, which says 0 where no target counts."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)
+
+
+class RandomlyEmpty(MaskedMean):
+    """Leaves out rows at random, all but one of an iteration at most."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        drawn = (ids.sum(1) * 37 + 11 * self.current_epoch + 5 * batch_idx) % 10
+        is_first = labels[:, -2] != -100
+        kept = torch.where(((drawn < 3) | is_first)[:, None], labels, -100)
+        self.count = (kept != -100).sum()
+        return super().training_step((ids, kept), batch_idx)
+
+    def num_target_tokens(self, batch: Any) -> Tensor:
+        return self.count
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_micro_batches_without_targets_add_exactly_nothing(pool: ProcessPool, plan: str) -> None:
+    # Two rows of four have no targets: the first micro-batches have none at all.
+    check(pool, [MaskedMean], PLANS[plan], num_empty=2)
+    # Without any in an iteration momentum and weight decay go on, and the loss is what it is.
+    check(pool, [TinyModule, GuardedMean], PLANS[plan], num_empty=ROWS)
+    expected = pool.run_alone(fit_each, [TinyModule], None, {"num_empty": ROWS})[0]
+    for (found,) in pool.run(fit_each, 2, [MaskedMean], PLANS[plan], {"num_empty": ROWS}):
+        same(found, expected)
+    check(pool, [RandomlyEmpty], PLANS[plan], max_epochs=10)  # Then they are the same rows again.
+
+
+class Overflowing(TinyModule):
+    """Its second iteration's gradients are infinite, though its loss is finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        zeros = 0.0 * logits.sum()
+        return self.loss(logits, batch[1]) + (zeros.abs().sqrt() if batch_idx == 1 else zeros)
+
+
+def test_gradients_that_are_not_finite_are_refused_on_every_rank_or_left_out(
+    pool: ProcessPool,
+) -> None:
+    told = "Gradients of batch 1 in epoch 0 aren't finite … ranks [0, 1] made them"
+    refused(pool, {Overflowing: told}, STAGES)
+    for plan in (STAGES, COPIES):
+        skips = {"options": {"nonfinite_gradients": "skip"}}
+        for (found,) in pool.run(fit_each, 2, [Overflowing], plan, skips):
+            assert all(np.isfinite(value).all() for value in found["weights"].values())
+            assert len(found["losses"]) == 4
+
+
+def test_one_number_that_is_not_finite_among_many_is_seen() -> None:
+    tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.bfloat16)]
+    device = torch.device("cpu")
+    assert float(has_nonfinite(tensors, device)) == float(has_nonfinite([], device)) == 0
+    for value in (float("nan"), float("inf"), -float("inf")):
+        tensors[1][1, 0] = value
+        assert float(has_nonfinite(tensors, device)) != 0
