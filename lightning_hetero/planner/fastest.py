@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
@@ -316,7 +317,8 @@ class FastestPlans:
         """Return the plan that runs as a candidate; None if these nodes can't run it."""
         cost, usual = self.judge.cost, self.task.workload.sequences_per_microbatch
         rows, free = [], list(self.any_stages.counts)
-        for pipeline in start.pipelines:
+        pipelines = [*map(without_chunks, start.pipelines)]
+        for pipeline in pipelines:
             stages = []
             for stage in pipeline.stages:
                 nodes = {cost.node_of_rank[r] for r in stage.ranks if r < len(cost.node_of_rank)}
@@ -335,7 +337,7 @@ class FastestPlans:
             return None
         candidate = Candidate(
             arrangement=tuple(PipelineNodes.of_stages(row) for row in rows),
-            layers=tuple(tuple(len(s.layers) for s in p.stages) for p in start.pipelines),
+            layers=tuple(tuple(len(s.layers) for s in p.stages) for p in pipelines),
             sizes=tuple(sizes),
             counts=tuple(counts),
         )

@@ -97,6 +97,7 @@ def trainer_of(
     heartbeat_s: float = 30.0,
     in_place: bool = True,
     num_nodes: int = 1,
+    num_stages: int = 1,
     accelerator: str = "cpu",
     **more: Any,
 ) -> Any:
@@ -106,7 +107,7 @@ def trainer_of(
     checkpoint = LayerwiseCheckpoint(
         folder / "remote", every_n_train_steps=every, local_dir=folder / "disk"
     )
-    strategy = HeteroStrategy(num_stages=1, timeout=timedelta(minutes=2), **more)
+    strategy = HeteroStrategy(num_stages=num_stages, timeout=timedelta(minutes=2), **more)
     options = {
         **quiet(max_steps=num_steps),
         "enable_checkpointing": True,

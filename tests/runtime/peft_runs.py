@@ -8,12 +8,26 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from lightning_hetero import ParallelPlan
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.models import pack_samples
+from lightning_hetero.models.huggingface import (
+    add_adapters,
+    load_pretrained,
+    packed_inputs,
+    use_packed_attention,
+)
 from tests.core.message_lists import pulls_of, pushes_of
-from tests.runtime.huggingface_runs import SEED, HuggingFaceCase, HuggingFaceModule, auto_class
-from tests.toy import quiet
+from tests.runtime.huggingface_runs import (
+    SEED,
+    VOCABULARY,
+    HuggingFaceCase,
+    HuggingFaceModule,
+    auto_class,
+    run,
+)
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
@@ -23,12 +37,10 @@ TARGETS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeftCase:
+class PeftCase(HuggingFaceCase):
     """What is trained and how; without a plan, by plain Lightning in one process."""
 
     model: str = "llama"
-    plan: dict[str, Any] | None = None
-    world_size: int = 1
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
     folder: str | None = None
@@ -43,12 +55,9 @@ class PeftCase:
     """Class of the config."""
     more_adapters: int = 0
     """Adapters beside the first one; all are active."""
-    config: tuple[tuple[str, Any], ...] = ()
-    """Changes of the model's configuration."""
-    batch_size: int = 4
     max_steps: int = 4
-    precision: Any = "32-true"
-    strategy: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    """Whether batches are samples of different lengths laid end to end."""
     validates: bool = False
     """Whether it validates before it trains, and after each epoch."""
 
@@ -121,6 +130,8 @@ def with_adapters(model: Any, case: PeftCase) -> Any:
         return peft.get_peft_model(model, adapters)
     wrap: Any = peft.get_peft_model if case.plan is None else add_adapters
     base = read_folder(case)
+    if case.packed:
+        use_packed_attention(base)
     torch.manual_seed(SEED)  # Reading may draw numbers.
     return wrap(base, adapters)
 
@@ -140,13 +151,15 @@ class PeftModule(HuggingFaceModule):
     """What a user writes around a model with adapters."""
 
     def __init__(self, case: PeftCase) -> None:
-        base = HuggingFaceCase(model=case.model, batch_size=case.batch_size, config=case.config)
-        super().__init__(base)
+        super().__init__(case)
         if case.quantized:
             for part in self.model.modules():
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
                     quantize(part, case.quantized)
                     break
+        if case.packed:
+            use_packed_attention(self.model)
+        self.is_packed = case.packed
         self.model = with_adapters(self.model, case)
         for index in range(case.more_adapters):
             self.model.add_adapter(f"more{index}", self.model.peft_config["default"])
@@ -158,11 +171,23 @@ class PeftModule(HuggingFaceModule):
             if "ia3_l" in name:
                 nn.init.normal_(weight, mean=1.0, std=0.2)
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.is_packed:
+            return self.model(**packed_inputs(batch, labels=True)).loss
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        if not self.is_packed:
+            return super().train_dataloader()
+        generator = torch.Generator().manual_seed(4)
+        samples = [
+            torch.randint(3, VOCABULARY, (2 + index * 7 % 13,), generator=generator)
+            for index in range(24)
+        ]
+        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=pack_samples)
+
     def validation_step(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 @dataclass(frozen=True)
@@ -188,61 +213,32 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
     """Train a case, and return its module."""
     L.seed_everything(SEED, verbose=False)
     module = PeftModule(case)
-    options: dict[str, Any] = {"devices": 1}
-    if case.plan is not None:
-        plan = ParallelPlan.from_dict(case.plan)
-        given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
-        options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
-    if case.plan is not None and case.plans:
-        callbacks = (*callbacks, ChangePlans(case.plans))
-    trainer = L.Trainer(
-        **quiet(
-            max_epochs=1,
-            max_steps=case.max_steps,
-            precision=case.precision,
-            callbacks=list(callbacks),
-            enable_checkpointing=bool(callbacks),
-        ),
-        **options,
-        use_distributed_sampler=False,
-    )
+    changes = [ChangePlans(case.plans)] if case.plan is not None and case.plans else []
+    how: dict[str, Any] = {"enable_checkpointing": bool(callbacks), "max_steps": case.max_steps}
     validated = module.train_dataloader() if case.validates else None
-    trainer.fit(module, val_dataloaders=validated, ckpt_path=ckpt_path)
+    run(module, case, *callbacks, *changes, val_dataloaders=validated, ckpt_path=ckpt_path, **how)
     return module
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What a rank owns, sends and receives in an iteration, in elements."""
-
-    owned: int
-    pulled: int
-    pushed: int
-    adapters: int
-    """Elements of all adapters."""
-
-
 class Count(L.Callback):
-    """Counts what the running plan moves."""
-
-    moved: Moved
+    """Counts the elements that a rank owns, sends and receives in an iteration, and all trained."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         table, rank = engine.plans.running.table, trainer.global_rank
-        self.moved = Moved(
-            owned=sum(item.numel() for item in engine.store.masters.values()),
-            pulled=sum(item.numel for item in pulls_of(table, rank)),
-            pushed=sum(item.numel for item in pushes_of(table, rank)),
-            adapters=sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
+        self.counts = (
+            sum(item.numel() for item in engine.store.masters.values()),
+            sum(item.numel for item in pulls_of(table, rank)),
+            sum(item.numel for item in pushes_of(table, rank)),
+            sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
         )
 
 
-def train_and_count(rank: int, case: PeftCase) -> Moved:
+def train_and_count(rank: int, case: PeftCase) -> tuple[int, ...]:
     """Train a case on one of its ranks; return what moved."""
     count = Count()
     train(rank, case, count)
-    return count.moved
+    return count.counts
 
 
 def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcome:
@@ -283,18 +279,29 @@ def refusal(rank: int, case: PeftCase) -> str:
     return ""
 
 
-class Change(L.Callback):
-    """Runs other plans after some steps."""
+class Unfreeze(L.Callback):
+    """Unfreezes a weight of the base model before the first step, or after some steps."""
 
-    def __init__(self, plans: dict[int, Any]) -> None:
-        self.plans = plans
+    def __init__(self, after: int) -> None:
+        self.after = after
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        plan = self.plans.get(trainer.global_step)
-        if plan is not None:
-            trainer.strategy.change_plan(ParallelPlan.from_dict(plan))  # type: ignore[attr-defined]
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.after == 0:
+            self._unfreeze(pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.after:
+            self._unfreeze(pl_module)
+
+    def _unfreeze(self, module: L.LightningModule) -> None:
+        for name, weight in module.named_parameters():
+            if "layers.2.mlp.up_proj" in name:
+                weight.requires_grad_(True)
 
 
-def train_and_change(rank: int, case: PeftCase, plans: dict[int, Any]) -> PeftOutcome:
-    """Train a case under other plans after some steps."""
-    return train(rank, case, Change(plans))
+def train_and_unfreeze(rank: int, case: PeftCase, after: int) -> PeftOutcome | str:
+    """Train a case whose base is unfrozen in part; return the error if it is refused."""
+    try:
+        return train(rank, case, Unfreeze(after))
+    except ModelError as error:
+        return str(error)

@@ -73,7 +73,7 @@ def walk(times: Sequence[EqualTimes], start_s: Sequence[float], lists: Orders, *
     return free, ended
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.data(),
     st.integers(1, 7),
@@ -99,7 +99,7 @@ def test_ends_are_those_of_a_walk_over_the_action_lists(data, num_stages, runs, 
         assert found.busy_s[stage] == pytest.approx(sum(end - start for *_, start, end in own))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(1, 40), st.booleans())
 def test_a_run_of_equal_micro_batches_is_a_short_form(data, num_stages, count, blocking):
     run, start = equal_of(data.draw, num_stages, count), row_of(data.draw, num_stages)
@@ -122,7 +122,7 @@ def test_the_work_does_not_grow_with_equal_micro_batches():
     assert seconds_of(1_000_000) < 4 * seconds_of(100)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data(), st.integers(1, 5), st.integers(1, 8), st.floats(1.0, 2.0), st.booleans())
 def test_solved_orders_end_when_the_solver_says(data, num_stages, count, depth, is_split):
     run = equal_of(data.draw, num_stages, count)

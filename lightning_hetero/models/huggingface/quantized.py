@@ -8,6 +8,7 @@ attribute `whole_reader`.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,8 @@ from lightning_hetero.models.stored import StoredTensor
 __all__ = ["Quantizer", "WholeReader", "add_adapters"]
 
 _TORCHAO = "torchao"
+_RUN_NUMEL = 2**18
+"""Most values that are quantized at once, where rows of whole blocks aren't more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,50 +50,89 @@ class WholeReader:
 
     def __call__(self) -> nn.Parameter:
         """Return the weight, on the CPU."""
-        found = {name: _read(tensor) for name, tensor in self.stored.items()}
         kind = type(self.like).__name__
         if kind == "Params4bit":
-            return self._in_4_bits(found)
+            return self._in_4_bits()
         if kind == "Int8Params":
-            return self._in_8_bits(found)
-        return self._by_torchao(found)
+            return self._in_8_bits()
+        return self._by_torchao()
 
-    def _whole(self, weight: Tensor) -> Tensor:
-        weight = weight.to(self.dtype)
-        return weight.T.contiguous() if self.is_transposed else weight
+    def _found(self) -> dict[str, Tensor]:
+        return {name: _read(tensor) for name, tensor in self.stored.items()}
 
-    def _in_4_bits(self, found: dict[str, Tensor]) -> nn.Parameter:
-        weight, kind = found.pop("weight"), cast("Any", type(self.like))
-        if found:
+    def _runs(self, most_numel: int = _RUN_NUMEL) -> Iterator[Tensor]:
+        """Yield the values in runs of rows that hold whole blocks of the 4-bit format.
+
+        Quantizing takes several times their bytes, so a whole weight would take more memory than
+        all that is kept.
+        """
+        stored = self.stored["weight"]
+        num_rows, num_columns = stored.shape[::-1] if self.is_transposed else stored.shape
+        block = getattr(self.like, "blocksize", 1)
+        step = max(1, most_numel // (num_columns * block)) * block
+        for start in range(0, num_rows, step):
+            box = ((start, min(start + step, num_rows)), (0, num_columns))
+            values = stored.read(box[::-1] if self.is_transposed else box).to(self.dtype)
+            yield values.T.contiguous() if self.is_transposed else values
+
+    def _in_4_bits(self) -> nn.Parameter:
+        kind = cast("Any", type(self.like))
+        if len(self.stored) > 1:
+            found = self._found()
             made = kind.from_prequantized(
-                data=weight, quantized_stats=found, requires_grad=False, device="cpu"
+                data=found.pop("weight"), quantized_stats=found, requires_grad=False, device="cpu"
             )
         else:
-            options = {**vars(self.like), "module": None}
-            options.pop("whole_reader")
-            made = kind(self._whole(weight), requires_grad=False, **options).to("cpu")
+            made = self._to_4_bits(kind)
         assert isinstance(made, nn.Parameter)
         return made
 
-    def _in_8_bits(self, found: dict[str, Tensor]) -> nn.Parameter:
-        weight, kind, scales = found["weight"], cast("Any", type(self.like)), found.get("SCB")
-        whole = self._whole(weight) if scales is None else weight
-        made = kind(whole, requires_grad=False, has_fp16_weights=False, SCB=scales).to("cpu")
+    def _to_4_bits(self, kind: Any) -> Any:
+        """Quantize run by run, with the same bits as `kind.to` makes of the whole weight."""
+        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+
+        options = {**vars(self.like), "module": None, "bnb_quantized": True}
+        options.pop("whole_reader")
+        given = {key: options[key] for key in ("blocksize", "quant_type", "quant_storage")}
+        runs = [quantize_4bit(values, **given) for values in self._runs()]
+        state, absmax = runs[0][1], torch.cat([state.absmax for _, state in runs])
+        shape = self.stored["weight"].shape
+        state.shape = torch.Size(shape[::-1] if self.is_transposed else shape)
+        state.absmax = absmax
+        if options["compress_statistics"]:
+            state.nested, state.offset = True, absmax.mean()
+            state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=256)
+        options["quant_state"] = state
+        return kind(torch.cat([packed for packed, _ in runs]), requires_grad=False, **options)
+
+    def _in_8_bits(self) -> nn.Parameter:
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        if "SCB" in self.stored:
+            found = self._found()
+            values, scales = found["weight"], found["SCB"]
+        else:
+            runs = [int8_vectorwise_quant(values.half())[:2] for values in self._runs()]
+            values, scales = (torch.cat(parts) for parts in zip(*runs, strict=True))
+        kind = cast("Any", type(self.like))
+        made = kind(values, requires_grad=False, has_fp16_weights=False, SCB=scales).to("cpu")
         assert isinstance(made, nn.Parameter)
         return made
 
-    def _by_torchao(self, found: dict[str, Tensor]) -> nn.Parameter:
+    def _by_torchao(self) -> nn.Parameter:
         if not self.metadata:
             from torchao.quantization import quantize_
 
             alone = nn.Linear(1, 1, bias=False, device="meta")
-            alone.weight = nn.Parameter(self._whole(found["weight"]), requires_grad=False)
+            (whole,) = self._runs(self.size.num_values)
+            alone.weight = nn.Parameter(whole, requires_grad=False)
+            del whole
             quantize_(alone, self.config)
             return alone.weight
         from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
         module = self.name.rpartition(".")[0]
-        parts = {f"{module}.{name}": tensor for name, tensor in found.items()}
+        parts = {f"{module}.{name}": tensor for name, tensor in self._found().items()}
         weights, _ = unflatten_tensor_state_dict(parts, self.metadata)
         return nn.Parameter(weights[self.name], requires_grad=False)
 
@@ -187,13 +229,18 @@ def add_adapters(model: PreTrainedModel, config: Any) -> Any:
 
     Args:
         model: What `load_pretrained` returned; its own weights are frozen.
-        config: PEFT's config, such as a `LoraConfig`.
+        config: PEFT's config, such as a `LoraConfig`; or the folder of an adapter, to train it on.
 
     Raises:
-        ModelError: The adapters' first values depend on those of weights.
+        ModelError: The adapters' first values depend on those of weights, or those of the folder
+            don't fit the model.
     """
     import peft
 
+    folder = config if isinstance(config, str | Path) else None
+    if folder is not None:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = False
     options = {name: getattr(config, name, None) for name in ("use_dora", "modules_to_save")}
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init != "gaussian":
@@ -205,13 +252,39 @@ def add_adapters(model: PreTrainedModel, config: Any) -> Any:
             "starts. Leave these options out, or load the model whole with from_pretrained."
         )
     with _on_cpu_without_values(model):
-        adapted = peft.get_peft_model(model, config)
+        if folder is None:
+            adapted = peft.get_peft_model(model, config)
+        else:
+            adapted = _with_stored(model, config, folder)
     source = vars(model)["weight_source"]
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     before = {name: name.replace(".base_layer", "") for name in names}
     tensors = {n: source.tensors[own] for n, own in before.items() if own in source.tensors}
     vars(model)["weight_source"] = replace(source, tensors=tensors)
     return adapted
+
+
+def _with_stored(model: PreTrainedModel, config: Any, folder: str | Path) -> Any:
+    """Return PEFT's model with the adapters of a folder; ModelError if they don't fit."""
+    import peft
+
+    base = config.base_model_name_or_path or "another model"
+    try:
+        adapted = peft.get_peft_model(model, config)
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+        result: Any = peft.set_peft_model_state_dict(adapted, stored)
+    except (RuntimeError, ValueError) as error:  # Of other sizes, or without such modules.
+        text = " ".join(" ".join(str(error).splitlines()[:2]).split())
+    else:
+        trained = {name for name, item in adapted.named_parameters() if item.requires_grad}
+        others = sorted({*trained.intersection(result.missing_keys), *result.unexpected_keys})
+        if not others:
+            return adapted
+        text = f"{others[:3]} and {max(len(others) - 3, 0)} more are only in one of them."
+    raise ModelError(
+        f"The adapter in {folder} was trained on {base}, and doesn't fit "
+        f"this {type(model).__name__}: {text} Read the model that it was trained on."
+    )
 
 
 @contextmanager

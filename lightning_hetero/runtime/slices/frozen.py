@@ -20,6 +20,7 @@ from lightning_hetero.models.stored import Box
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 
 __all__ = [
+    "STAYS_FROZEN",
     "FrozenWeights",
     "InMemory",
     "Opaque",
@@ -34,6 +35,11 @@ Reader = Callable[[Box], Tensor]
 
 _FindOwners = Callable[[Sequence[ParameterSpec]], dict[str, tuple[Slice, ...]]]
 
+STAYS_FROZEN = (
+    "Parameter {} is quantized, and can't be trained or cut. Leave it frozen "
+    "(requires_grad_(False)), and train adapters beside it."
+)
+"""The error of who would train or cut a quantized parameter, which it names."""
 _LOOKED_AT = 256
 """Values of a weight that its fingerprint depends on."""
 
@@ -127,10 +133,7 @@ class FrozenWeights:
         if not spec.shape or tuple(intervals) == ((0, spec.cut_length),):
             return self.whole(spec)
         if is_opaque(self.whole(spec)):
-            raise ModelError(
-                f"Parameter {spec.name} is quantized, and can't be trained or cut. Leave it "
-                "frozen, and train adapters beside it."
-            )
+            raise ModelError(STAYS_FROZEN.format(spec.name))
         read, dim = self.sources[spec.name], spec.cut_dim
         ends = [(0, size) for size in spec.shape]
         boxes = ((*ends[:dim], rows, *ends[dim + 1 :]) for rows in intervals)
@@ -176,7 +179,13 @@ class FrozenWeights:
         return {name: r.like for name, r in self.sources.items() if isinstance(r, Opaque)}
 
     def thaw(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
-        """Return the rows that this rank keeps of a weight that has owners from now on."""
+        """Return the rows that this rank keeps of a weight that has owners from now on.
+
+        Raises:
+            ModelError: It is quantized.
+        """
+        if isinstance(self.sources[spec.name], Opaque):
+            raise ModelError(STAYS_FROZEN.format(spec.name))
         rows = self.rows(spec, intervals or [(0, 0)])
         del self.sources[spec.name]
         self._held.pop(spec.name, None)

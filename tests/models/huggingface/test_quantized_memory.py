@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ model.save_pretrained(sys.argv[1] + "/quantized")
 """
 READ = """
 import bitsandbytes, json, sys, torch
+from transformers import BitsAndBytesConfig
 from lightning_hetero.models.huggingface import load_pretrained
 
 def status(name):
@@ -29,9 +31,14 @@ def status(name):
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":"))
 
 bitsandbytes.nn.Params4bit(torch.randn(64, 64), quant_type="nf4").to("cpu")
+how = {
+    "plain nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "plain int8": BitsAndBytesConfig(load_in_8bit=True),
+}.get(sys.argv[2])
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-model = load_pretrained(sys.argv[1] + "/quantized")
+folder = sys.argv[1] + "/" + sys.argv[2].partition(" ")[0]
+model = load_pretrained(folder, quantization_config=how)
 weights = [
     parameter.whole_reader
     for name, parameter in model.named_parameters()
@@ -43,20 +50,27 @@ print(json.dumps({"own": own, "peak": status("VmHWM") - before, "count": len(hel
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensor_beside(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    run(WRITE, found)
+    return found
+
+
+def run(script: str, *arguments: object) -> str:
     # Freed memory goes back to the system, so that it isn't counted.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18)}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    return done.stdout
 
-    def run(script: str) -> str:
-        command = [sys.executable, "-c", script, str(tmp_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
-        return done.stdout
 
-    run(WRITE)
-    found = json.loads(run(READ).splitlines()[-1])
+@pytest.mark.parametrize("kind", ["quantized", "plain nf4", "plain int8"])
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensor_beside(folder, kind):
+    """From a quantized folder, and where weights are quantized as they are read."""
+    found = json.loads(run(READ, folder, kind).splitlines()[-1])
     largest = 4 * 4096 * 1024
-    whole = (tmp_path / "quantized" / "model.safetensors").stat().st_size
     assert found["count"] == 14
-    assert found["own"] < whole / 5
+    assert found["own"] < (folder / "plain" / "model.safetensors").stat().st_size / 5
     assert found["peak"] <= found["own"] + largest

@@ -1,0 +1,42 @@
+"""A model with quantized weights and adapters, for runs whose ranks are lost."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from tests.runtime.huggingface_runs import make_model
+from tests.runtime.peft_runs import PeftCase, quantize, with_adapters
+from tests.toy import VOCABULARY
+
+
+class Quantized(L.LightningModule):
+    """A llama of four layers with LoRA, on the toy's batches.
+
+    Args:
+        kind: Of quantization.
+        folder: Its weights, which are quantized while they are read; None builds it in memory.
+        is_planned: Whether each rank reads the weights of its layers.
+    """
+
+    def __init__(self, kind: str, folder: Path | None, *, is_planned: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        base = make_model("llama", vocab_size=VOCABULARY)
+        if folder is None:
+            quantize(base.model.layers, kind)
+        plan: Any = {} if is_planned else None
+        path = None if folder is None else str(folder)
+        self.model = with_adapters(base, PeftCase(plan=plan, folder=path, while_loading=kind))
+        for name, weight in self.model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.2)
+
+    def training_step(self, batch: Any) -> Any:
+        ids, _ = batch
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -1,0 +1,60 @@
+"""Ranks with quantized weights are lost, and the others go on in place."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetero.callbacks.run_log import read_log
+from tests.callbacks.in_place import playing, undisturbed
+from tests.callbacks.quantized import Quantized
+from tests.callbacks.test_in_place import trained
+from tests.runtime.huggingface_runs import make_model
+from tests.toy import VOCABULARY
+
+pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+NUM_RANKS, NUM_STEPS = 4, 8
+
+
+@pytest.mark.parametrize(("kind", "is_stored"), [("nf4", True), ("int8", False), ("torchao", True)])
+def test_survivors_read_the_quantized_layers_that_they_lack(
+    tmp_path: Path, kind: str, *, is_stored: bool
+) -> None:
+    """Of two pipelines of two stages two ranks are lost, one after the other."""
+    pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
+    folder = None
+    if is_stored:
+        folder = tmp_path / "model"
+        torch.manual_seed(0)
+        make_model("llama", vocab_size=VOCABULARY).save_pretrained(folder)
+    make = partial(Quantized, kind, folder)
+    expected = undisturbed(2, NUM_STEPS, make_module=partial(make, is_planned=False))
+    options = {"num_steps": NUM_STEPS, "every": 100, "redundancy": 1, "num_stages": 2}
+    options["make_module"] = partial(make, is_planned=True)
+    with playing(tmp_path / "run", NUM_RANKS, **options) as node:
+        node.let_go_on_to(2)
+        for rank in range(NUM_RANKS):
+            node.wait_for_step(rank, 2)
+        node.strike(0)
+        node.let_go_on_to(5)
+        for rank in (1, 2, 3):
+            node.wait_for_step(rank, 5)
+        node.strike(3)
+        node.let_go_on_to(NUM_STEPS)
+        assert node.wait_for_end() == 0, node.log()
+        steps = trained(node)
+        events = list(read_log(node.folder / "events.jsonl"))
+    assert {step for _, step in steps} == set(range(1, NUM_STEPS + 1))
+    for (size, step), items in steps.items():
+        losses = [item["loss"] for item in items]
+        assert losses == pytest.approx([expected[step - 1]] * size, rel=1e-5), step
+    recovered = [item for item in events if item["event"] == "recovered"]
+    assert [(item["is_live"], item["lost_steps"]) for item in recovered] == [(True, 0)] * 2

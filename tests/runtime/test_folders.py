@@ -1,0 +1,132 @@
+"""Folders of models and adapters, quantized or not, are read layer by layer and train alike."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from tests.processes import ProcessPool
+from tests.runtime.huggingface_runs import auto_class, make_model
+from tests.runtime.peft_runs import quantization
+from tests.runtime.test_adapters import PLANS, case_of, check
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:.*MatMul8bitLt.*", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+slow = pytest.mark.slow
+
+KINDS = ["nf4", "fp4-double", "int8", "torchao"]
+
+
+def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
+    """Write a model's folder, quantized if a kind is given."""
+    disable_progress_bar()
+    torch.manual_seed(0)
+    make_model(model).save_pretrained(folder / "plain")
+    if kind is None:
+        return str(folder / "plain")
+    found = auto_class(model).from_pretrained(
+        folder / "plain", quantization_config=quantization(kind), dtype=torch.float32
+    )
+    found.save_pretrained(folder / kind)
+    return str(folder / kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_folders_and_folders_that_are_quantized_while_they_are_read(
+    pool: ProcessPool, tmp_path: Path, kind: str
+) -> None:
+    check(pool, case_of("stages", folder=write(tmp_path, kind=kind)))
+    check(pool, case_of("beside a copy", while_loading=kind, folder=write(tmp_path)))
+
+
+@slow
+@pytest.mark.parametrize("model", ["qwen3", "gemma3_text", "mixtral", "gpt2", "bert"])
+def test_folders_of_families(pool: ProcessPool, tmp_path: Path, model: str) -> None:
+    check(pool, case_of("stages", model, while_loading="nf4", folder=write(tmp_path, model)))
+
+
+@slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_plan_reads_what_a_rank_lacks(
+    pool: ProcessPool, tmp_path: Path, kind: str
+) -> None:
+    mirrored, _ = PLANS["mirrored"]
+    plans = (mirrored, PLANS["beside a copy"][0], mirrored)
+    case = case_of("beside a copy", max_steps=5, plans=plans)
+    check(pool, replace(case, folder=write(tmp_path, kind=kind)))
+    check(pool, replace(case, quantized=kind.removesuffix("-double")))
+
+
+LORA = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
+
+
+def write_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Write an adapter of the model that `write` writes, with values of its own; return these."""
+    adapted = peft.get_peft_model(make_model("llama"), LORA)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight)
+    adapted.save_pretrained(folder)
+    return {n: w.detach() for n, w in adapted.named_parameters() if "lora_" in n}
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", "torchao"])
+def test_a_stored_adapter_is_trained_further(tmp_path: Path, kind: str | None) -> None:
+    stored = write_adapter(tmp_path / "adapter")
+    how = None if kind is None else quantization(kind)
+    base = load_pretrained(write(tmp_path), quantization_config=how)
+    adapted = add_adapters(base, tmp_path / "adapter")
+    found = {n: w.detach() for n, w in adapted.named_parameters() if w.requires_grad}
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ("llama", {"hidden_size": 32}, "size mismatch"),
+        ("llama", {"num_hidden_layers": 2}, "layers.2"),
+        ("gpt2", {}, "q_proj"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(
+    tmp_path: Path, model: str, changes: dict[str, int], said: str
+) -> None:
+    write_adapter(tmp_path / "adapter")
+    make_model(model, **changes).save_pretrained(tmp_path / "other")
+    base = load_pretrained(tmp_path / "other", quantization_config=quantization("nf4"))
+    with pytest.raises(ModelError, match=f"doesn't fit.*{said}.*Read the model that it was"):
+        add_adapters(base, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ],
+)
+def test_adapters_that_need_values_of_weights_are_refused(tmp_path, options, said) -> None:
+    model = load_pretrained(write(tmp_path), quantization_config=quantization("nf4"))
+    with pytest.raises(ModelError, match=rf"{said}.*load the model whole with from_pretrained"):
+        add_adapters(model, peft.LoraConfig(r=2, target_modules="all-linear", **options))
+
+
+def test_a_library_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch) -> None:
+    name = "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available"
+    folder = write(tmp_path)
+    monkeypatch.setattr(name, lambda *_: False)
+    with pytest.raises(ModelError, match=r"Install it: pip install 'lightning-hetero\[bnb\]'"):
+        load_pretrained(folder, quantization_config=quantization("nf4"))
