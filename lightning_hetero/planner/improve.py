@@ -38,7 +38,7 @@ _FEW_STAGES = 12
 """Stages of a pipeline up to which one is moved anywhere."""
 _KINDS = 12
 """Kinds of pipelines among which micro-batches move."""
-_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 30_000
+_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 12_000
 """Neighbours of a plan that are estimated, and their pipelines; a pipeline takes 4 µs."""
 _CHEAP = 16
 """Pipelines that are estimated in the time of a simulated stage."""
@@ -133,8 +133,7 @@ class Improver:
         rated: dict[Candidate, float] = {}
         most = max(_FEWEST_NEIGHBOURS, min(_MOST_NEIGHBOURS, _ESTIMATED // len(own)))
         neighbours = list(itertools.islice(self._neighbours(own), most))
-        for number, alike in itertools.groupby(sorted(neighbours, key=len), key=len):
-            self._time(itertools.chain.from_iterable(alike), Ownership(number))
+        self._time_together(neighbours)
         for pipelines in neighbours:
             filled = self._fill(pipelines, None)
             self.num_rated += 1 + len(own) // _CHEAP
@@ -150,22 +149,36 @@ class Improver:
 
     def _fill(
         self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None
-    ) -> tuple[Candidate, float, list[Rate]] | None:
-        """Return the candidate of some pipelines, its estimated seconds and its rates.
+    ) -> tuple[Candidate, float] | None:
+        """Return the candidate of some pipelines and its estimated seconds.
 
         Holders own; where they then must recompute, owners may follow room instead.
         """
         found = self._filled(pipelines, counts, by_room=False)
-        if not self.judge.cost.layout.is_owned_by_room or (found and not found[3]):
-            return found and found[:3]
-        other = self._filled(pipelines, counts, by_room=True)
-        best = min((f for f in (found, other) if f), key=lambda item: item[1], default=None)
-        return best and best[:3]
+        if self._may_follow_room(pipelines):
+            other = self._filled(pipelines, counts, by_room=True)
+            return min((f for f in (found, other) if f), key=lambda item: item[1], default=None)
+        return found
+
+    def _may_follow_room(self, pipelines: Sequence[_Pipeline]) -> bool:
+        """Return whether a stage lacks memory, or recomputes, if holders own."""
+        known = self._known[Ownership(len(pipelines))]
+        return self.judge.cost.layout.is_owned_by_room and any(
+            (timed := known[p]) is None or timed.is_recomputing for p in pipelines
+        )
+
+    def _time_together(self, neighbours: Sequence[Sequence[_Pipeline]]) -> None:
+        """Time all neighbours' pipelines with one call for each ownership."""
+        for number, rows in itertools.groupby(sorted(neighbours, key=len), key=len):
+            alike = list(rows)
+            self._time(itertools.chain.from_iterable(alike), Ownership(number))
+            lacking = [row for row in alike if self._may_follow_room(row)]
+            self._time(itertools.chain.from_iterable(lacking), Ownership(number, True))
 
     def _filled(
         self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None, *, by_room: bool
-    ) -> tuple[Candidate, float, list[Rate], bool] | None:
-        """Return candidate, seconds, rates and whether a stage recomputes, for one ownership."""
+    ) -> tuple[Candidate, float] | None:
+        """Return candidate and seconds for one ownership."""
         ownership, judge = Ownership(len(pipelines), by_room), self.judge
         self._time(pipelines, ownership)
         known = self._known[ownership]
@@ -187,20 +200,18 @@ class Improver:
         seconds = max(r.ends_s(k) for r, k in zip(rates, counts, strict=True))
         if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
             seconds *= _LACKING
-        return candidate, seconds, rates, any(item.is_recomputing for item in timed)
+        return candidate, seconds
 
     def _time(self, pipelines: Iterable[_Pipeline], ownership: Ownership) -> None:
         """Time those of many pipelines that aren't known, all at once."""
         known = self._known.setdefault(ownership, {})
         new = [p for p in dict.fromkeys(pipelines) if p not in known]
         columns: dict[int, dict[_Pipeline, Column]] = {}
-        for pipeline in new:
+        for pipeline, layers in zip(new, self._layers(new, ownership), strict=True):
             known[pipeline] = None
-            times = self.judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
-            options = self.judge.options(pipeline.stages)
-            inside = PipelineNodes.of_stages(pipeline.stages).inside
-            layers = pipeline.layers or times.split(options, inside, pipeline.count or times.usual)
             if layers:
+                options = self.judge.options(pipeline.stages)
+                inside = PipelineNodes.of_stages(pipeline.stages).inside
                 column = Column(options, layers, pipeline.size, inside)
                 columns.setdefault(pipeline.size, {})[pipeline] = column
         for size, column_of in columns.items():
@@ -211,6 +222,25 @@ class Improver:
                     nodes = PipelineNodes.of_stages(pipeline.stages)
                     is_recomputing = times.is_recomputing(column)
                     known[pipeline] = _Timed(nodes, column.layers, rate, is_recomputing)
+
+    def _layers(
+        self, pipelines: Sequence[_Pipeline], ownership: Ownership
+    ) -> list[tuple[int, ...] | None]:
+        """Return the layers of pipelines, chosen for those that have none; None if none fit."""
+        found: dict[_Pipeline, tuple[int, ...] | None] = {p: p.layers for p in pipelines}
+        for size in {p.size for p in pipelines}:
+            times = self.judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)
+            bare = [p for p in pipelines if p.size == size and p.layers is None]
+            wanted = [
+                (
+                    self.judge.options(p.stages),
+                    PipelineNodes.of_stages(p.stages).inside,
+                    p.count or times.usual,
+                )
+                for p in bare
+            ]
+            found.update(zip(bare, times.splits.of(wanted), strict=True))
+        return [found[p] for p in pipelines]
 
     def _dealt(
         self, plan: Candidate, own: Sequence[_Pipeline]
