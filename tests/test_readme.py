@@ -104,8 +104,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/results/test_step_logs.py::test_what_steps_log_is_what_one_device_logs",
     ),
     "`torch.utils.checkpoint` in the model": (
-        "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
-        "runtime/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
+        "runtime/stage/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
+        "runtime/stage/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
         "strategy/test_refused.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
     ),
     "`configure_optimizers` by name or whole shape": (
@@ -122,11 +122,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/steps/test_hooks.py::test_hooks_and_steps_that_would_differ_between_ranks_are_refused",
     ),
     "`32-true`, `bf16-mixed`": (
-        "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
+        "runtime/iteration/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
         "strategy/test_precision.py::test_steps_compute_in_the_dtypes_of_lightning",
         "strategy/test_loss_scale.py::",
     ),
-    "frozen weights, which never travel": ("runtime/test_peft.py::",),
+    "frozen weights, which never travel": (
+        "runtime/test_adapters.py::test_only_adapters_are_owned_and_travel",
+    ),
     "consolidated checkpoints": (
         "strategy/test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",
         "strategy/test_sliced.py::test_a_trainer_goes_on_behind_a_run_as_on_a_single_device",
@@ -135,25 +137,25 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "ordinary data loaders": ("data/test_dealing.py::",),
     "tensor parallelism in a stage": (
         "runtime/tensor_parallel/test_sharding.py::test_any_small_plan_with_degrees_trains_as_a_single_device_does",
-        "runtime/tensor_parallel/test_key_heads.py::",
-        "runtime/tensor_parallel/test_adapters.py::",
+        "runtime/test_huggingface.py::test_key_heads_are_shared_out_to_groups_of_any_degree",
+        "runtime/test_adapters.py::test_lora",
     ),
     "Hugging Face models": (
-        "runtime/test_huggingface_parity.py::",
+        "runtime/test_huggingface.py::",
         "models/huggingface/test_training.py::",
         "models/huggingface/test_architectures.py::",
     ),
     "plans that change from one iteration": (
         "runtime/test_change_plan.py::test_losses_and_weights_do_not_depend_on_changes_of_plan",
-        "runtime/test_schedules.py::test_random_plans_change_no_bit",
-        "callbacks/test_elastic.py::test_nodes_come_and_go_and_the_loss_curve_stays",
+        "runtime/iteration/test_schedules.py::test_random_plans_change_no_bit",
+        "callbacks/test_elastic.py::",
     ),
     "a rank that dies or freezes": (
         "callbacks/test_in_place.py::test_lost_ranks_leave_the_losses_and_the_samples_as_they_were",
         "callbacks/test_in_place.py::test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_again",
         "runtime/generation/test_joiners.py::",
-        "runtime/test_redundancy.py::test_copies_are_equal_bit_for_bit_and_train_as_one_device",
-        "runtime/test_redundancy.py::test_a_changed_copy_is_found_and_named_on_every_rank",
+        "runtime/exchange/test_redundancy.py::test_copies_are_equal_bit_for_bit_and_train_as_one_device",
+        "runtime/exchange/test_redundancy.py::test_a_changed_copy_is_found_and_named_on_every_rank",
         "accelerator/test_accelerator.py::test_slices_on_the_host_are_stepped_there",
     ),
     "gloo": (

@@ -4,24 +4,19 @@ For every candidate that can hold the sequences, these are dispatched to its pip
 the plan with the smallest estimated latency runs. A candidate is dropped as soon as its lower
 bound, or its dispatch before packing, takes longer than the best so far.
 
-Dispatching (§6.2, Eq. 3, Algorithm 1) minimises, over all pipelines, the largest lower bound of a
-pipeline's latency, `Σ T(l_i) + T(longest)·(PP - 1) + c·(PP - 1 + V)` with the fewest micro-batches
-V that hold its tokens. Sequences are placed one after another, each on the pipeline that then ends
-first, in many orders at once: longest first, the same with noise of several strengths on the
-lengths, and plain shuffles as in the paper. Noisy orders matter: on real lengths the best of 100
-plain shuffles ends up to 60 % later than longest first, and mild noise a few per cent earlier.
-
 Packing (§6.1, Eq. 1, Appendix C) minimises `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the
 number V of micro-batches and their contents, with at most MaxLen tokens in each. V runs from
 `⌈Σl / MaxLen⌉` to `Σl / UtilLen`, at least to `2·⌈Σl / min(MaxLen, KeptLen)⌉ - 1`, with which any
-order of filling stays below these lengths, and at most to the number of sequences. For each V
-sequences are spread longest first, each into the emptiest micro-batch with room; besides, one
-micro-batch is filled after the other (first fit), which always finds room.
+order of filling stays below these lengths, and at most to the number of sequences. Of up to 7
+sequences all partitions are tried. Of more, sequences are spread for each V longest first, each
+into the emptiest micro-batch with room; besides, one micro-batch is filled after the other (first
+fit), which always finds room.
 
 A planning process runs `serve` of this module: it answers one request after the other with a text,
 and keeps nothing between them.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_hetero.assign.dispatch import Dispatch, dispatch, latency_bound_s
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
     PipelineCost,
@@ -43,11 +39,8 @@ from lightning_hetero.core.process import answer_questions
 
 __all__ = [
     "AssignmentRequest",
-    "Dispatch",
     "Packing",
     "assign_iteration",
-    "dispatch",
-    "latency_bound_s",
     "microbatch_range",
     "pack",
     "plan_text",
@@ -55,118 +48,7 @@ __all__ = [
     "serve",
 ]
 
-_NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # So much noise as the last is a plain shuffle.
-_NUM_ORDERS = 100
-_MAX_CELLS = 2e7  # Most orders x sequences x pipelines: about 0.15 s on one core.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatch:
-    """The pipeline of each sequence, and the time at which the last pipeline ends."""
-
-    pipeline_of: tuple[int, ...]
-    """Index of the pipeline of each sequence."""
-    latency_s: float
-    """Largest Eq. 2 (with c) over the pipelines."""
-
-
-def dispatch(lengths: ArrayLike, pipelines: Sequence[PipelineCost]) -> Dispatch:
-    """Return the best dispatch found; the same one for the same arguments on every machine.
-
-    It is never worse than longest first (LPT), which is one of the orders. Fewer than 100 orders
-    are tried if these would take more than a fraction of a second (thousands of sequences on
-    hundreds of pipelines).
-
-    Raises:
-        AssignmentError: A sequence fits into no pipeline.
-    """
-    sizes = as_lengths(lengths)
-    table = CostTable.of(pipelines)
-    _check_fit(sizes, table)
-    if not len(sizes):
-        return Dispatch(pipeline_of=(), latency_s=0.0)
-    num_orders = max(1, min(_NUM_ORDERS, int(_MAX_CELLS / (len(sizes) * len(pipelines)))))
-    pipeline_of, latencies_s = _place(sizes, table, _orders(sizes, num_orders))
-    best = int(latencies_s.argmin())
-    return Dispatch(
-        pipeline_of=tuple(pipeline_of[best].tolist()), latency_s=float(latencies_s[best])
-    )
-
-
-def _check_fit(lengths: IntArray, table: CostTable) -> None:
-    limit = int(table.max_len.max())
-    if len(lengths) and int(lengths.max()) > limit:
-        index = int(lengths.argmax())
-        raise AssignmentError(
-            f"Sequence {index} has {int(lengths[index])} tokens but the roomiest of "
-            f"{len(table.max_len)} pipelines takes {limit}. Cut or split sequences at {limit} "
-            "tokens, or add a plan with more memory per token (more tensor parallelism or stages)."
-        )
-
-
-def _orders(lengths: IntArray, num_rows: int) -> IntArray:
-    """Return [rows, B] orders: longest first, then ever noisier ones."""
-    generator = np.random.default_rng(0)
-    noises = np.zeros(num_rows)
-    noises[1:] = np.resize(np.array(_NOISES), num_rows - 1)
-    keys = np.log(lengths) + noises[:, None] * generator.standard_normal((num_rows, len(lengths)))
-    return np.argsort(-keys, axis=1, kind="stable").astype(np.int64)
-
-
-def _place(lengths: IntArray, table: CostTable, orders: IntArray) -> tuple[IntArray, FloatArray]:
-    """Give each sequence, in each row's order, to the pipeline that then ends first (Algorithm 1).
-
-    All rows advance together, one sequence a step, so a step is a dozen NumPy calls on [rows, D]
-    arrays, whatever the number of rows: 100 rows, 56 sequences and 16 pipelines are 670 calls.
-
-    That pipeline also keeps the largest end smallest, which is Algorithm 1's rule; if several do,
-    the paper takes the first of them, this function the one that ends first.
-
-    Args:
-        lengths: [B] tokens of each sequence.
-        table: The D pipelines.
-        orders: [rows, B] permutations of the sequences.
-
-    Returns:
-        The pipeline of each sequence, [rows, B] in the sequences' own order, and each row's largest
-        Eq. 2 with c, [rows].
-    """
-    times_s = table.fitting_times_s(lengths)
-    rows = np.arange(len(orders))
-    shape = (len(orders), len(table.c))
-    work_s, longest_s, tokens = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    pipeline_of = np.empty_like(orders)
-    for step in range(len(lengths)):
-        sequence = orders[:, step]
-        time_s = times_s[sequence]
-        ends_s = table.ends_s(
-            work_s + time_s, np.maximum(longest_s, time_s), tokens + lengths[sequence, None]
-        )
-        chosen = ends_s.argmin(axis=1)
-        pipeline_of[rows, sequence] = chosen
-        chosen_s = time_s[rows, chosen]
-        work_s[rows, chosen] += chosen_s
-        tokens[rows, chosen] += lengths[sequence]
-        longest_s[rows, chosen] = np.maximum(longest_s[rows, chosen], chosen_s)
-    return pipeline_of, table.ends_s(work_s, longest_s, tokens).max(axis=1)
-
-
-def latency_bound_s(lengths: IntArray, table: CostTable) -> float:
-    """Return a lower bound of the latency of any dispatch; infinite if a sequence doesn't fit.
-
-    The larger of two. One is the longest time of a sequence that has its quickest pipeline to
-    itself. The other is an area: for any prices u_j that sum to 1 over the pipelines, the work of
-    all sequences, each on its cheapest pipeline, `Σ_i min_j u_j·T_j(l_i)`, is at most the latency.
-    """
-    if not len(lengths):
-        return 0.0
-    times_s, fits = table.times_s(lengths), lengths[:, None] <= table.max_len
-    alone_s = np.where(fits, table.alone_s(lengths), np.inf).min(axis=1).max()
-    # At these prices, all sequences together cost the same on every pipeline that can hold them.
-    totals_s = np.where(fits, times_s, 0.0).sum(axis=0)
-    prices = 1.0 / np.where(totals_s > 0, totals_s, np.inf)
-    area_s = np.where(fits, prices / prices.sum() * times_s, np.inf).min(axis=1).sum()
-    return float(max(alone_s, area_s))
+_MOST_PARTITIONED = 7  # Sequences of which all partitions are tried: 877 of 7.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +105,26 @@ def pack(lengths: ArrayLike, cost: PipelineCost) -> Packing:
 
 def _packings(lengths: IntArray, times_s: FloatArray, cost: PipelineCost) -> Iterator[IntArray]:
     """Yield packings, each as the micro-batch of every sequence, none of these empty."""
+    if len(lengths) <= _MOST_PARTITIONED:
+        counts = microbatch_range(lengths, cost)
+        for groups in _partitions(len(lengths)):
+            if groups.max() + 1 in counts and np.bincount(groups, lengths).max() <= cost.max_len:
+                yield groups
+        return
     yield _first_fit(lengths, cost)
     for count in microbatch_range(lengths, cost):
         bin_of = _spread(lengths, times_s, count, cost.max_len)
         if bin_of is not None:
             yield bin_of
+
+
+@functools.cache
+def _partitions(num_items: int) -> tuple[IntArray, ...]:
+    """Return all partitions, as the group of each item, numbered as the groups first appear."""
+    groups: list[tuple[int, ...]] = [()]
+    for _ in range(num_items):
+        groups = [(*group, new) for group in groups for new in range(max(group, default=-1) + 2)]
+    return tuple(np.array(group) for group in groups)
 
 
 def microbatch_range(lengths: IntArray, cost: PipelineCost) -> range:

@@ -126,6 +126,10 @@ class CostTable:
             recompute_share=np.array([p.recompute_share for p in pipelines], dtype=np.float64),
         )
 
+    def at(self, pipelines: IntArray | int) -> "CostTable":
+        """Return the coefficients of some of the pipelines."""
+        return CostTable(**{name: values[pipelines] for name, values in vars(self).items()})
+
     def times_s(self, lengths: IntArray | FloatArray) -> FloatArray:
         """Return T(l) of lengths [...] on every pipeline, [..., D].
 

@@ -108,7 +108,8 @@ class Committer:
     @property
     def complete_steps(self) -> dict[str, int]:
         """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
-        return {kind.name.lower(): id_.step for kind, id_ in sorted(self._sound.items())}
+        known = self._sound.copy()  # A thread may add to it.
+        return {kind.name.lower(): id_.step for kind, id_ in sorted(known.items())}
 
     def write(self, task: SaveTask) -> None:
         """Write one checkpoint; communicates.

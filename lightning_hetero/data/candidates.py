@@ -106,7 +106,7 @@ def assumed_costs(
     limit = max(context_length, -(-tokens_per_step // sum(plan.count_microbatches())))
     costs = []
     for pipeline in plan.pipelines:
-        layers = max(len(stage.layers) / stage.tp_degree for stage in pipeline.stages)
+        layers = plan.num_layers * max(map(plan.share, pipeline.ranks))
         costs.append(
             PipelineCost(
                 a=QUADRATIC_WEIGHT * layers,
@@ -114,7 +114,7 @@ def assumed_costs(
                 c=0.0,
                 max_len=limit,
                 util_len=limit,
-                num_stages=pipeline.num_stages,
+                num_stages=len(pipeline.groups),
             )
         )
     return tuple(costs)

@@ -15,13 +15,15 @@ the least maximum.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.plan import PipelinePlan, StagePlan
 
-__all__ = ["balance_layers", "split_layers"]
+__all__ = ["balance_layers", "split_layers", "without_chunks"]
 
 
 def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:
@@ -93,3 +95,19 @@ def _layers_before(num_layers: int) -> IntArray:
     before: IntArray = placed[:, None] - placed[None, :]
     before[before < 0] = num_layers + 1
     return before
+
+
+def without_chunks(pipeline: PipelinePlan) -> PipelinePlan:
+    """Return a pipeline with all layers of the same ranks in one stage, as estimates see it."""
+    if not pipeline.has_chunks:
+        return pipeline
+    stages, stop = [], 0
+    for group in pipeline.groups:
+        own = [stage for stage in pipeline.stages if stage.ranks == group]
+        start, stop = stop, stop + sum(len(stage.layers) for stage in own)
+        given = {
+            name: sum(getattr(stage, name) or 0 for stage in own) or None
+            for name in own[0].recomputation
+        }
+        stages.append(StagePlan(ranks=group, layers=range(start, stop), **given))
+    return replace(pipeline, stages=tuple(stages))

@@ -73,11 +73,11 @@ def with_host_owners(
         PlanningError: A host has too little memory.
     """
     batches = [[microbatch] * (item.num_microbatches or 0) for item in plan.pipelines]
-    owners = [
+    owners = {
         rank
         for pipeline, stage in simulate(plan, cost, batches).lacking_bytes
         for rank in plan.pipelines[pipeline].stages[stage].ranks
-    ]
+    }
     found = replace(plan, host_owners=tuple(sorted(owners)))
     simulation = simulate(found, cost, batches)
     check_hosts(simulation.host_bytes, cost)

@@ -7,11 +7,14 @@ that wait for the next F or I rather than begin a W, and with stages that don't.
 feasible run, so the orders that it returns can't wait for each other.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.reading import Choice
 from lightning_hetero.schedules.problem import (
     FORWARD,
@@ -20,6 +23,7 @@ from lightning_hetero.schedules.problem import (
     Dispatch,
     Edge,
     Orders,
+    Pass,
     Priorities,
     Rule,
     ScheduleProblem,
@@ -41,6 +45,8 @@ __all__ = [
 
 _DEPTHS = 1.5, 2.0, 3.0, 4.0
 """Micro-batches that a deep schedule may hold on each stage, as multiples of their number."""
+_MOST_MOVED = 36
+"""Passes up to which single ones are moved; of more, orders are hardly far from the best."""
 _WORTH = 1.01
 """More room must make a schedule shorter than this part."""
 _WEIGHT_SHARE = 0.5
@@ -72,7 +78,38 @@ def solve(problem: ScheduleProblem) -> Solution:
         if found[-1][0] <= least_s:
             break
     seconds, orders = min(found, key=lambda pair: pair[0])
+    if sum(map(len, orders)) <= _MOST_MOVED and seconds > least_s:
+        seconds, orders = _improved(problem, seconds, orders)
     return Solution(orders=orders, end_s=seconds)
+
+
+def _improved(problem: ScheduleProblem, end: float, orders: Orders) -> tuple[float, Orders]:
+    """Move single passes within their workers' orders as long as that shortens the schedule."""
+    best, before_s = (end, orders), math.inf
+    while best[0] < before_s:
+        before_s = best[0]
+        for worker, place in [(w, i) for w, order in enumerate(orders) for i in range(len(order))]:
+            for order in _moved(best[1][worker], place):
+                tried = (*best[1][:worker], order, *best[1][worker + 1 :])
+                with suppress(PlanError):  # Passes wait for each other.
+                    seconds = end_s(problem, tried)
+                    if seconds < best[0] * (1 - 1e-9) and has_room(problem, tried):
+                        best = seconds, tried
+    return best
+
+
+def _moved(order: Sequence[Pass], place: int) -> Iterator[tuple[Pass, ...]]:
+    """Yield orders in which one pass is at another place, as far as its stage allows."""
+    kind, stage, microbatch = order[place]
+    rest = [*order[:place], *order[place + 1 :]]
+    for step in (-1, 1):
+        to = place + step
+        while 0 <= to < len(order):
+            other = order[to]
+            if other[1] == stage and (other[0] == kind or other[2] == microbatch):
+                break
+            yield (*rest[:to], order[place], *rest[to:])
+            to += step
 
 
 def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:

@@ -1,15 +1,15 @@
 """Decide when the iteration time has changed for good, from the stream of iteration times alone.
 
 Greyhound's BOCD+V: Bayesian online change-point detection (Adams and MacKay) proposes a change, a
-verification accepts it. Values are taken as logarithms, so a change is a ratio at any scale. The
-paper thresholds the change probability; under a constant hazard P(run length = 0) never moves, so
-the probability here is that of a *short* run.
+verification accepts it. Values are taken as logarithms, so a change is a ratio at any scale.
 
 A hypothesis says "the current run began r values ago", a constant hazard starts a new one before
-every value, and the posterior over r follows from how well each hypothesis predicted the value.
-Values are normal with unknown mean and variance (normal-inverse-gamma prior), so a hypothesis
-predicts a Student-t. Every hypothesis may call a value an outlier, at a fixed density. A spike then
-says nothing about the run length, and moves a hypothesis only by the share by which it isn't one.
+every value, and the posterior over r follows from how well each hypothesis predicted the value: by
+a Student-t, since values are normal with unknown mean and variance (normal-inverse-gamma prior).
+Every hypothesis may call a value an outlier, at a fixed density. A spike then says nothing about
+the run length, and moves a hypothesis only by the share by which it isn't one. A change is proposed
+where the run is probably *short*: under a constant hazard P(run length = 0), which the paper
+thresholds, never moves.
 
 The verification asks that the medians before and after differ by 10 %, and by more than noise
 explains. Greyhound compares means; iteration times have outliers and correlated noise, so with
@@ -152,10 +152,8 @@ class BocdDetector:
             return None
         log_value = math.log(value)
         self._remember(log_value, step)
-        self._posterior.observe(log_value)
-        if self._posterior.short_mass() <= _CHANGE_PROBABILITY:
-            return None
-        return self._examine(self._posterior.likeliest_run(), step)
+        run = self._posterior.observe(log_value)
+        return self._examine(run, step) if run >= _MIN_RUN else None
 
     def _remember(self, log_value: float, step: int) -> None:
         if not self._num_values:
@@ -187,7 +185,7 @@ class BocdDetector:
     def _examine(self, run: int, step: int) -> ChangePoint | None:
         """Verify a proposed change whose new level is `run` values old."""
         num_before = self._num_in_regime - run
-        if run < _MIN_RUN or num_before < 1:
+        if num_before < 1:
             return None
         recent, after = self._level_logs(num_newer=run), self._logs[-run:]
         # A level that has returned after a fault is compared with its older values, too.
@@ -295,8 +293,12 @@ class _RunLengths:
         self._prior[:] = (level, kappa, _PRIOR_ALPHA, _PRIOR_ALPHA * scale * scale)
         self._stats[:, 0] = self._prior
 
-    def observe(self, value: float) -> None:
-        """Take in one value: weigh the hypotheses by their predictions, then let them learn."""
+    def observe(self, value: float) -> int:
+        """Take in one value: weigh the hypotheses by their predictions, then let them learn.
+
+        Returns:
+            The likeliest length of the run, counting from 1; 0 unless it is likely to be short.
+        """
         mean, kappa, alpha, beta = self._stats
         deviation = value - mean
         density = self._density(deviation)
@@ -321,6 +323,8 @@ class _RunLengths:
         stats = self._stats
         stats[:, 1:] = stats[:, :-1]
         stats[:, 0] = self._prior
+        short = self.mass[: _LONGEST_SHORT_RUN + 1]
+        return 1 + int(short[1:].argmax()) if short.sum() > _CHANGE_PROBABILITY else 0
 
     def _density(self, deviation: FloatArray) -> FloatArray:
         """Return the Student-t density of `deviation` under every hypothesis."""
@@ -331,14 +335,6 @@ class _RunLengths:
         tails = np.exp(-(np.log1p(deviation * deviation / q) * (alpha + 0.5)))
         density: FloatArray = peak * tails * (1.0 / math.sqrt(math.pi))
         return density
-
-    def short_mass(self) -> float:
-        """Return the probability that the run is short."""
-        return float(self.mass[: _LONGEST_SHORT_RUN + 1].sum())
-
-    def likeliest_run(self) -> int:
-        """Return the likeliest length of a short run, 1 or more."""
-        return 1 + int(self.mass[1 : _LONGEST_SHORT_RUN + 1].argmax())
 
 
 def _robust_scale(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_hetero.assign import dispatch
-from lightning_hetero.assign.iteration import latency_bound_s
+from lightning_hetero.assign.dispatch import latency_bound_s
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases
@@ -35,7 +35,6 @@ def optimum_s(lengths, pipelines) -> float:
     return float(latencies_s(lengths, pipelines, choices).min())
 
 
-@settings(deadline=None)
 @given(dispatch_cases())
 def test_every_sequence_goes_to_one_pipeline_that_holds_it_in_the_time_reported(case) -> None:
     lengths, pipelines = case
@@ -45,12 +44,12 @@ def test_every_sequence_goes_to_one_pipeline_that_holds_it_in_the_time_reported(
     assert result.latency_s == pytest.approx(again_s)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(dispatch_cases(max_sequences=6, max_pipelines=4))
-def test_dispatch_is_near_the_optimum_and_the_bound_never_above_it(case) -> None:
+def test_dispatch_is_within_2_per_cent_of_the_optimum_and_the_bound_never_above_it(case) -> None:
     lengths, pipelines = case
     best_s = optimum_s(lengths, pipelines)
-    assert dispatch(lengths, pipelines).latency_s <= best_s * 1.1
+    assert dispatch(lengths, pipelines).latency_s <= best_s * 1.02
     bound_s = latency_bound_s(as_lengths(lengths), CostTable.of(pipelines))
     assert bound_s <= best_s * (1 + 1e-9)
 

@@ -43,7 +43,6 @@ def optimum_s(lengths, pipeline) -> float:
     return best[0]
 
 
-@settings(deadline=None)
 @given(pack_cases())
 def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) -> None:
     lengths, pipeline = case
@@ -56,18 +55,12 @@ def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) ->
     assert packing.latency_s == pytest.approx(pipeline.latency_s(longest_s, len(sums)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(pack_cases(max_sequences=7))
-def test_packings_are_near_the_best(case) -> None:
+def test_packings_of_few_sequences_are_the_best(case) -> None:
     lengths, pipeline = case
     best_s = optimum_s(lengths, pipeline)
-    assert best_s * (1 - 1e-9) <= pack(lengths, pipeline).latency_s <= best_s * 1.34
-
-
-def test_many_sequences_are_all_packed() -> None:
-    lengths = np.random.default_rng(0).integers(100, 2000, 40)
-    packing = pack(lengths, cost(max_len=8000, num_stages=6))
-    assert sum(map(len, packing.microbatches)) == 40
+    assert pack(lengths, pipeline).latency_s == pytest.approx(best_s)
 
 
 def test_microbatches_range_from_maxlen_to_utillen() -> None:
@@ -85,12 +78,9 @@ def test_deep_pipelines_get_more_microbatches() -> None:
     assert len(deep.microbatches) > 4
 
 
-def test_a_sequence_above_maxlen_is_named() -> None:
+def test_a_sequence_above_maxlen_is_named_and_nothing_takes_no_time() -> None:
     with pytest.raises(AssignmentError, match=r"Sequence 1 has 900 tokens .* takes 500"):
         pack([10, 900], cost(max_len=500))
-
-
-def test_a_pipeline_without_sequences_has_no_microbatches() -> None:
     packing = pack([], cost())
     assert (packing.microbatches, packing.latency_s) == ((), 0.0)
 

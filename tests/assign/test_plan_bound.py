@@ -72,7 +72,7 @@ def plan_cases(draw: st.DrawFn) -> tuple[list[int], list[Scheme]]:
     return draw(st.lists(st.integers(1, longest), min_size=1, max_size=4)), schemes
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(plan_cases())
 def test_no_plan_or_assignment_ends_before_the_bound(case) -> None:
     lengths, schemes = case
@@ -96,7 +96,7 @@ def test_work_alone_says_when_devices_of_two_speeds_can_be_done() -> None:
     assert work_lower_bound_s([100], schemes, {"new": 0, "old": 0}) == math.inf
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(100, 200), min_size=1, max_size=16), st.integers(1, 8))
 def test_no_order_of_a_pipelines_micro_batches_ends_before_the_bound(lengths, num_stages) -> None:
     cost = PipelineCost(a=0.0, b=1.0, c=1.0, max_len=200, util_len=1, num_stages=num_stages)

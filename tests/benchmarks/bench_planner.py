@@ -65,13 +65,13 @@ def _grouping(counts: tuple[int, ...]) -> Row:
     name = f"grouping, {num_gpus} GPUs of 3 types"
     if pyscipopt is None:
         note = "no peer: pip install pyscipopt"
-        return _row(name, ours, None, ours, 1.0, "lower", note)
+        return Row(name=name, ours=ours, target=1.0, note=note)
     start = time.perf_counter()
     peer_objective, status = solve_with_scip(counts)
     peer = time.perf_counter() - start
     note = f"peer: SCIP on Eq. 3 ({status}); objective {objective:.3f} against {peer_objective:.3f}"
     target = 20.0 if num_gpus == 32 else 1.0
-    return _row(name, ours, peer, peer / ours, target, "higher", note)
+    return Row(name=name, ours=ours, peer=peer, target=target, better="higher", note=note)
 
 
 def solve_with_scip(counts: tuple[int, ...]) -> tuple[float, str]:
@@ -148,7 +148,7 @@ def _search(
         f"within {result.gap:.0%} of the bound"
     )
     name = f"whole search, {num_gpus} GPUs of 3 types"
-    return _row(name, seconds, None, seconds, target_s, "lower", note)
+    return Row(name=name, ours=seconds, target=target_s, note=note)
 
 
 def _any_size() -> Row:
@@ -162,7 +162,7 @@ def _any_size() -> Row:
     size = result.workload.sequences_per_microbatch
     note = f"processor time; llama-13b, {size} samples a micro-batch"
     name = "whole search with sizes of micro-batches, 64 GPUs"
-    return _row(name, seconds, None, seconds, 4.0, "lower", note)
+    return Row(name=name, ours=seconds, target=4.0, note=note)
 
 
 def _degree_per_stage() -> Row:
@@ -216,7 +216,7 @@ def _ten_thousand() -> list[Row]:
     seconds, peak_bytes, gap = json.loads(done.stdout)
     note = f"processor time; llama-70b, within {gap:.0%} of the bound"
     return [
-        _row("whole search, 10,000 GPUs of 3 types", seconds, None, seconds, 30.0, "lower", note),
+        Row(name="whole search, 10,000 GPUs of 3 types", ours=seconds, target=30.0, note=note),
         Row(
             name="peak memory, 10,000 GPUs",
             ours=peak_bytes / 2**30,
@@ -225,23 +225,3 @@ def _ten_thousand() -> list[Row]:
             note="whole process",
         ),
     ]
-
-
-def _row(
-    name: str,
-    ours: float,
-    peer: float | None,
-    value: float,
-    target: float,
-    better: str,
-    note: str,
-) -> Row:
-    return Row(
-        name=name,
-        ours=ours,
-        peer=peer,
-        target=target,
-        better=better,
-        value=value,
-        note=note,
-    )

@@ -241,8 +241,8 @@ def predicted_gain(
     return end_s(whole, order_1f1b(whole)) / found.end_s
 
 
-def run() -> list[Row]:
-    """Time each schedule and its peers in turn."""
+def run(only: str = "") -> list[Row]:
+    """Time each schedule and its peers in turn; `only` names a case."""
     rows = []
     pool = ProcessPool()
 
@@ -258,6 +258,8 @@ def run() -> list[Row]:
             ("1:1:2:2, chunks", UNEQUAL, 2, 0.0, 2, 1.1),
             ("equal, chunks", EQUAL, 2, 0.0, 2, 1.0),
         ):
+            if only not in name:
+                continue
             count = per_stage * len(units)
             usual = ours(units, count, "1f1b", latency, 1)
             deep = ours(units, count, "deep", latency, chunks)

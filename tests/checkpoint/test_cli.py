@@ -55,6 +55,10 @@ def test_list_says_what_is_complete(folders: list[str], capsys: pytest.CaptureFi
     rows = [line.split() for line in text.splitlines()]
     assert rows[0] == ["step", "attempt", "parts", "complete", "in"]
     assert [row[:4] for row in rows[1:]] == [[str(s), "0", "2/2", "yes"] for s in (3, 2, 1)]
+    cut = next(Path(folders[1]).glob("*3*/*.safetensors"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    _, text = run(capsys, "list", *folders)
+    assert [line.split()[3] for line in text.splitlines()[1:]] == ["no", "yes", "yes"]
     _, text = run(capsys, "list", folders[0])
     assert [line.split()[2:4] for line in text.splitlines()[1:]] == [["1/2", "no"]] * 3
     code, text = run(capsys, "list", folders[0] + "/none")

@@ -24,6 +24,8 @@ from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4)
+OWN = tuple(kind for kind in TierKind if kind is not TierKind.REMOTE)
+Stores = dict[TierKind, list[MemoryStore]]
 NUM_SAVES = 30
 PARTS = {step: contents(step, PLAN, 2) for step in range(1, NUM_SAVES + 1)}
 
@@ -55,21 +57,21 @@ class Failing:
             raise OSError(28, "No space left on device")
 
 
-def complete_in(kind: TierKind, stores: list[MemoryStore]) -> list[CheckpointId]:
-    """Return what one kind of tier of all nodes holds whole."""
-    tiers = [Tier(kind=kind, store=store) for store in stores]
-    inventories = [take_inventory([tier], node=str(i)) for i, tier in enumerate(tiers)]
-    return list(complete_checkpoints(Inventory.merge(inventories)))
-
-
-def compare(stores: dict[TierKind, list[MemoryStore]], had: dict[TierKind, CheckpointId]) -> None:
-    for kind, places in stores.items():
-        complete = complete_in(kind, places)
-        if kind in had:
-            assert complete, f"{kind.name} had {had[kind]} and has none now"
-            assert complete[0] >= had[kind]
+def compare(stores: Stores, had: dict[tuple[TierKind, ...], CheckpointId]) -> None:
+    """Look into each kind of tier of all nodes, and into their own tiers together."""
+    for kinds in (*((kind,) for kind in TierKind), OWN):
+        tiers = [
+            (Tier(kind=kind, store=store), str(node))
+            for kind in kinds
+            for node, store in enumerate(stores[kind])
+        ]
+        inventories = [take_inventory([tier], node=node) for tier, node in tiers]
+        complete = list(complete_checkpoints(Inventory.merge(inventories)))
+        if kinds in had:
+            assert complete, f"{kinds} had {had[kinds]} and has none now"
+            assert complete[0] >= had[kinds]
         if complete:
-            had[kind] = complete[0]
+            had[kinds] = complete[0]
 
 
 @pytest.mark.parametrize(
@@ -77,10 +79,10 @@ def compare(stores: dict[TierKind, list[MemoryStore]], had: dict[TierKind, Check
 )
 def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) -> None:
     random_ = random.Random(seed)
-    stores = {kind: [MemoryStore(), MemoryStore()] for kind in TierKind}
+    stores: Stores = {kind: [MemoryStore(), MemoryStore()] for kind in TierKind}
     stores[TierKind.REMOTE] = [MemoryStore()]
     faults = {(kind, rank): Failing(random_) for kind in TierKind for rank in range(2)}
-    had: dict[TierKind, CheckpointId] = {}
+    had: dict[tuple[TierKind, ...], CheckpointId] = {}
 
     def store_of(kind: TierKind, rank: int) -> Store:
         return FaultyStore(stores[kind][rank % len(stores[kind])], faults[kind, rank])
@@ -93,9 +95,11 @@ def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) ->
                 faults[kind, rank].begin(step)
             peers.gather(None)
             saved = writer.save(PARTS[step][rank])
-            for wait in (saved.wait_until_confirmed, saved.wait_until_uploaded):
-                with contextlib.suppress(CheckpointError):
-                    wait(20)
+            with contextlib.suppress(CheckpointError):
+                saved.wait_until_confirmed(20)
+                had[OWN] = PARTS[step][rank].id
+            with contextlib.suppress(CheckpointError):
+                saved.wait_until_uploaded(20)
             peers.gather(None)
             if rank == 0:
                 compare(stores, had)

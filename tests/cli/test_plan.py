@@ -91,27 +91,17 @@ def test_a_terminal_is_told_what_the_search_does(words, monkeypatch):
     assert "Done" in sys.stderr.getvalue()
 
 
-def test_json_holds_what_the_tables_say(words, capsys):
+def test_json_holds_what_the_tables_say_and_nothing_it_is_compared_with_is_faster(words, capsys):
     assert main([*words, "--json", "--precision", "bf16-true"]) == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
+    found = json.loads(capsys.readouterr().out)
     assert found["precision"] == "bf16-true"
     assert found["tokens_per_iteration"] == 65536
     assert found["lower_bound_s"] <= found["iteration_time_s"]
     assert found["cluster"] == {"A100-80GB": 4, "H800-80GB": 2}
     assert ParallelPlan.from_dict(found["plan"]).num_layers == 32
-    assert [entry["name"] for entry in found["baselines"]] == [
-        "plain data parallel",
-        "equal pipelines",
-    ]
-
-
-def test_what_the_planner_finds_is_never_slower_than_what_it_is_compared_with(words, capsys):
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    times = [entry["iteration_time_s"] for entry in found["baselines"]]
-    assert None not in times
-    assert found["iteration_time_s"] <= min(times)
+    baselines = {entry["name"]: entry["iteration_time_s"] for entry in found["baselines"]}
+    assert list(baselines) == ["plain data parallel", "equal pipelines"]
+    assert found["iteration_time_s"] <= min(baselines.values())
 
 
 def test_precision_decides_what_fits(words, tmp_path, capsys):
@@ -178,7 +168,6 @@ def test_the_version_is_the_packages(capsys):
     ("cluster", "options", "message"),
     [
         ("nodes: [{device: A1000, count: 4}]", "", "Unknown device 'A1000'. Did you mean A10"),
-        ("nodes: [{device: A1000, count: 4}]", "", "Known: A10, A100-40GB,"),
         ("nodes: []", "", "0 devices"),
         ("nodes: [{device: T4, count: 0}]", "", "Leave a node without devices out"),
         ("nodes: [{device: T4, count: 1}]", "", "fits nowhere"),
@@ -237,16 +226,6 @@ def test_help_fits_a_terminal_of_80_columns(monkeypatch, capsys, command):
     assert not re.search(r"^  \S+\n(?!    )", text, re.MULTILINE), "an argument says nothing"
 
 
-def test_the_module_runs_as_a_script():
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_hetero.cli", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "plan" in done.stdout
-
-
 def test_planning_without_the_installed_script_loads_no_torch_either():
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "lightning_hetero.cli", "plan", "--help"],
@@ -254,6 +233,7 @@ def test_planning_without_the_installed_script_loads_no_torch_either():
         text=True,
         check=True,
     )
+    assert done.stdout.startswith("usage: ")
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "lightning_hetero.planner" in loaded
     assert not {"torch", "lightning"} & loaded

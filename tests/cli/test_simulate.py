@@ -1,3 +1,5 @@
+"""What a user sees of `lightning-hetero simulate` and `compare`."""
+
 import datetime
 import json
 
@@ -34,6 +36,9 @@ def words(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(CLUSTER)
     PROFILE.save(tmp_path / "p.json")
     ParallelPlan.even(world_size=8, num_layers=24, num_stages=2, tp_degree=2).save("plan.json")
+    for name, num_stages in (("a", 2), ("b", 4)):
+        ParallelPlan.even(world_size=8, num_layers=24, num_stages=num_stages).save(f"{name}.json")
+    ParallelPlan.even(world_size=8, num_layers=4, num_stages=2).save("small.json")
     sizes = "--model bert-large --sequence-length 512 --global-batch-size 64"
     return f"simulate plan.json --cluster c.yaml {sizes}".split()
 
@@ -84,6 +89,44 @@ def test_json_says_the_same(words, capsys):
     assert found["tokens_per_iteration"] == 32768
     assert found["price_per_billion_tokens"] > 0
     assert [stage["ranks"] for stage in found["stages"]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_of_two_plans_the_totals_and_the_ranks_that_differ_are_shown(words, capsys):
+    assert main(["compare", "a.json", "b.json", *words[2:]]) == 0
+    output = capsys.readouterr().out
+    for text in ("iteration (s)", "tokens/s", "largest memory", "limited by", "Ranks that differ"):
+        assert text in output
+    assert "0-11" in output
+    assert "0-5" in output
+    assert main(["compare", "a.json", "a.json", *words[2:]]) == 0
+    output = capsys.readouterr().out
+    assert "Every rank does the same in both." in output
+    assert "+0 (+0.0%)" in output
+
+
+def test_json_holds_both_plans_and_their_traffic(words, capsys):
+    assert main(["compare", "a.json", "b.json", *words[2:], "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans["A"]["exchanged_bytes"] > plans["B"]["exchanged_bytes"]
+    # Each boundary carries every token's hidden state and its gradient once, in 16 bits.
+    tokens = 64 * 512
+    assert plans["A"]["hidden_state_bytes"] == 2 * 1 * tokens * 1024 * 2
+    assert plans["B"]["hidden_state_bytes"] == 2 * 3 * tokens * 1024 * 2
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("a.json none.json", "Can't read the plan none.json"),
+        ("a.json c.yaml", "no"),
+        ("a.json small.json", "small.json: The plan covers 4 layers"),
+    ],
+)
+def test_plans_that_can_not_be_compared_are_refused(words, files, message, capsys):
+    assert main(["compare", *files.split(), *words[2:]]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["simulate plan.json", "compare plan.json plan.json"])

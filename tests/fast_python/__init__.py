@@ -8,7 +8,7 @@ by `sys.executable` is a fork in the same way.
 
 What forks can't show are starts of interpreters themselves: modules that nobody imports, and orders
 of sets, which differ from interpreter to interpreter. For that `tests/test_imports.py` and one run
-of three ranks in `tests/runtime/test_launch.py` start real ones.
+of three ranks in `tests/runtime/ranks/test_launch.py` start real ones.
 """
 
 import fcntl

@@ -73,7 +73,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("tree", TREES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_box_of_a_tree_is_the_box_of_the_tensor_and_no_more_is_read(stored, tree, data):
     file, wholes = stored

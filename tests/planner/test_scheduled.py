@@ -8,6 +8,7 @@ from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
 from lightning_hetero.planner.workload import Objective, Workload
@@ -75,3 +76,18 @@ def test_halves_of_stages_there_and_back_are_tried() -> None:
     deep = simulate_scheduled(plan, cost, [[workload.microbatch] * 8], Schedule.DEEP)
     assert found.simulation.iteration_time_s < 0.95 * deep.simulation.iteration_time_s
     assert found.simulation.fits
+
+
+def test_estimates_see_all_layers_of_ranks_with_chunks_in_one_stage() -> None:
+    parts = [([1], 0, 2, 1), ([0, 2], 2, 5, 2), ([1], 5, 6, None), ([0, 2], 6, 9, 1)]
+    stages = [
+        {"ranks": ranks, "layers": [start, stop], "recomputed_layers": count}
+        for ranks, start, stop, count in parts
+    ]
+    pipeline = ParallelPlan.from_dict({"pipelines": [{"stages": stages}]}).pipelines[0]
+    found = without_chunks(pipeline)
+    assert [(s.ranks, s.layers, s.recomputed_layers) for s in found.stages] == [
+        ((1,), range(3), 1),
+        ((0, 2), range(3, 9), 3),
+    ]
+    assert without_chunks(found) is found

@@ -206,19 +206,21 @@ def fit(
     module: HuggingFaceModule, case: HuggingFaceCase, max_steps: int = -1
 ) -> HuggingFaceOutcome:
     before = _arrays(module)
+    run(module, case, max_steps=max_steps)
+    return HuggingFaceOutcome(module.losses, before, _arrays(module))
+
+
+def run(
+    module: HuggingFaceModule, case: HuggingFaceCase, *callbacks: L.Callback, **how: Any
+) -> None:
+    """Train a case's module; `how` are more options of the Trainer and of its `fit`."""
     strategy: dict[str, Any] = {"devices": 1}
     if case.plan is not None:
         plan = ParallelPlan.from_dict(case.plan)
-        options: dict[str, Any] = {
-            "num_microbatches": 2,
-            "whole_after_run": True,
-            **dict(case.options),
-        }
+        options: dict[str, Any] = {"num_microbatches": 2, "whole_after_run": True}
+        options |= dict(case.options)
         strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
-    trainer = L.Trainer(
-        **quiet(max_epochs=1, max_steps=max_steps, precision=case.precision),
-        **strategy,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module)
-    return HuggingFaceOutcome(module.losses, before, _arrays(module))
+    fits = {name: how.pop(name) for name in ("val_dataloaders", "ckpt_path") if name in how}
+    silent = quiet(max_epochs=1, precision=case.precision, callbacks=list(callbacks))
+    trainer = L.Trainer(**{**silent, **strategy, **how}, use_distributed_sampler=False)
+    trainer.fit(module, **fits)

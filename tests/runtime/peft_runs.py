@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero import ParallelPlan
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models import pack_samples
 from lightning_hetero.models.huggingface import (
@@ -26,8 +26,8 @@ from tests.runtime.huggingface_runs import (
     HuggingFaceCase,
     HuggingFaceModule,
     auto_class,
+    run,
 )
-from tests.toy import quiet
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
@@ -37,12 +37,10 @@ TARGETS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeftCase:
+class PeftCase(HuggingFaceCase):
     """What is trained and how; without a plan, by plain Lightning in one process."""
 
     model: str = "llama"
-    plan: dict[str, Any] | None = None
-    world_size: int = 1
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
     folder: str | None = None
@@ -57,12 +55,7 @@ class PeftCase:
     """Class of the config."""
     more_adapters: int = 0
     """Adapters beside the first one; all are active."""
-    config: tuple[tuple[str, Any], ...] = ()
-    """Changes of the model's configuration."""
-    batch_size: int = 4
     max_steps: int = 4
-    precision: Any = "32-true"
-    strategy: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
     """Whether batches are samples of different lengths laid end to end."""
     validates: bool = False
@@ -158,8 +151,7 @@ class PeftModule(HuggingFaceModule):
     """What a user writes around a model with adapters."""
 
     def __init__(self, case: PeftCase) -> None:
-        base = HuggingFaceCase(model=case.model, batch_size=case.batch_size, config=case.config)
-        super().__init__(base)
+        super().__init__(case)
         if case.quantized:
             for part in self.model.modules():
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
@@ -197,9 +189,6 @@ class PeftModule(HuggingFaceModule):
     def validation_step(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch).loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 @dataclass(frozen=True)
 class PeftOutcome:
@@ -224,61 +213,32 @@ def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftMo
     """Train a case, and return its module."""
     L.seed_everything(SEED, verbose=False)
     module = PeftModule(case)
-    options: dict[str, Any] = {"devices": 1}
-    if case.plan is not None:
-        plan = ParallelPlan.from_dict(case.plan)
-        given = {"num_microbatches": 2, "whole_after_run": True, **case.strategy}
-        options = {"strategy": HeteroStrategy(plan, **given), "devices": case.world_size}
-    if case.plan is not None and case.plans:
-        callbacks = (*callbacks, ChangePlans(case.plans))
-    trainer = L.Trainer(
-        **quiet(
-            max_epochs=1,
-            max_steps=case.max_steps,
-            precision=case.precision,
-            callbacks=list(callbacks),
-            enable_checkpointing=bool(callbacks),
-        ),
-        **options,
-        use_distributed_sampler=False,
-    )
+    changes = [ChangePlans(case.plans)] if case.plan is not None and case.plans else []
+    how: dict[str, Any] = {"enable_checkpointing": bool(callbacks), "max_steps": case.max_steps}
     validated = module.train_dataloader() if case.validates else None
-    trainer.fit(module, val_dataloaders=validated, ckpt_path=ckpt_path)
+    run(module, case, *callbacks, *changes, val_dataloaders=validated, ckpt_path=ckpt_path, **how)
     return module
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What a rank owns, sends and receives in an iteration, in elements."""
-
-    owned: int
-    pulled: int
-    pushed: int
-    adapters: int
-    """Elements of all adapters."""
-
-
 class Count(L.Callback):
-    """Counts what the running plan moves."""
-
-    moved: Moved
+    """Counts the elements that a rank owns, sends and receives in an iteration, and all trained."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         table, rank = engine.plans.running.table, trainer.global_rank
-        self.moved = Moved(
-            owned=sum(item.numel() for item in engine.store.masters.values()),
-            pulled=sum(item.numel for item in pulls_of(table, rank)),
-            pushed=sum(item.numel for item in pushes_of(table, rank)),
-            adapters=sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
+        self.counts = (
+            sum(item.numel() for item in engine.store.masters.values()),
+            sum(item.numel for item in pulls_of(table, rank)),
+            sum(item.numel for item in pushes_of(table, rank)),
+            sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
         )
 
 
-def train_and_count(rank: int, case: PeftCase) -> Moved:
+def train_and_count(rank: int, case: PeftCase) -> tuple[int, ...]:
     """Train a case on one of its ranks; return what moved."""
     count = Count()
     train(rank, case, count)
-    return count.moved
+    return count.counts
 
 
 def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcome:
@@ -319,18 +279,6 @@ def refusal(rank: int, case: PeftCase) -> str:
     return ""
 
 
-class Change(L.Callback):
-    """Runs other plans after some steps."""
-
-    def __init__(self, plans: dict[int, Any]) -> None:
-        self.plans = plans
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        plan = self.plans.get(trainer.global_step)
-        if plan is not None:
-            trainer.strategy.change_plan(ParallelPlan.from_dict(plan))  # type: ignore[attr-defined]
-
-
 class Unfreeze(L.Callback):
     """Unfreezes a weight of the base model before the first step, or after some steps."""
 
@@ -357,8 +305,3 @@ def train_and_unfreeze(rank: int, case: PeftCase, after: int) -> PeftOutcome | s
         return train(rank, case, Unfreeze(after))
     except ModelError as error:
         return str(error)
-
-
-def train_and_change(rank: int, case: PeftCase, plans: dict[int, Any]) -> PeftOutcome:
-    """Train a case under other plans after some steps."""
-    return train(rank, case, Change(plans))

@@ -65,16 +65,6 @@ def test_of_messages_that_come_as_one_any_may_have_been_late(fake: FakeTime) -> 
     assert clock.last.exchange_wait_s() == clock.last.wait_s == pytest.approx(5.0)
 
 
-def test_a_wait_inside_a_wait_counts_once(fake: FakeTime) -> None:
-    clock = make_clock()
-    with clock.iteration(), clock.waiting():
-        fake.wait(1.0)
-        with clock.waiting():
-            fake.wait(2.0)
-    assert clock.last is not None
-    assert clock.last.wait_s == pytest.approx(3.0)
-
-
 def test_waits_for_messages_are_told_apart_by_sender_also_inside_other_waits(
     fake: FakeTime,
 ) -> None:
@@ -112,7 +102,3 @@ def test_an_iteration_that_raises_leaves_the_last_one(fake: FakeTime) -> None:
         fake.compute(2.0)
     assert clock.last is not None
     assert clock.last.compute_s() == pytest.approx(2.0)
-
-
-def test_nothing_has_run_before_the_first_iteration() -> None:
-    assert make_clock().last is None

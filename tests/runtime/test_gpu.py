@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train
-from tests.runtime.test_parity import assert_same_training
+from tests.runtime.runs import Case, assert_same_training, pipeline, plan_of, stage, train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from lightning_hetero.schedules import ScheduleProblem
 
 
 def shortest_s(problem: ScheduleProblem) -> float:
-    """Return the least seconds of any schedule: one binary for each two passes of a stage.
+    """Return the least seconds of any schedule: one binary for each two passes of a worker.
 
     A pass begins at x[kind, stage, micro-batch]; y[a, b] says that a runs before b. Bytes are
     counted where an F begins: what earlier passes keep, and its own.
@@ -53,8 +53,9 @@ def shortest_s(problem: ScheduleProblem) -> float:
                     model.addConstr(done >= sent + edge.transfer_s)
                 model.addConstr(begin[kind, target, m] >= done + edge.latency_s)
                 sent = done
-    for stage in range(num_stages):
-        _one_at_a_time(model, problem, [key for key in keys if key[1] == stage], begin, longest)
+    for worker in range(problem.num_workers):
+        own_keys = [key for key in keys if problem.workers[key[1]] == worker]
+        _one_at_a_time(model, problem, own_keys, begin, longest)
     model.minimize(end)
     return float(model.getInfo().objective_function_value)
 
@@ -63,23 +64,23 @@ def _one_at_a_time(
     model: Any, problem: ScheduleProblem, keys: list[Any], begin: Any, longest: float
 ) -> None:
     seconds = problem.forward_s, problem.input_s, problem.weight_s
-    stage = keys[0][1]
+    worker = problem.workers[keys[0][1]]
     is_before: dict[Any, Any] = {}
     for a, b in itertools.combinations(keys, 2):
-        if a[0] == b[0]:
+        if a[:2] == b[:2]:
             is_before[a, b], is_before[b, a] = (1, 0) if a[2] < b[2] else (0, 1)
             continue
         y = model.addBinary()
         is_before[a, b], is_before[b, a] = y, 1 - y
-        model.addConstr(begin[b] >= begin[a] + seconds[a[0]][stage][a[2]] - longest * (1 - y))
-        model.addConstr(begin[a] >= begin[b] + seconds[b[0]][stage][b[2]] - longest * y)
-    held, waiting = problem.held_bytes[stage], problem.waiting_bytes[stage]
+        model.addConstr(begin[b] >= begin[a] + seconds[a[0]][a[1]][a[2]] - longest * (1 - y))
+        model.addConstr(begin[a] >= begin[b] + seconds[b[0]][b[1]][b[2]] - longest * y)
     for own in (key for key in keys if key[0] == 0):
-        used: Any = held[own[2]]
+        used: Any = problem.held_bytes[own[1]][own[2]]
         for other in keys:
-            m = other[2]
-            added = (held[m], waiting[m] - held[m], -waiting[m])[other[0]]
+            kind, stage, m = other
+            held, waiting = problem.held_bytes[stage][m], problem.waiting_bytes[stage][m]
+            added = (held, waiting - held, -waiting)[kind]
             if other != own and added:
                 used = used + added * is_before[other, own]
         if not isinstance(used, float):
-            model.addConstr(used <= problem.room_bytes[stage] * (1 + 1e-9))
+            model.addConstr(used <= problem.room_bytes[worker] * (1 + 1e-9))

@@ -1,6 +1,8 @@
 """Solved schedules: feasible, within their room, near the best there is and a true bound."""
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,10 @@ from lightning_hetero.schedules import (
     order_1f1b,
     solve,
     solve_actions,
+    usual_actions,
 )
-from lightning_hetero.schedules.problem import has_room
+from lightning_hetero.schedules.problem import Dispatch, has_room
+from lightning_hetero.schedules.solve import _rules
 from tests.schedules.bound import lower_bound_s
 from tests.schedules.oracle import shortest_s
 
@@ -172,3 +176,49 @@ def test_actions_are_the_runtimes() -> None:
         for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT):
             assert [a.microbatch_index for a in stage if a.kind is kind] == [*range(6)]
     assert solve_actions(stages, 6, least_gain=0.5) is None
+
+
+def random_chunks(draw: random.Random, workers: Sequence[int], count: int) -> ScheduleProblem:
+    """Stages, micro-batches and rooms that differ, several stages a worker."""
+    seconds = [[draw.uniform(0.5, 2.0) for _ in workers] for _ in range(3)]
+    split = draw.choice([0.0, 1.0])
+    return ScheduleProblem.equal(
+        forward_s=seconds[0],
+        input_s=seconds[1],
+        weight_s=[split * value for value in seconds[2]],
+        num_microbatches=count,
+        most_held=[draw.choice([1.0, 1.5, 2.0, 4.0]) for _ in {*workers}],
+        edges=[Edge(latency_s=0.3 * (a != b)) for a, b in pairwise(workers)],
+        workers=workers,
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 3), min_size=2, max_size=8))
+def test_workers_with_several_stages_never_block_or_overflow(seed: int, row: list[int]) -> None:
+    draw, known = random.Random(seed), [*dict.fromkeys(row)]
+    problem = random_chunks(draw, [known.index(worker) for worker in row], draw.randint(1, 10))
+    for rule in _rules(problem):
+        seconds, orders = Dispatch(problem, rule).run()
+        assert end_s(problem, orders) == pytest.approx(seconds)
+        assert has_room(problem, orders)
+        passes = [item for order in orders for item in order]
+        assert len(set(passes)) == len(passes) == 3 * problem.num_microbatches * len(row)
+    usual = usual_actions(problem.workers, problem.num_microbatches)
+    assert [len(order) for order in usual] == [2 * len(order) // 3 for order in orders]
+
+
+def test_schedules_with_chunks_are_nearly_the_best() -> None:
+    """Of all cases one may be up to 5 % and one up to 2 % longer than the best."""
+    ratios = []
+    for workers, count in (((0, 1, 0), 3), ((0, 1, 1, 0), 2), ((0, 1, 0, 1), 2), ((0, 1, 2, 0), 2)):
+        for seed in range(6):
+            problem = random_chunks(random.Random(seed), workers, count)
+            found, best = solve(problem), shortest_s(problem)
+            assert found.end_s >= best * (1 - 1e-6)
+            assert has_room(problem, found.orders)
+            ratios.append(found.end_s / best)
+    *rest, second, worst = sorted(ratios)
+    assert worst <= 1.05
+    assert second <= 1.02
+    assert rest[-1] <= 1.01

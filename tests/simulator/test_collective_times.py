@@ -36,7 +36,7 @@ def exchange_of(plan: ParallelPlan, cost: RooflineCost, kind: ExchangeKind) -> E
 
 
 @given(plans(), costs(), KINDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, kind):
     pairwise, table = (exchange_of(plan, cost, k) for k in (ExchangeKind.MESSAGES, kind))
     for index, segment in enumerate(table.segments):
@@ -71,7 +71,7 @@ def are_circles(plan: ParallelPlan, cost: RooflineCost) -> list[bool]:
 
 
 @given(plans(), costs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_segments_are_circles_where_the_runtimes_tables_have_them(plan, cost):
     specs = [
         ParameterSpec(name=f"layers.{layer}.weight", shape=(64, 8), layer=layer, tp_dim=0)

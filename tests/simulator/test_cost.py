@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import json
 from pathlib import Path
 
@@ -117,14 +118,19 @@ def test_ranks_hold_the_key_heads_that_they_share_and_own_them_once():
     assert owned[4] == owned[2] == held[2]
 
 
-def test_a_tied_head_on_the_same_stage_is_held_once():
-    tied = ModelSpec.load("bert-large")
-    cost = RooflineCost(CLUSTER, tied)
+def test_all_parameters_are_held_once_a_pipeline_a_tied_head_on_the_same_stage_too():
+    tied = RooflineCost(CLUSTER, ModelSpec.load("bert-large"))
     whole = StageShape("A100-80GB", 1, 24, has_embedding=True, has_head=True)
-    assert cost.num_stage_params(whole) == tied.num_params
+    assert tied.num_stage_params(whole) == tied.model.num_params
+    cost = RooflineCost(CLUSTER, LLAMA)
+    for cuts in ((0, 32), (0, 1, 3, 32), (0, 10, 20, 31, 32)):
+        stages = enumerate(itertools.pairwise(cuts))
+        plans = [StagePlan(ranks=(n,), layers=range(*ends)) for n, ends in stages]
+        held = sum(cost.num_stage_params(cost.shape_of(stage)) for stage in plans)
+        assert held == LLAMA.num_params
 
 
-def test_a_stage_is_as_slow_as_its_slowest_device_and_link():
+def test_a_stage_is_as_slow_as_its_slowest_device_and_link_and_holds_what_its_smallest_does():
     cost = RooflineCost(CLUSTER, LLAMA)
     mixed = cost.shape_of(StagePlan(ranks=(0, 4), layers=range(4)))
     assert mixed.device == "A100-80GB"
@@ -132,6 +138,16 @@ def test_a_stage_is_as_slow_as_its_slowest_device_and_link():
     assert across.link == (1e9, 1e-3)
     inside = cost.shape_of(StagePlan(ranks=(0, 1, 2), layers=range(4)))
     assert sum(cost.compute_s(across, (512,))) > sum(cost.compute_s(inside, (512,)))
+    for order in (("A100-80GB", "A100-40GB"), ("A100-40GB", "A100-80GB")):
+        cluster = Cluster(nodes=tuple(Node(device=name, count=1) for name in order))
+        stage = StagePlan(ranks=(0, 1), layers=range(4))
+        assert RooflineCost(cluster, LLAMA).shape_of(stage).device == "A100-40GB"
+    devices = tuple(
+        dataclasses.replace(device, device=name)
+        for device, name in zip(profile_of().devices, ("H800-80GB", "A100-80GB"), strict=True)
+    )
+    measured = ProfileCost(CLUSTER, LLAMA, profile_of(devices=devices))
+    assert measured.shape_of(StagePlan(ranks=(0, 4), layers=range(4))).device == "H800-80GB"
 
 
 def test_transfers_use_the_clusters_links():
@@ -152,19 +168,6 @@ def test_a_larger_group_gets_an_activation_in_pieces_and_puts_them_together():
     pieces_s = 2 * cost.transfer_s(0, 2, num_bytes / 2) + cost.transfer_s(2, 3, num_bytes / 2)
     assert cost.activation_s(one, pair, 100) == pytest.approx(pieces_s)
     assert cost.activation_s(pair, one, 100) == pytest.approx(whole_s)
-
-
-def test_usable_memory_leaves_room_for_the_process():
-    cost = RooflineCost(CLUSTER, LLAMA)
-    assert 0.9 * 80 * 2**30 < cost.usable_bytes("A100-80GB") < 79 * 2**30
-
-
-def test_ranks_and_layers_beyond_cluster_and_model_are_refused():
-    cost = RooflineCost(CLUSTER, LLAMA)
-    with pytest.raises(PlanError, match="rank 12"):
-        cost.shape_of(StagePlan(ranks=(12,), layers=range(4)))
-    with pytest.raises(PlanError, match="32 layers"):
-        cost.shape_of(StagePlan(ranks=(0,), layers=range(40)))
 
 
 def test_profiled_microbatches_cost_what_was_measured_and_others_what_the_fit_says():
@@ -223,16 +226,12 @@ def test_compiled_layers_recompute_as_a_whole_what_others_do_selectively():
     assert not compiled.saves_selectively(compiled.shape_of(stage))
 
 
-def test_a_mixed_tp_group_takes_the_device_that_was_measured_slower():
-    devices = tuple(
-        dataclasses.replace(device, device=name)
-        for device, name in zip(profile_of().devices, ("H800-80GB", "A100-80GB"), strict=True)
-    )
-    cost = ProfileCost(CLUSTER, LLAMA, profile_of(devices=devices))
-    assert cost.shape_of(StagePlan(ranks=(0, 4), layers=range(4))).device == "H800-80GB"
-
-
-def test_profiles_of_other_models_or_devices_are_refused():
+def test_what_belongs_to_another_model_cluster_or_device_is_refused():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    with pytest.raises(PlanError, match="rank 12"):
+        cost.shape_of(StagePlan(ranks=(12,), layers=range(4)))
+    with pytest.raises(PlanError, match="32 layers"):
+        cost.shape_of(StagePlan(ranks=(0,), layers=range(40)))
     with pytest.raises(ProfileError, match="other sizes"):
         ProfileCost(CLUSTER, ModelSpec.load("llama-13b"), profile_of())
     with pytest.raises(ProfileError, match="H800"):
@@ -252,6 +251,7 @@ def test_the_terms_of_memory_add_up_and_buffers_take_the_room_of_activations():
     cost = RooflineCost(CLUSTER, LLAMA)
     shape = StageShape("A100-80GB", 1, 8, has_embedding=True)
     held = cost.num_stage_params(shape)
+    assert 0.9 * 80 * 2**30 < cost.usable_bytes("A100-80GB") < 79 * 2**30
     idle = cost.stage_memory(shape, 4, [], 3)
     # Three quarters of the gradients leave, and three peers send the quarter that stays.
     assert idle.exchange == pytest.approx(2 * held * 2 * 3 / 4)
@@ -278,11 +278,3 @@ def test_roofline_is_within_30_percent_of_measured_a800_stages(length):
         shape = StageShape("A800-80GB", scheme["tp"], layers, has_embedding=whole, has_head=whole)
         measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
         assert sum(cost.compute_s(shape, (length,))) == pytest.approx(measured_s, rel=0.30)
-
-
-def test_of_equally_fast_devices_the_one_with_less_memory_bounds_a_stage():
-    names = ["A100-80GB", "A100-40GB"]
-    for order in (names, names[::-1]):
-        cluster = Cluster(nodes=tuple(Node(device=name, count=1) for name in order))
-        stage = StagePlan(ranks=(0, 1), layers=range(4))
-        assert RooflineCost(cluster, LLAMA).shape_of(stage).device == "A100-40GB"

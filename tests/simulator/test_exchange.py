@@ -69,7 +69,7 @@ def costs(draw, *, overlap: bool = True) -> RooflineCost:
 
 
 @given(plans(), costs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_segments_cover_every_pipelines_layers_once_from_last_to_first(plan, cost):
     segments = cut_segments([[len(s.layers) for s in p.stages] for p in plan.pipelines], cost.model)
     assert not segments[0].is_layers
@@ -87,7 +87,7 @@ def test_segments_cover_every_pipelines_layers_once_from_last_to_first(plan, cos
 
 
 @given(plans(), costs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
     cost.layout = StateLayout(exchange=ExchangeKind.MESSAGES)
     table = table_of(plan, cost)
@@ -105,7 +105,7 @@ def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
 
 
 @given(plans(), costs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_holders_that_own_equal_parts_are_a_special_case_of_owner_shares(plan, cost):
     cost.layout = StateLayout(exchange=ExchangeKind.MESSAGES)
     # One rank of each stage, so that a stage's ranks are on one node.
@@ -164,7 +164,7 @@ def walk_pushes(
 
 
 @given(plans(), costs(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_queues_end_when_walking_every_layer_says(plan, cost, data):
     table = table_of(plan, cost)
     seconds = st.floats(0.0, 0.2)
@@ -178,7 +178,7 @@ def test_queues_end_when_walking_every_layer_says(plan, cost, data):
 
 
 @given(plans(), costs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_stage_starts_before_its_first_layer_was_pulled_nor_later_than_all(plan, cost):
     table = table_of(plan, cost)
     forwards = [[0.01] * p.num_stages for p in plan.pipelines]

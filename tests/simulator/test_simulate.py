@@ -293,25 +293,6 @@ def test_orders_say_what_runs_and_what_is_held():
         simulate(plan, cost, [batches[:2]], orders=[lists])
 
 
-def test_owned_states_are_shared_by_the_pipelines():
-    cost = LinearCost(cluster_of(4), model_of(4))
-    shape = cost.shape_of(plan_of([2, 2]).pipelines[0].stages[1])
-    params = 2 * cost.model.params_per_layer + cost.model.head_params
-    # Weights in bf16, gradients summed in fp32.
-    assert cost.stage_memory(shape, 1, [], 1).states == params * (2 + 4 + 16)
-    assert cost.stage_memory(shape, 4, [], 1).states == params * (2 + 4 + 16 / 4)
-
-
-def test_all_parameters_are_held_once_per_pipeline():
-    cost = LinearCost(cluster_of(5), model_of(7))
-    for split in ([7], [1, 2, 4], [2, 2, 1, 1, 1]):
-        held = sum(
-            cost.num_stage_params(cost.shape_of(stage))
-            for stage in plan_of(split).pipelines[0].stages
-        )
-        assert held == cost.model.num_params
-
-
 def test_recording_events_changes_nothing():
     cost = RooflineCost(
         Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="H800-80GB", count=4))),

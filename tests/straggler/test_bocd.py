@@ -74,6 +74,14 @@ def test_single_outliers_and_short_bursts_are_not_reported(seed, height, width):
     assert changes(values) == []
 
 
+@pytest.mark.parametrize("pattern", ["101" * 3, "110" * 2, "11011", "11010" * 2, "11101"])
+@pytest.mark.parametrize("height", [1.3, 2.0])
+def test_a_burst_with_almost_as_many_fast_iterations_is_no_level(pattern, height):
+    values = noisy([(1.0, 200)])
+    values[100 : 100 + len(pattern)] *= [height if slow == "1" else 1.0 for slow in pattern]
+    assert changes(values) == []
+
+
 def test_slow_first_iterations_periodic_spikes_and_drift_are_not_reported():
     begun_slowly, spiky = noisy([(3.0, 2), (1.5, 4), (1.0, 150)]), noisy([(1.0, 600)], 0.03)
     begun_slowly[0] = 40.0

@@ -54,10 +54,10 @@ def test_suspicion_begins_at_a_tenth_above_the_peers(times_s, expected_s, suspec
 
 
 def test_devices_and_links_are_compared_with_their_like_alone_and_the_worst_probe_counts():
-    types, hosts = ["a", "a", "a", "b", "b", "c"], ("x", "x", "x", "y", "y", "y")
-    copies = dict(enumerate((1.0, 2.0, 1.0, 3.0, 3.0, 9.0)))
+    types, hosts = ["a", "a", "a", "a", "b", "c"], ("x", "x", "x", "y", "y", "y")
+    copies = dict(enumerate((1.0, 2.0, 1.0, 1.0, 3.0, 9.0)))
     probes = Probes(
-        device_s=dict(enumerate((1.0, 1.0, 1.4, 5.0, 5.1, 9.0))),
+        device_s=dict(enumerate((1.0, 1.5, 1.4, 1.0, 5.0, 9.0))),
         link_s={(0, 1): 1.0, (1, 2): 1.4, (2, 3): 8.0, (3, 4): 1.7, (4, 5): 1.0, (0, 5): 5.0},
         hosts=hosts,
     )

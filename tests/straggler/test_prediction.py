@@ -100,7 +100,7 @@ def test_a_slow_gradient_link_is_left_by_both_its_ends():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 2), st.data())
+@given(st.sampled_from([1, 2, 4]), st.data())
 def test_a_swap_only_permutes_ranks_and_never_does_harm(num_stages, data):
     plan = even(num_stages)
     pairs = list(itertools.combinations(range(4), 2))

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.processes import ProcessPool
-from tests.runtime.features import (
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.scripts import run_python
+from tests.strategy.features import (
     AFTER_FIT,
     average_stochastically,
     average_weights,
@@ -27,8 +29,6 @@ from tests.runtime.features import (
     stop_early,
     train_and_save,
 )
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.scripts import run_python
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist

@@ -17,6 +17,7 @@ from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.profile import TimeFit
+from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.proposing.sequence_room import SequenceRoom
 from lightning_hetero.simulator import CostModel
 
@@ -98,9 +99,8 @@ def plan_costs(
     longest = max(context_length, 2 * _SHORTEST)  # A fit needs two lengths.
     count = (longest // _SHORTEST).bit_length()
     lengths = sorted({*(_SHORTEST << i for i in range(count)), longest})
-    return tuple(
-        _pipeline_cost(pipeline, model, lengths, plan.num_pipelines) for pipeline in plan.pipelines
-    )
+    pipelines = map(without_chunks, plan.pipelines)
+    return tuple(_pipeline_cost(item, model, lengths, plan.num_pipelines) for item in pipelines)
 
 
 def _pipeline_cost(

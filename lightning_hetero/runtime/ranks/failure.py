@@ -11,7 +11,6 @@ frozen one.
 
 import atexit
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -193,7 +192,7 @@ class FailureDetector:
     def _let_others_read(self) -> None:
         """On a rank 0 that serves the store, give the others time to read why the run ends."""
         if self._rank == 0 and self._ring.bulletin is None:
-            time.sleep(3 * self._interval_s)
+            self._heartbeat.wait_until_heard(3 * self._interval_s)
 
     # -- the judging thread ---------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ from lightning_hetero.core.process import Deadline
 
 __all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 
-_FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
+_FAILURE, _HEARD, _NEWS = "failure", "heard", "news"
+_SERVER_LEFT, _SUSPICION = "server left", "suspicion"
 _GONE = 2**32
 """More than any process's beats; a process that ends adds it."""
 _OF_A_NODE = 16
@@ -176,6 +177,15 @@ class Heartbeat:
             self._watch.to_tell = json.dumps({"rank": failed_rank, "reason": reason})
         self._wake.set()
 
+    def wait_until_heard(self, timeout_s: float) -> None:
+        """Wait until each rank has heard which one has failed, `timeout_s` at most."""
+        watch, deadline = self._watch, Deadline(timeout_s)
+        if watch is None:
+            return
+        key, num_ranks = self._key(watch, _HEARD), len(watch.ring.numbers)
+        while self._store.add(key, 0) < num_ranks and not deadline.is_over:
+            time.sleep(self.interval_s / 20)
+
     def suspect(self) -> None:
         """Tell the others that a connection has broken, so somebody may be dead."""
         self._suspected_at_s = time.monotonic()
@@ -262,6 +272,7 @@ class Heartbeat:
     def _read_news(self, watch: Watch) -> None:
         store, ring, failure = self._own, watch.ring, self._key(watch, _FAILURE)
         watch.is_suspicious = store.check([self._key(watch, _SUSPICION)])
+        has_heard = watch.failure is not None
         if watch.failure is None and store.check([failure]):
             told = json.loads(store.get(failure))
             watch.failed_rank, watch.failure = told["rank"], told["reason"]
@@ -270,6 +281,8 @@ class Heartbeat:
             watch.failed_rank, watch.failure = gone
         if watch.failure is not None:
             watch.wakes_judge.set()
+            if not has_heard:
+                store.add(self._key(watch, _HEARD), 1)
         if ring.rank != 0 and store.check([self._key(watch, _SERVER_LEFT)]):
             self._see_server_leave(watch)
 

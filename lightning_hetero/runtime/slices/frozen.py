@@ -39,6 +39,7 @@ STAYS_FROZEN = (
     "Parameter {} is quantized, and can't be trained or cut. Leave it frozen "
     "(requires_grad_(False)), and train adapters beside it."
 )
+"""The error of who would train or cut a quantized parameter, which it names."""
 _LOOKED_AT = 256
 """Values of a weight that its fingerprint depends on."""
 

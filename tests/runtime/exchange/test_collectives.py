@@ -1,17 +1,81 @@
 """Whichever way weights and gradients travel, a run is the same bit for bit."""
 
+import os
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.exchange.routes import Routes
 from tests.processes import ProcessPool
-from tests.runtime.exchange_runs import Exchanged, run_by
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train
+from tests.runtime.runs import (
+    Case,
+    Outcome,
+    assert_same_bits,
+    pipeline,
+    plan_of,
+    refusal,
+    stage,
+    train,
+)
 
 pytestmark = pytest.mark.dist
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a rank knows after a run, and which way its units went."""
+
+    outcome: Outcome
+    ways: Counter[str]
+    """Names of the classes of units, with whether a collective carried them."""
+    far_bytes: int = 0
+    """Bytes of all-to-alls that have left this rank's node."""
+
+
+def run_by(rank: int, case: Case, kinds: Sequence[str], nodes: str = "") -> dict[str, Exchanged]:
+    """Train a case once by each kind of exchange, each rank on the node that it plays."""
+    with mock.patch.dict(os.environ, {"GROUP_RANK": nodes[rank]} if nodes else {}):
+        return {kind: _run_by(rank, case, kind, nodes) for kind in kinds}
+
+
+def _run_by(rank: int, case: Case, kind: str, nodes: str) -> Exchanged:
+    ways: Counter[str] = Counter()
+    far: list[int] = []
+    all_to_all = dist.all_to_all_single
+
+    def counting(into: Tensor, given: Tensor, *splits: Any, group: Any, **more: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        rows = splits[1] if splits else [1] * len(ranks)
+        sent = sum(n for n, peer in zip(rows, ranks, strict=True) if nodes[peer] != nodes[rank])
+        far.append(sent * given[0].numel() * given.element_size())
+        return all_to_all(into, given, *splits, group=group, **more)
+
+    def noting(found: Any) -> Any:
+        def note(routes: Routes, *args: Any) -> Any:
+            way = found(routes, *args)
+            if way is not None and way.travels:
+                by = "messages" if way.group is None else "collective"
+                ways[f"{type(way).__name__} {by}"] += 1
+            return way
+
+        return note
+
+    case = replace(case, options=(*case.options, ("exchange", kind)))
+    with (
+        mock.patch.object(Routes, "pulled", noting(Routes.pulled)),
+        mock.patch.object(Routes, "pushed", noting(Routes.pushed)),
+        mock.patch.object(dist, "all_to_all_single", counting if nodes else all_to_all),
+    ):
+        outcome = train(rank, case)
+    return Exchanged(outcome, ways, sum(far))
+
 
 EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1)))
 UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
@@ -43,20 +107,22 @@ def ways_of(found: list[dict[str, Exchanged]], kind: str) -> Counter[str]:
     return sum((item[kind].ways for item in found), Counter())
 
 
-def assert_same_bits(found: list[dict[str, Exchanged]]) -> None:
-    """Check that runs by messages and by collectives gave the same losses and weights."""
-    for item in found:
-        one, other = item["messages"].outcome, item["collectives"].outcome
-        assert one.losses == other.losses
+def outcomes(found: list[dict[str, Exchanged]], kind: str) -> list[Outcome]:
+    return [item[kind].outcome for item in found]
+
+
+def assert_near(found: list[dict[str, Exchanged]], kind: str, other: str) -> None:
+    for one, two in zip(outcomes(found, kind), outcomes(found, other), strict=True):
+        np.testing.assert_allclose(one.losses, two.losses, rtol=1e-5)
         for key, weights in one.weights.items():
-            assert np.array_equal(weights, other.weights[key]), key
+            np.testing.assert_allclose(weights, two.weights[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_give_what_messages_give_bit_for_bit(pool: ProcessPool, name: str) -> None:
     case = CASES[name]
     found = pool.run(run_by, case.world_size, case, ("messages", "collectives"))
-    assert_same_bits(found)
+    assert_same_bits(outcomes(found, "messages"), outcomes(found, "collectives"))
     assert all(way.endswith("messages") for way in ways_of(found, "messages"))
     ways = ways_of(found, "collectives")
     assert all(way.endswith("collective") for way in ways)
@@ -68,11 +134,7 @@ def test_collectives_give_what_messages_give_bit_for_bit(pool: ProcessPool, name
 def test_a_reduce_scatter_gives_the_same_but_for_rounding(pool: ProcessPool) -> None:
     case = CASES["equal pipelines"]
     found = pool.run(run_by, case.world_size, case, ("collectives", "reduce-scatter"))
-    for item in found:
-        one, other = item["collectives"].outcome, item["reduce-scatter"].outcome
-        np.testing.assert_allclose(one.losses, other.losses, rtol=1e-5)
-        for key, weights in one.weights.items():
-            np.testing.assert_allclose(weights, other.weights[key], rtol=1e-4, atol=1e-5)
+    assert_near(found, "collectives", "reduce-scatter")
 
 
 FIVE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1, 4, 3)))
@@ -96,31 +158,18 @@ def test_gradients_summed_on_nodes_give_the_same_but_for_rounding(
     kinds = ("collectives", "by-node")
     found = pool.run(run_by, case.world_size, case, kinds, nodes)
     again = pool.run(run_by, case.world_size, case, ("by-node",), nodes)
-    for item, repeated in zip(found, again, strict=True):
-        one, other = item["collectives"].outcome, item["by-node"].outcome
-        np.testing.assert_allclose(one.losses, other.losses, rtol=1e-5)
-        for key, weights in one.weights.items():
-            np.testing.assert_allclose(weights, other.weights[key], rtol=1e-4, atol=1e-5)
-            assert np.array_equal(other.weights[key], repeated["by-node"].outcome.weights[key])
+    assert_near(found, *kinds)
+    assert_same_bits(outcomes(found, "by-node"), outcomes(again, "by-node"))
     assert ("SummedByNode collective" in ways_of(found, "by-node")) == (share < 1)
     straight, by_node = (sum(item[kind].far_bytes for item in found) for kind in kinds)
     assert by_node == pytest.approx(share * straight, rel=0.02)
 
 
-def test_few_ranks_send_messages_on_gloo_unless_told_otherwise(pool: ProcessPool) -> None:
-    case = CASES["equal pipelines"]
-    found = pool.run(run_by, case.world_size, case, ("auto",))
-    assert all(way.endswith("messages") for way in ways_of(found, "auto"))
-
-
-def train_by_own_way(rank: int, case: Case, ways: tuple[str, ...]) -> str:
-    """Return why a run is refused whose ranks exchange in different ways."""
-    with pytest.raises(ConfigurationError) as caught:
-        train(rank, replace(case, options=(("exchange", ways[rank]),)))
-    return str(caught.value)
+def refused_by_own_way(rank: int, case: Case, ways: tuple[str, ...]) -> str:
+    return refusal(rank, replace(case, options=(("exchange", ways[rank]),)))
 
 
 def test_ranks_that_exchange_otherwise_are_refused_on_all(pool: ProcessPool) -> None:
     case = replace(CASES["equal pipelines"], num_rows=6)
-    for text in pool.run(train_by_own_way, 3, case, ("collectives", "by-node", "collectives")):
+    for text in pool.run(refused_by_own_way, 3, case, ("collectives", "by-node", "collectives")):
         assert "Ranks don't run the same" in text

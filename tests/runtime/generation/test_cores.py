@@ -25,22 +25,16 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_a_process_takes_its_part_of_the_cores_and_gives_up_what_others_need() -> None:
-    share_cores(1)
-    assert torch.get_num_threads() == 8
-    share_cores(4)
-    assert torch.get_num_threads() == 2
+def test_a_process_gives_up_cores_that_others_need_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for num_processes, num_threads in ((1, 8), (4, 2), (1, 2)):  # It takes none back.
+        share_cores(num_processes)
+        assert torch.get_num_threads() == num_threads
     assert os.environ["OMP_NUM_THREADS"] == "2"
-    # It takes none back: others may come again.
-    share_cores(1)
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("eight_cores")
-def test_threads_that_the_user_has_chosen_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cores._SHARED)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     torch.set_num_threads(5)
-    share_cores(1)
     share_cores(4)
     assert torch.get_num_threads() == 5
 

@@ -221,16 +221,12 @@ def fill_buffer(name: str, function: str, num_set: int) -> Tensor:
     return module.get_buffer("model.0.mask")
 
 
-@pytest.mark.parametrize("function", ["_init_weights", "reset_parameters"])
 @pytest.mark.parametrize("name", BUFFERS)
-def test_a_buffer_that_the_model_sets_may_hold_any_value_of_its_dtype(
-    name: str, function: str
+def test_a_buffer_that_the_model_sets_may_hold_any_value_and_is_refused_if_it_sets_a_part(
+    name: str,
 ) -> None:
-    assert torch.equal(fill_buffer(name, function, 2), BUFFERS[name])
-
-
-@pytest.mark.parametrize("name", BUFFERS)
-def test_a_buffer_that_the_model_sets_in_part_is_refused_by_name(name: str) -> None:
+    for function in ("_init_weights", "reset_parameters"):
+        assert torch.equal(fill_buffer(name, function, 2), BUFFERS[name])
     with pytest.raises(ModelError, match=r"Buffer model\.0\.mask is on the meta device"):
         fill_buffer(name, "_init_weights", 1)
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.processes import ProcessFailed, ProcessPool
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train
-from tests.runtime.test_parity import assert_same_training
+from tests.runtime.runs import Case, assert_same_training, pipeline, plan_of, stage, train
 
 PLAN = plan_of(
     pipeline(stage(2, 0, 2), stage(0, 2, 3)),

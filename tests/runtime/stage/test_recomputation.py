@@ -1,12 +1,9 @@
 """Checkpointed and compiled layers train alike; checkpointing keeps less."""
 
 import os
-import pickle
 import shutil
 from collections.abc import Container
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,17 +12,14 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.setup.products import KeptProducts, SavedBytes
-from lightning_hetero.runtime.stage import recomputation
+from lightning_hetero.runtime.setup.products import SavedBytes
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import HuggingFaceCase
-from tests.runtime.huggingface_runs import train as train_hugging_face
 from tests.runtime.runs import (
     Case,
-    Outcome,
+    assert_same_training,
     pipeline,
     plan_of,
     stage,
@@ -33,8 +27,6 @@ from tests.runtime.runs import (
     train_compiled,
     train_compiled_by_hand,
 )
-from tests.runtime.test_huggingface_parity import THREE, TWO_AND_ONE, assert_same
-from tests.runtime.test_parity import assert_same_training
 from tests.toy import CONTEXT, GPT, VOCABULARY
 
 needs_compiler = pytest.mark.skipif(
@@ -124,32 +116,6 @@ def test_every_nth_layer_is_recomputed() -> None:
     assert not LayerOptions(activation_checkpointing="full").selective(range(1, 6))
 
 
-@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
-@pytest.mark.parametrize("by", ["the user", "compile_layers"])
-def test_compiled_layers_are_recomputed_as_a_whole_where_others_are_selectively(by: str) -> None:
-    with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
-        LayerOptions(activation_checkpointing="selective", compile_layers=True)
-    model = GPT(2, 16, tied=False)
-    if by == "the user":
-        model.blocks[1]._compiled_call_impl = model.blocks[1]._call_impl
-    options = LayerOptions(compile_layers=by == "compile_layers")
-    boundary = StageBoundary(list(model.blocks), wrap_layer=options.wrap_layer)
-    whole = whole_pass(2, recomputation=Recomputation(selective=range(2)))
-    ways: list[str] = []
-
-    def instead(way: str) -> Any:
-        return lambda *args, **_: ways.append(way) or args[-1]
-
-    with (
-        mock.patch.object(recomputation, "checkpoint", instead("whole")),
-        mock.patch.object(KeptProducts, "__call__", instead("selective")),
-        boundary.forward_of(whole),
-    ):
-        model(torch.zeros(1, CONTEXT, dtype=torch.int64))
-    boundary.remove()
-    assert ways == ["selective" if by == "the user" else "whole", "whole"]
-
-
 @pytest.mark.parametrize("value", ["half", 0, -1, True, None])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="activation_checkpointing is"):
@@ -161,48 +127,8 @@ def test_a_budget_is_no_second_setting() -> None:
         LayerOptions(activation_checkpointing="full", activation_budget_bytes=1000)
     with pytest.raises(ConfigurationError, match="1 or more"):
         LayerOptions(activation_budget_bytes=0)
-
-
-@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
-def test_wrapped_layers_are_pickled_as_they_were() -> None:
-    layer = nn.Linear(2, 2)
-    options = LayerOptions(compile_layers=True)
-    boundary = StageBoundary([layer], wrap_layer=options.wrap_layer)
-    copy = pickle.loads(pickle.dumps(options.wrap_layer(0, nn.Linear(2, 2).forward)))
-    assert copy(torch.zeros(2)).shape == (2,)
-    boundary.remove()
-
-
-@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
-def test_every_layer_of_a_deep_model_may_be_compiled_by_itself() -> None:
-    with torch._dynamo.config.patch(recompile_limit=8):
-        layers = [nn.Linear(2, 2) for _ in range(12)]
-        options = LayerOptions(compile_layers=True)
-        StageBoundary(layers, wrap_layer=options.wrap_layer).remove()
-        assert torch._dynamo.config.recompile_limit >= len(layers)
-
-
-PLAN = plan_of(
-    pipeline(stage(2, 0, 2), stage(0, 2, 3), num_microbatches=3),
-    pipeline(stage(1, 0, 3), num_microbatches=1),
-)
-
-
-@pytest.mark.dist
-def test_options_of_checkpointing_change_no_bit_of_training_with_dropout(pool: ProcessPool) -> None:
-    # The module drops out inside its layers: what is computed again must drop the same.
-    case = Case(plan=PLAN, world_size=3, model="masking", batch_size=4, num_rows=24)
-    plain = pool.run(train, 3, case)
-    for value in (2, "selective"):
-        options = (("activation_checkpointing", value),)
-        assert_equal(pool.run(train, 3, replace(case, options=options)), plain)
-
-
-def assert_equal(found: list[Outcome], expected: list[Outcome]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.losses == other.losses
-        for name, weight in other.weights.items():
-            assert (one.weights[name] == weight).all(), name
+    with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
+        LayerOptions(activation_checkpointing="selective", compile_layers=True)
 
 
 @pytest.mark.dist
@@ -242,6 +168,7 @@ def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.skipif(
     "ATEN_CPU_CAPABILITY" in os.environ,
     reason="inductor asks the processor, not ATen, which vectors there are",
@@ -266,24 +193,3 @@ def test_layers_compiled_by_inductor_compute_the_same() -> None:
     assert counters["stats"]["unique_graphs"] == 1, "like layers share their code"
     for found, expected in zip(compiled, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_hugging_face_models_are_checkpointed_despite_their_caches(
-    pool: ProcessPool, model: str
-) -> None:
-    case = HuggingFaceCase(
-        model=model, plan=TWO_AND_ONE, world_size=3, options=(("activation_checkpointing", "full"),)
-    )
-    expected = pool.run_alone(train_hugging_face, case.on_single_device())
-    for outcome in pool.run(train_hugging_face, 3, case):
-        assert_same(outcome, expected, 1e-5)
-
-
-@pytest.mark.dist
-def test_a_models_own_checkpointing_works_in_stages(pool: ProcessPool) -> None:
-    case = HuggingFaceCase(model="llama", plan=THREE, world_size=3, own_checkpointing=True)
-    expected = pool.run_alone(train_hugging_face, case.on_single_device())
-    for outcome in pool.run(train_hugging_face, 3, case):
-        assert_same(outcome, expected, 1e-5)

@@ -10,8 +10,8 @@ from tests.scripts import run_python, start_python, wait_for_end
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-ROOT = pathlib.Path(__file__).parents[2]
-SCRIPT = str(ROOT / "tests/runtime/launched.py")
+ROOT = pathlib.Path(__file__).parents[3]
+SCRIPT = str(ROOT / "tests/runtime/ranks/launched.py")
 
 
 def launch(*arguments: str, folder: pathlib.Path, executable: str | None = None) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Quantized folders, and folders quantized while they are read, train as in one process."""
+"""Folders of models and adapters, quantized or not, are read layer by layer and train alike."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,27 +11,21 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.huggingface import add_adapters, load_pretrained
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import auto_class, make_model
-from tests.runtime.peft_runs import PeftCase, quantization
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.test_peft import BESIDE_A_COPY, STAGES, check
+from tests.runtime.peft_runs import quantization
+from tests.runtime.test_adapters import PLANS, case_of, check
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
-from peft import LoraConfig
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.filterwarnings("ignore:.*MatMul8bitLt.*", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+slow = pytest.mark.slow
 
-LORA = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
 KINDS = ["nf4", "fp4-double", "int8", "torchao"]
-MIRRORED = plan_of(
-    pipeline(stage(1, 0, 2), stage(0, 2, 4), num_microbatches=2),
-    pipeline(stage(2, 0, 4), num_microbatches=2),
-)
 
 
 def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
@@ -49,55 +43,36 @@ def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_folders(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
-    folder = write(tmp_path, kind=kind)
-    check(pool, PeftCase(plan=STAGES, world_size=2, folder=folder))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_a_folder_that_is_quantized_while_it_is_read(
+def test_quantized_folders_and_folders_that_are_quantized_while_they_are_read(
     pool: ProcessPool, tmp_path: Path, kind: str
 ) -> None:
-    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, batch_size=2, while_loading=kind)
-    check(pool, replace(case, folder=write(tmp_path)))
+    check(pool, case_of("stages", folder=write(tmp_path, kind=kind)))
+    check(pool, case_of("beside a copy", while_loading=kind, folder=write(tmp_path)))
 
 
+@slow
 @pytest.mark.parametrize("model", ["qwen3", "gemma3_text", "mixtral", "gpt2", "bert"])
-def test_families(pool: ProcessPool, tmp_path: Path, model: str) -> None:
-    folder = write(tmp_path, model)
-    case = PeftCase(model=model, plan=STAGES, world_size=2, folder=folder, max_steps=2)
-    check(pool, replace(case, while_loading="nf4"))
+def test_folders_of_families(pool: ProcessPool, tmp_path: Path, model: str) -> None:
+    check(pool, case_of("stages", model, while_loading="nf4", folder=write(tmp_path, model)))
 
 
+@slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
 def test_a_change_of_plan_reads_what_a_rank_lacks(
     pool: ProcessPool, tmp_path: Path, kind: str
 ) -> None:
-    plans = (MIRRORED, BESIDE_A_COPY, MIRRORED)
-    case = PeftCase(plan=BESIDE_A_COPY, world_size=3, batch_size=2, plans=plans, max_steps=5)
+    mirrored, _ = PLANS["mirrored"]
+    plans = (mirrored, PLANS["beside a copy"][0], mirrored)
+    case = case_of("beside a copy", max_steps=5, plans=plans)
     check(pool, replace(case, folder=write(tmp_path, kind=kind)))
     check(pool, replace(case, quantized=kind.removesuffix("-double")))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
-    ],
-)
-def test_adapters_that_need_values_of_weights_are_refused(tmp_path, options, said) -> None:
-    model = load_pretrained(write(tmp_path), quantization_config=quantization("nf4"))
-    with pytest.raises(ModelError, match=rf"{said}.*load the model whole with from_pretrained"):
-        add_adapters(model, LoraConfig(r=2, target_modules="all-linear", **options))
+LORA = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
 
 
 def write_adapter(folder: Path) -> dict[str, torch.Tensor]:
     """Write an adapter of the model that `write` writes, with values of its own; return these."""
-    import peft
-
     adapted = peft.get_peft_model(make_model("llama"), LORA)
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
@@ -133,6 +108,20 @@ def test_an_adapter_of_another_base_is_refused(
     base = load_pretrained(tmp_path / "other", quantization_config=quantization("nf4"))
     with pytest.raises(ModelError, match=f"doesn't fit.*{said}.*Read the model that it was"):
         add_adapters(base, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ],
+)
+def test_adapters_that_need_values_of_weights_are_refused(tmp_path, options, said) -> None:
+    model = load_pretrained(write(tmp_path), quantization_config=quantization("nf4"))
+    with pytest.raises(ModelError, match=rf"{said}.*load the model whole with from_pretrained"):
+        add_adapters(model, peft.LoraConfig(r=2, target_modules="all-linear", **options))
 
 
 def test_a_library_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch) -> None:

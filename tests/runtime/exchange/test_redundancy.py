@@ -1,14 +1,15 @@
-"""Runs with redundancy that tests look into; in the processes of the pool."""
+"""With redundancy a plan trains the same, and every row is kept by two ranks, bit for bit alike."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,8 +18,11 @@ from lightning_hetero.autoplan.facts import Emulation
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
-from tests.runtime.runs import MODULES, SEED, Case, RowsModule
+from tests.processes import ProcessFailed, ProcessPool
+from tests.runtime.runs import MODULES, SEED, Case, RowsModule, pipeline, plan_of, stage, train
 from tests.toy import quiet
+
+pytestmark = pytest.mark.dist
 
 Rows = tuple[str, str, int, int]
 """(parameter, "weight" or the key of a state, first row, last row + 1)"""
@@ -154,22 +158,15 @@ class NormsModule(RowsModule):
         return Norms(self.parameters(), lr=0.1)
 
 
-def fit_refused(
-    rank: int,
-    case: Case,
-    memory_bytes: tuple[int | None, ...],
-    redundancy: tuple[int, ...],
-) -> str:
-    """Return why a run with redundancy is refused; ranks may differ in what they are told."""
-    L.seed_everything(SEED, verbose=False)
-    assert case.plan is not None
+def fit_refused(rank: int, case: Case, redundancy: tuple[int, ...], *memory_bytes: int) -> str:
+    """Return why a run is refused; ranks may differ in what they are told, and have."""
     strategy = HeteroStrategy(
         plan=ParallelPlan.from_dict(case.plan),
         redundancy=redundancy[rank],
         ownership=case.ownership,
         timeout=timedelta(seconds=60),
     )
-    strategy.emulation = Emulation(memory_bytes=memory_bytes[rank])
+    strategy.emulation = Emulation(memory_bytes=memory_bytes[rank] if memory_bytes else None)
     module = NormsModule(case) if case.optimizer == "norms" else RowsModule(case)
     options = quiet(max_epochs=1, devices=case.world_size)
     try:
@@ -203,3 +200,130 @@ def change_a_standby(strategy: HeteroStrategy, step: int) -> None:
         rows = store.rows(name, store.masters[name].detach(), item.start, item.stop)
         # Not the last bit: the next step's rounding may take that away.
         rows.view(torch.int32).flatten()[0] ^= 1 << 16
+
+
+TWO = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
+UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1, 3)))
+OTHER = plan_of(pipeline(stage(1, 0, 3)), pipeline(stage(0, 0, 2), stage(2, 2, 3)))
+STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
+SHARDED = plan_of(pipeline(stage([0, 1], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 3, 4)))
+THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
+FOUR = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(4)))
+COLLECTIVES = (("exchange", "collectives"),)
+
+CASES: dict[str, tuple[str, Disturb | None, dict[str, Any]]] = {
+    "clipped, micro-batches in bf16": (
+        "ab",
+        None,
+        {"plan": TWO, "num_microbatches": 2, "precision": "bf16-mixed", "options": COLLECTIVES},
+    ),
+    # A ring of three: one rank keeps both ends of a parameter.
+    "tied, accumulated, other plan": (
+        "abc",
+        RunsLater(OTHER),
+        {"plan": UNEQUAL, "tied": True, "accumulate": 2, "num_rows": 32},
+    ),
+    "frozen, standbys that hold nothing": (
+        "aa",
+        None,
+        {"plan": STAGES, "model": "adapted", "clip_val": None},
+    ),
+    "tensor parallel, most on one node": (
+        "aaab",
+        None,
+        {"plan": SHARDED, "model": "packed", "num_layers": 4},
+    ),
+    "whole matrices": (
+        "aab",
+        None,
+        {"plan": UNEQUAL, "optimizer": "muon", "ownership": "parameter", "clip_val": None},
+    ),
+    "collectives": ("aabb", None, {"plan": FOUR, "options": COLLECTIVES, "num_rows": 16}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_are_equal_bit_for_bit_and_train_as_one_device(pool: ProcessPool, name: str) -> None:
+    nodes, disturb, features = CASES[name]
+    case = Case(world_size=len(nodes), **{"clip_val": 0.05, **features})
+    expected = pool.run_alone(train, case.on_single_device())
+    found: list[Kept] = pool.run(train_redundant, case.world_size, case, nodes, disturb)
+    is_exact = case.precision == "32-true"
+    for kept in found:
+        np.testing.assert_allclose(kept.losses, expected.losses, rtol=1e-5 if is_exact else 2e-2)
+    for weight, value in expected.weights.items() if is_exact else ():
+        np.testing.assert_allclose(
+            found[0].weights[weight], value, atol=1e-5 * np.abs(value).max(), err_msg=weight
+        )
+    owned = {rows: value for kept in found for rows, value in kept.owned.items()}
+    assert sum(len(kept.owned) for kept in found) == len(owned), "a row has two owners"
+    copies = {rows: value for kept in found for rows, value in kept.stood_by.items()}
+    assert copies.keys() == owned.keys(), "a row has no standby"
+    for rows, value in owned.items():
+        np.testing.assert_array_equal(copies[rows], value, err_msg=str(rows))
+    assert any(key != "weight" for _, key, _, _ in owned), "no state of the optimizer was compared"
+    for rank, standby in enumerate(found[0].standbys):
+        assert nodes[rank] != nodes[standby] or len(set(nodes)) == 1
+
+
+@pytest.mark.parametrize("exchange", ["messages", "collectives"])
+def test_nobody_steps_before_all_have_their_gradients(pool: ProcessPool, exchange: str) -> None:
+    """Else a rank that is lost meanwhile leaves the others at different steps."""
+    case = Case(plan=THREE, world_size=3, num_rows=18, options=(("exchange", exchange),))
+    found = pool.run(times_of_a_slow_push, 3, case, "abc")
+    pushed, stepped = (np.array(times) for times in zip(*found, strict=True))
+    assert pushed.shape[1] > 1
+    assert (stepped.min(axis=0) >= pushed.max(axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(plan=UNEQUAL, world_size=3),
+        # All weights are gathered, but not into what a standby keeps.
+        Case(plan=THREE, world_size=3, options=COLLECTIVES, num_rows=18),
+    ],
+    ids=["messages", "collectives"],
+)
+def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool, case: Case) -> None:
+    with pytest.raises(ProcessFailed) as caught:
+        pool.run(train_redundant, 3, case, "abc", change_a_standby)
+    assert len(caught.value.failures) == 3
+    for text in caught.value.failures.values():
+        assert "StepError: After optimizer step 3" in text
+        assert "of rank 0 on its standby 1" in text
+
+
+NORMS = Case(plan=TWO, world_size=2, optimizer="norms")
+TOY = Case(plan=TWO, world_size=2)
+WHOLE = "Norms needs whole matrices: it steps the rows of a tensor otherwise"
+FULL = "Rank 1 has 0.000126 GiB to use, but weights, gradients and states take"
+
+
+@pytest.mark.parametrize(
+    ("told", "given"),
+    [
+        (WHOLE, (NORMS, (1, 1))),
+        ("not refused", (replace(NORMS, ownership="parameter"), (1, 1))),
+        (FULL, (TOY, (1, 1), 2**33, 150_000)),
+        ("Ranks don't run the same", (TOY, (0, 1))),
+    ],
+)
+def test_what_could_not_be_kept_twice_is_refused_on_every_rank(
+    pool: ProcessPool, told: str, given: tuple[Any, ...]
+) -> None:
+    for text in pool.run(fit_refused, 2, *given):
+        assert told in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"redundancy": 2}, "redundancy is 2; it must be 0, or 1"),
+        ({"redundancy": 1, "exchange": "reduce-scatter"}, 'Use exchange="collectives"'),
+        ({"owned_device": "disk"}, "owned_device is 'disk'; it must be one of"),
+    ],
+)
+def test_options_that_cannot_be_had_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HeteroStrategy(**options)
