@@ -15,21 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.pace import Pace, finish_1f1b_s, layers_moved, steady_round_s
+from lightning_hetero.planner.pace import Pace, finish_s
 from lightning_hetero.planner.placement import Group, MappingOrder
+from lightning_hetero.planner.splitting import Splits
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
 __all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
 
-
-_LEVELS, _LOOSEST = 24, 12.0
-"""Bottlenecks for which layers are split, and the highest in units of the least one, less 1."""
-
-_MOVES = 8
-"""Moves of layers after that, at most."""
 
 FEW_MICROBATCHES = 4
 """Micro-batches of a pipeline up to which each of them is timed."""
@@ -88,7 +83,7 @@ class ColumnTimes:
         self.uses = cache(self._uses)
         self.is_recomputing = cache(self._is_recomputing)
         self.balance = cache(self._balance)
-        self.split = cache(self._split)
+        self.splits = Splits(self)
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
 
@@ -148,10 +143,10 @@ class ColumnTimes:
         there_s, back_s = np.moveaxis(np.array(hops).reshape(len(columns), -1, 2), -1, 0)
         exchange = np.moveaxis(np.array([self._exchanges(column) for column in columns]), -1, 0)
         work_s = forward_s, backward_s
-        slope_s, ends_s = self._finish(work_s, (there_s, back_s), exchange, self.usual)
+        slope_s, ends_s = finish_s(work_s, (there_s, back_s), exchange, self.usual)
         fill_s = ends_s - slope_s * self.usual
         numbers = range(1, self.usual + 3) if self.usual <= FEW_MICROBATCHES else ()
-        early = [self._finish(work_s, (there_s, back_s), exchange, n)[1] for n in numbers]
+        early = [finish_s(work_s, (there_s, back_s), exchange, n)[1] for n in numbers]
         for index, column in enumerate(columns):
             self._known[column] = Rate(
                 float(slope_s[index]),
@@ -161,22 +156,6 @@ class ColumnTimes:
                 room=float(rooms[index].sum()),
             )
 
-    @staticmethod
-    def _finish(
-        work_s: tuple[FloatArray, FloatArray],
-        messages_s: tuple[FloatArray, FloatArray],
-        exchange: Sequence[FloatArray] | FloatArray,
-        count: int,
-    ) -> tuple[FloatArray, FloatArray]:
-        """Return [pipelines] slopes and ends, given [pipelines, stages] of all seconds."""
-        pull, pulls, push, pushes, step, hidden = exchange
-        forward_s, backward_s = work_s
-        start_s = np.maximum(pull, pulls - forward_s * hidden)
-        after_s = np.maximum(push, pushes - backward_s * hidden) + step
-        slope_s = steady_round_s(forward_s + backward_s, *messages_s)
-        end_s = finish_1f1b_s(work_s, messages_s, start_s, count, slope_s)
-        return slope_s, (end_s + after_s).max(axis=1)
-
     def _exchanges(self, column: Column) -> list[tuple[float, ...]]:
         """Return what `_exchange` gives for each stage."""
         devices, last = self._devices(column.options), len(column.layers) - 1
@@ -185,10 +164,11 @@ class ColumnTimes:
             for index, (option, count) in enumerate(zip(*column[:2], strict=True))
         ]
 
-    @staticmethod
-    def _devices(options: Sequence[Option]) -> Counter[int]:
-        """Return a pipeline's devices of each class."""
+    def _devices(self, options: Sequence[Option]) -> Counter[int]:
+        """Return a pipeline's devices of each class; none where other pipelines fill its nodes."""
         found: Counter[int] = Counter()
+        if self.order is MappingOrder.STAGES_TOGETHER:
+            return found
         for kind, degree in options:
             found[kind] += degree
         return found
@@ -221,7 +201,7 @@ class ColumnTimes:
         edge = (sizes[-1] if ends[0] else sizes[0]) / option.tp_degree
         pair = []
         for width in (layout.weight_bytes * layout.sharded, layout.pushed_bytes):
-            factor = 1 if layout.sharded else 2 / (1 - 1 / num) * (1 - 1 / num)
+            factor = 1 if layout.sharded else 2
             one = (latency_s + edge * width * byte_s * factor) * bool(width)
             pair.append((one, (len(sizes) * latency_s + total * width * byte_s * factor)))
         return pair[0], pair[1], step_s
@@ -253,69 +233,20 @@ class ColumnTimes:
         rows = self._seconds(options)
         return balance_layers(rows, self.stages.num_layers) if rows else None
 
-    def _split(
-        self, options: tuple[Option, ...], placed: tuple[bool, ...] | None, count: int
-    ) -> tuple[int, ...] | None:
-        """Return the layers with which a pipeline of few micro-batches ends soonest; None if none.
+    def split_rows(self, options: tuple[Option, ...]) -> FloatArray:
+        """Return [8, stages, layers] seconds of each stage with so many layers.
 
-        With a bottleneck t the fastest stages take as many layers as t allows, and the others one.
-        Balanced stages have the least t, but not the least sum of stages, which fills a pipeline:
-        so several t are tried. From the best one, layers move while the pipeline ends sooner.
+        They are those of a forward and of a backward, and the six of `_exchange`.
         """
-        balanced = self.balance(options)
-        if balanced is None or len(options) == 1:
-            return balanced
-        seconds = np.array(self._seconds(options))
-        least_s = float(seconds[np.arange(len(options)), balanced].max())
-        levels = least_s * (1 + _LOOSEST * np.linspace(0, 1, _LEVELS) ** 3)
-        rising = np.maximum.accumulate(seconds[:, 1:], axis=1)
-        most = np.stack([np.searchsorted(row, levels, side="right") for row in rising], axis=1)
-        splits = np.ones_like(most)
-        left = np.full(len(levels), self.stages.num_layers - len(options))
-        per_layer = [float(row[n - 1] / n) for row, n in zip(rising, most[-1], strict=True)]
-        for stage in np.argsort(per_layer, kind="stable").tolist():
-            more = np.minimum(np.maximum(most[:, stage] - 1, 0), left)
-            splits[:, stage] += more
-            left -= more
-        splits = np.unique(np.vstack([splits[left == 0], balanced]), axis=0)
-        best, best_s = splits[0], np.inf
-        for _ in range(_MOVES):
-            if not len(splits):
-                break
-            ends_s = self._ends_s(options, placed, splits, count)
-            index = int(np.argmin(ends_s))
-            if not ends_s[index] < best_s * (1 - 1e-6):
-                break
-            best, best_s = splits[index], float(ends_s[index])
-            splits = best + layers_moved(len(options))
-            splits = splits[(splits > 0).all(axis=1)]
-        return tuple(best.tolist())
-
-    def _ends_s(
-        self,
-        options: tuple[Option, ...],
-        placed: tuple[bool, ...] | None,
-        splits: IntArray,
-        count: int,
-    ) -> FloatArray:
-        """Return [splits] when pipelines with the same stages and other layers end."""
         last, devices = len(options) - 1, self._devices(options)
         rows = []
         for index, option in enumerate(options):
-            table = self.stages.table(option, self.ownership, index == 0, index == last)
-            total_s = table.total_s[:, last - index].min(axis=0)
             ends = index == 0, index == last
+            table = self.stages.table(option, self.ownership, *ends)
+            total_s = table.total_s[:, last - index].min(axis=0)
             exchange = self.exchange_rows(option, devices[option.node_class], ends)
-            stacked = np.vstack([table.forward_s, total_s - table.forward_s, exchange])
-            rows.append(stacked[:, splits[:, index]])
-        forward_s, backward_s, *rest = np.stack(rows, axis=2)
-        hops = np.array(self.hops_s(options, placed)).T
-        there_s, back_s = np.broadcast_to(hops[:, None], (2, len(splits), last))
-        fits = np.isfinite(backward_s)
-        work_s = forward_s, np.where(fits, backward_s, 0.0)
-        _, ends_s = self._finish(work_s, (there_s, back_s), rest, count)
-        ends_s[~fits.all(axis=1)] = np.inf
-        return ends_s
+            rows.append(np.vstack([table.forward_s, total_s - table.forward_s, exchange]))
+        return np.stack(rows, axis=1)
 
     def _exchange_rows(
         self, option: Option, in_pipeline: int, ends: tuple[bool, bool]
@@ -323,7 +254,7 @@ class ColumnTimes:
         """Return [6, layers] what `_exchange` gives for each number of layers."""
         found = np.zeros((6, self.stages.num_layers + 1))
         for count in range(1, self.stages.num_layers + 1):
-            found[:, count] = self._exchange(option, count, in_pipeline, ends)
+            found[:, count] = self.exchange(option, count, in_pipeline, ends)
         return found
 
     def _seconds(self, options: tuple[Option, ...]) -> list[FloatArray]:

@@ -10,11 +10,12 @@ be.
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_hetero.planner.columns import Column, Rate
 from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.neighbourhood import Neighbourhood, Pipeline
 from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, PipelineNodes
 from lightning_hetero.planner.stages import Ownership
@@ -34,36 +35,12 @@ _LACKING = 1.02
 """What more recomputation costs, about, where stages lack room to own all states."""
 _GAIN = 1e-4
 """Least share of the seconds that a step must gain."""
-_FEW_STAGES = 12
-"""Stages of a pipeline up to which one is moved anywhere."""
 _KINDS = 12
 """Kinds of pipelines among which micro-batches move."""
-_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 30_000
+_FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 12_000
 """Neighbours of a plan that are estimated, and their pipelines; a pipeline takes 4 µs."""
 _CHEAP = 16
 """Pipelines that are estimated in the time of a simulated stage."""
-
-_Stages = tuple[tuple[int, int], ...]
-"""(node, TP degree) of every stage of a pipeline."""
-
-
-_Pattern = tuple[tuple[int, int], ...]
-"""(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
-
-
-def _placed(pattern: _Pattern, stages: _Stages) -> _Stages:
-    return tuple([(stages[place][0], degree) for place, degree in pattern])
-
-
-@dataclass(frozen=True)
-class _Pipeline:
-    """A pipeline whose layers may have to be chosen again."""
-
-    stages: _Stages
-    size: int
-    layers: tuple[int, ...] | None = None
-    count: int = 0
-    """Micro-batches for which layers are chosen; 0 for the average of all pipelines."""
 
 
 class _Timed(NamedTuple):
@@ -86,7 +63,7 @@ class Improver:
     def __init__(self, judge: Judge, most_work: int) -> None:
         self.judge, self.most_work = judge, most_work
         self.num_rated = 0
-        self._known: dict[Ownership, dict[_Pipeline, _Timed | None]] = {}
+        self._known: dict[Ownership, dict[Pipeline, _Timed | None]] = {}
 
     def improve(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the fastest plan found from some; None if none of them fits."""
@@ -120,7 +97,7 @@ class Improver:
     def _likeliest(self, plan: Candidate, seen: set[Candidate]) -> list[Candidate]:
         """Return the neighbours of a plan that may be the fastest, those not seen."""
         own = [
-            _Pipeline(nodes.stages, size, layers, count)
+            Pipeline(nodes.stages, size, layers, count)
             for nodes, size, layers, count in zip(
                 plan.arrangement, plan.sizes, plan.layers, plan.counts, strict=True
             )
@@ -132,9 +109,8 @@ class Improver:
         most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
         rated: dict[Candidate, float] = {}
         most = max(_FEWEST_NEIGHBOURS, min(_MOST_NEIGHBOURS, _ESTIMATED // len(own)))
-        neighbours = list(itertools.islice(self._neighbours(own), most))
-        for number, alike in itertools.groupby(sorted(neighbours, key=len), key=len):
-            self._time(itertools.chain.from_iterable(alike), Ownership(number))
+        neighbours = list(itertools.islice(Neighbourhood(self.judge).of(own), most))
+        self._time_together(neighbours)
         for pipelines in neighbours:
             filled = self._fill(pipelines, None)
             self.num_rated += 1 + len(own) // _CHEAP
@@ -149,23 +125,37 @@ class Improver:
         return [item for item in likeliest if item not in seen][:tried]
 
     def _fill(
-        self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None
-    ) -> tuple[Candidate, float, list[Rate]] | None:
-        """Return the candidate of some pipelines, its estimated seconds and its rates.
+        self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None
+    ) -> tuple[Candidate, float] | None:
+        """Return the candidate of some pipelines and its estimated seconds.
 
         Holders own; where they then must recompute, owners may follow room instead.
         """
         found = self._filled(pipelines, counts, by_room=False)
-        if not self.judge.cost.layout.is_owned_by_room or (found and not found[3]):
-            return found and found[:3]
-        other = self._filled(pipelines, counts, by_room=True)
-        best = min((f for f in (found, other) if f), key=lambda item: item[1], default=None)
-        return best and best[:3]
+        if self._may_follow_room(pipelines):
+            other = self._filled(pipelines, counts, by_room=True)
+            return min((f for f in (found, other) if f), key=lambda item: item[1], default=None)
+        return found
+
+    def _may_follow_room(self, pipelines: Sequence[Pipeline]) -> bool:
+        """Return whether a stage lacks memory, or recomputes, if holders own."""
+        known = self._known[Ownership(len(pipelines))]
+        return self.judge.cost.layout.is_owned_by_room and any(
+            (timed := known[p]) is None or timed.is_recomputing for p in pipelines
+        )
+
+    def _time_together(self, neighbours: Sequence[Sequence[Pipeline]]) -> None:
+        """Time all neighbours' pipelines with one call for each ownership."""
+        for number, rows in itertools.groupby(sorted(neighbours, key=len), key=len):
+            alike = list(rows)
+            self._time(itertools.chain.from_iterable(alike), Ownership(number))
+            lacking = [row for row in alike if self._may_follow_room(row)]
+            self._time(itertools.chain.from_iterable(lacking), Ownership(number, True))
 
     def _filled(
-        self, pipelines: Sequence[_Pipeline], counts: Sequence[int] | None, *, by_room: bool
-    ) -> tuple[Candidate, float, list[Rate], bool] | None:
-        """Return candidate, seconds, rates and whether a stage recomputes, for one ownership."""
+        self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None, *, by_room: bool
+    ) -> tuple[Candidate, float] | None:
+        """Return candidate and seconds for one ownership."""
         ownership, judge = Ownership(len(pipelines), by_room), self.judge
         self._time(pipelines, ownership)
         known = self._known[ownership]
@@ -187,20 +177,18 @@ class Improver:
         seconds = max(r.ends_s(k) for r, k in zip(rates, counts, strict=True))
         if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
             seconds *= _LACKING
-        return candidate, seconds, rates, any(item.is_recomputing for item in timed)
+        return candidate, seconds
 
-    def _time(self, pipelines: Iterable[_Pipeline], ownership: Ownership) -> None:
+    def _time(self, pipelines: Iterable[Pipeline], ownership: Ownership) -> None:
         """Time those of many pipelines that aren't known, all at once."""
         known = self._known.setdefault(ownership, {})
         new = [p for p in dict.fromkeys(pipelines) if p not in known]
-        columns: dict[int, dict[_Pipeline, Column]] = {}
-        for pipeline in new:
+        columns: dict[int, dict[Pipeline, Column]] = {}
+        for pipeline, layers in zip(new, self._layers(new, ownership), strict=True):
             known[pipeline] = None
-            times = self.judge.times(pipeline.size, ownership, MappingOrder.STAGES_TOGETHER)
-            options = self.judge.options(pipeline.stages)
-            inside = PipelineNodes.of_stages(pipeline.stages).inside
-            layers = pipeline.layers or times.split(options, inside, pipeline.count or times.usual)
             if layers:
+                options = self.judge.options(pipeline.stages)
+                inside = PipelineNodes.of_stages(pipeline.stages).inside
                 column = Column(options, layers, pipeline.size, inside)
                 columns.setdefault(pipeline.size, {})[pipeline] = column
         for size, column_of in columns.items():
@@ -212,9 +200,28 @@ class Improver:
                     is_recomputing = times.is_recomputing(column)
                     known[pipeline] = _Timed(nodes, column.layers, rate, is_recomputing)
 
+    def _layers(
+        self, pipelines: Sequence[Pipeline], ownership: Ownership
+    ) -> list[tuple[int, ...] | None]:
+        """Return the layers of pipelines, chosen for those that have none; None if none fit."""
+        found: dict[Pipeline, tuple[int, ...] | None] = {p: p.layers for p in pipelines}
+        for size in {p.size for p in pipelines}:
+            times = self.judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)
+            bare = [p for p in pipelines if p.size == size and p.layers is None]
+            wanted = [
+                (
+                    self.judge.options(p.stages),
+                    PipelineNodes.of_stages(p.stages).inside,
+                    p.count or times.usual,
+                )
+                for p in bare
+            ]
+            found.update(zip(bare, times.splits.of(wanted), strict=True))
+        return [found[p] for p in pipelines]
+
     def _dealt(
-        self, plan: Candidate, own: Sequence[_Pipeline]
-    ) -> Iterator[tuple[Sequence[_Pipeline], tuple[int, ...]]]:
+        self, plan: Candidate, own: Sequence[Pipeline]
+    ) -> Iterator[tuple[Sequence[Pipeline], tuple[int, ...]]]:
         """Yield other micro-batches: one from any pipeline to any other of another kind.
 
         Layers stay, or are chosen again for the new numbers.
@@ -235,162 +242,3 @@ class Improver:
                 for index in (giver, taker):
                     split[index] = replace(own[index], layers=None, count=counts[index])
                 yield split, tuple(counts)
-
-    # -- the neighbourhood ----------------------------------------------------------------------
-
-    def _neighbours(self, own: list[_Pipeline]) -> Iterator[list[_Pipeline]]:
-        first_of: dict[_Pipeline, int] = {}
-        for index, pipeline in enumerate(own):
-            first_of.setdefault(pipeline, index)
-        firsts = list(first_of.values())
-        free = list(self.judge.any_stages.counts)
-        for pipeline in own:
-            for node, degree in pipeline.stages:
-                free[node] -= degree
-        yield from self._layers_moved(own, firsts)
-        for index in firsts:
-            kind = self._kind(own[index])
-            like = [i for i, pipeline in enumerate(own) if self._kind(pipeline) == kind]
-            for pattern in self._patterns(own[index].stages):
-                for chosen in (like, [index]) if len(like) > 1 else (like,):
-                    yield self._with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
-            for stages in self._grown(own[index].stages, free):
-                yield self._with(own, {index: stages})
-        yield from self._resized(own, firsts)
-        yield from self._between(own, firsts)
-        for node in self._distinct_nodes(free):
-            for degree in self._degrees(node, free[node]):
-                yield [*own, replace(own[firsts[0]], stages=((node, degree),), layers=None)]
-
-    def _resized(self, own: list[_Pipeline], firsts: Sequence[int]) -> Iterator[list[_Pipeline]]:
-        """Yield plans in which a pipeline's micro-batches hold other numbers of samples."""
-        for index, size in itertools.product(firsts, self.judge.stages):
-            if size != own[index].size:
-                count = max(1, own[index].count * own[index].size // size)
-                other = replace(own[index], size=size, layers=None, count=count)
-                yield [*own[:index], other, *own[index + 1 :]]
-
-    def _with(self, own: list[_Pipeline], changed: dict[int, _Stages]) -> list[_Pipeline]:
-        """Return pipelines with other stages; those without any are left out."""
-        return [
-            replace(pipeline, stages=changed[index], layers=None) if index in changed else pipeline
-            for index, pipeline in enumerate(own)
-            if index not in changed or changed[index]
-        ]
-
-    def _layers_moved(
-        self, own: list[_Pipeline], firsts: Sequence[int]
-    ) -> Iterator[list[_Pipeline]]:
-        """Yield plans with a layer moved, in one pipeline or in all that are like it."""
-        for index in firsts:
-            layers = own[index].layers or ()
-            for giver, taker in itertools.permutations(range(len(layers)), 2):
-                if layers[giver] > 1 and (len(layers) <= 8 or abs(giver - taker) == 1):
-                    moved = list(layers)
-                    moved[giver] -= 1
-                    moved[taker] += 1
-                    kind, new = self._shape(own[index]), tuple(moved)
-                    like = [i for i, p in enumerate(own) if self._shape(p) == kind]
-                    for chosen in (like, [index]) if len(like) > 1 else (like,):
-                        yield [
-                            replace(p, layers=new) if i in chosen else p for i, p in enumerate(own)
-                        ]
-
-    def _shape(self, pipeline: _Pipeline) -> object:
-        return self._kind(pipeline), pipeline.layers
-
-    def _kind(self, pipeline: _Pipeline) -> object:
-        """Return what pipelines have in common that differ in their nodes and layers only."""
-        kinds = self.judge.any_stages.class_of_node
-        same = [a[0] == b[0] for a, b in itertools.pairwise(pipeline.stages)]
-        degrees = [(kinds[node], degree) for node, degree in pipeline.stages]
-        return degrees, same, pipeline.size
-
-    def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
-        """Return nodes with free devices, one of each class and number of them."""
-        kinds = self.judge.any_stages.class_of_node
-        found: dict[tuple[int, int], int] = {}
-        for node, count in enumerate(free):
-            if count:
-                found.setdefault((kinds[node], count), node)
-        return list(found.values())
-
-    def _degrees(self, node: int, most: int) -> list[int]:
-        stages = self.judge.any_stages
-        kind = stages.class_of_node[node]
-        return [o.tp_degree for o in stages.options if o.node_class == kind and o.tp_degree <= most]
-
-    def _patterns(self, stages: _Stages) -> Iterator[_Pattern]:
-        """Yield changes on a pipeline's own devices.
-
-        A stage is left out, narrower, halved or joined to the next one, or the order is another.
-        """
-        own = tuple((place, degree) for place, (_, degree) in enumerate(stages))
-        for place, (node, degree) in enumerate(stages):
-            before, after = own[:place], own[place + 1 :]
-            if len(stages) > 1:
-                yield before + after
-            for other in self._degrees(node, degree - 1):
-                yield (*before, (place, other), *after)
-                if other * 2 == degree:
-                    yield (*before, (place, other), (place, other), *after)
-        for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
-            joined = degree + next_degree
-            if node == near and joined in self._degrees(node, joined):
-                yield (*own[:place], (place, joined), *own[place + 2 :])
-        yield from self._reordered(stages, own)
-
-    @staticmethod
-    def _reordered(stages: _Stages, own: _Pattern) -> Iterator[_Pattern]:
-        """Yield a pipeline with two stages swapped, or one moved."""
-        for one, other in itertools.combinations(range(len(stages)), 2):
-            if stages[one] != stages[other] and (len(stages) <= 8 or other == one + 1):
-                swapped = list(own)
-                swapped[one], swapped[other] = swapped[other], swapped[one]
-                yield tuple(swapped)
-        if len(stages) <= _FEW_STAGES:
-            for place, other in itertools.permutations(range(len(stages)), 2):
-                if abs(other - place) > 1 and stages[other] != stages[place]:
-                    rest = own[:place] + own[place + 1 :]
-                    yield (*rest[:other], own[place], *rest[other:])
-
-    def _grown(self, stages: _Stages, free: Sequence[int]) -> Iterator[_Stages]:
-        """Yield one pipeline's stages with free devices: one is wider, or there is one more."""
-        for place, (node, degree) in enumerate(stages):
-            for other in self._degrees(node, degree + free[node]):
-                if other > degree:
-                    yield (*stages[:place], (node, other), *stages[place + 1 :])
-        for node in self._distinct_nodes(free):
-            for degree in self._degrees(node, free[node]):
-                for place in range(len(stages) + 1):
-                    yield (*stages[:place], (node, degree), *stages[place:])
-
-    def _between(self, own: list[_Pipeline], firsts: Sequence[int]) -> Iterator[list[_Pipeline]]:
-        """Yield plans with stages of two pipelines moved or swapped, or both joined."""
-        for one, other in itertools.permutations(firsts, 2):
-            if own[one].size != own[other].size:
-                continue
-            a, b = own[one].stages, own[other].stages
-            if one < other:
-                yield self._with(own, {one: a + b, other: ()})
-                for i, j in itertools.product(range(len(a)), range(len(b))):
-                    if a[i] != b[j]:
-                        yield self._with(
-                            own,
-                            {
-                                one: (*a[:i], b[j], *a[i + 1 :]),
-                                other: (*b[:j], a[i], *b[j + 1 :]),
-                            },
-                        )
-            for i in range(len(a)):
-                for place in sorted({0, len(b) // 2, len(b)}):
-                    rest = (*b[:place], a[i], *b[place:])
-                    yield self._with(own, {one: a[:i] + a[i + 1 :], other: rest})
-        for index in firsts:
-            stages = own[index].stages
-            for place in range(1, len(stages)):
-                halves = [
-                    replace(own[index], stages=part, layers=None)
-                    for part in (stages[:place], stages[place:])
-                ]
-                yield [*own[:index], *halves, *own[index + 1 :]]

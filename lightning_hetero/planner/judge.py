@@ -89,7 +89,7 @@ class Judge:
         found = []
         kinds = set(zip(candidate.arrangement, candidate.layers, candidate.counts, strict=True))
         for plan in settle_memory(bare, cost, workload.microbatch, idle_may_own=self.idle_may_own):
-            self.work_done += sum(len(layers) for _, layers, _ in kinds) + len(plan.pipelines) // 8
+            self.work_done += sum(len(layers) for _, layers, _ in kinds) + len(plan.pipelines) // 2
             simulation = self.simulate(plan)
             if simulation.fits:
                 found.append((plan, simulation))

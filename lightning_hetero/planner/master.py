@@ -32,7 +32,7 @@ __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
 """Rounds of pricing at most; most masters end after 3 to 8."""
-_MOST_EVEN, _FEW_EVEN = 1_000, 150
+_MOST_EVEN, _FEW_EVEN = 1_000, 50
 """Even pipelines that begin a search, or a further master; three classes with four degrees each
 make 750."""
 _ADDED = 24
@@ -328,8 +328,9 @@ class Master:
         """Return the column with the order of stages and the layers that end `share` soonest."""
         times, count = self.times[column.size], max(1, round(share))
         found = [column]
-        for options in _turned(column.options):
-            layers = times.split(options, None, count)
+        turned = _turned(column.options)
+        every = times.splits.of([(options, None, count) for options in turned])
+        for options, layers in zip(turned, every, strict=True):
             if layers:
                 found.append(column._replace(options=options, layers=layers))
         ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]

@@ -5,7 +5,6 @@ together, so thousands of them take no longer than their kinds.
 """
 
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,10 +13,8 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["Pace", "deal", "finish_1f1b_s", "layers_moved", "steady_round_s"]
+__all__ = ["Pace", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
 
-_FEW_STAGES = 10
-"""Stages up to which layers move anywhere."""
 _ROUNDS = 4
 """Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
 
@@ -109,6 +106,30 @@ def _common_end_s(kinds: dict[tuple[Pace, int], int], total: int) -> float:
     return time_s
 
 
+def finish_s(
+    work_s: tuple[FloatArray, FloatArray],
+    messages_s: tuple[FloatArray, FloatArray],
+    exchange: Sequence[FloatArray] | FloatArray,
+    num_microbatches: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Return [pipelines] seconds of a further micro-batch, and when an iteration ends.
+
+    Args:
+        work_s: Forward and backward of each stage, [pipelines, stages] each.
+        messages_s: Messages to the next stage, and back, [pipelines, stages - 1] each.
+        exchange: Pull of one unit and of all, push of one and of all, step, and the share of pull
+            and push that layers hide, [pipelines, stages] each.
+        num_microbatches: Micro-batches of every pipeline.
+    """
+    pull, pulls, push, pushes, step, hidden = exchange
+    forward_s, backward_s = work_s
+    start_s = np.maximum(pull, pulls - forward_s * hidden)
+    after_s = np.maximum(push, pushes - backward_s * hidden) + step
+    slope_s = steady_round_s(forward_s + backward_s, *messages_s)
+    end_s = finish_1f1b_s(work_s, messages_s, start_s, num_microbatches, slope_s)
+    return slope_s, (end_s + after_s).max(axis=1)
+
+
 def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
     """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
 
@@ -185,18 +206,3 @@ def finish_1f1b_s(
 def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
     """Return the first and the last stage of every circle."""
     return np.triu_indices(num_stages)
-
-
-@lru_cache
-def layers_moved(num_stages: int) -> IntArray:
-    """Return [moves, stages] layers that stages take from others: 1, 2 or 4 of them.
-
-    Of many stages, only neighbours give layers to each other.
-    """
-    rows = []
-    for giver, taker in itertools.permutations(range(num_stages), 2):
-        for number in (1, 2, 4) if num_stages <= _FEW_STAGES or abs(giver - taker) == 1 else ():
-            row = [0] * num_stages
-            row[giver], row[taker] = -number, number
-            rows.append(row)
-    return np.array(rows)

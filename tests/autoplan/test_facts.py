@@ -1,5 +1,7 @@
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -7,35 +9,32 @@ from lightning_hetero.autoplan.facts import BatchSizes, find_batch_sizes
 from tests.toy import CONTEXT, loader
 
 
-def test_a_loader_tells_its_batch_and_its_samples_their_length() -> None:
-    assert find_batch_sizes([loader(8, 4)]) == BatchSizes(samples=4, sequence_length=CONTEXT)
+class Broken:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> None:
+        raise OSError("no such shard")
 
 
-def test_what_is_said_goes_before_what_is_measured() -> None:
-    module = SimpleNamespace(hparams=SimpleNamespace(context_length=77, batch_size=9))
-    found = find_batch_sizes([loader(8, 4), module])
-    assert found == BatchSizes(samples=4, sequence_length=77)
+SAID = SimpleNamespace(hparams=SimpleNamespace(context_length=77, batch_size=9))
+THREES = torch.utils.data.BatchSampler(range(12), batch_size=3, drop_last=False)
+ROWS = TensorDataset(torch.zeros(12, 5, dtype=torch.long))
+FRAMES = TensorDataset(torch.zeros(4, 11, 3), torch.zeros(4))
 
 
-def test_a_batch_sampler_tells_its_batch() -> None:
-    sampler = torch.utils.data.BatchSampler(range(12), batch_size=3, drop_last=False)
-    rows = TensorDataset(torch.zeros(12, 5, dtype=torch.long))
-    found = find_batch_sizes([DataLoader(rows, batch_sampler=sampler)])
-    assert found == BatchSizes(samples=3, sequence_length=5)
-
-
-def test_frames_of_floats_count_as_tokens() -> None:
-    rows = TensorDataset(torch.zeros(4, 11, 3), torch.zeros(4))
-    assert find_batch_sizes([DataLoader(rows, batch_size=2)]).sequence_length == 11
-
-
-def test_nothing_known_is_none_and_a_dataset_that_raises_ends_nothing() -> None:
-    class Broken:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> None:
-            raise OSError("no such shard")
-
-    nothing = BatchSizes(samples=None, sequence_length=None)
-    assert find_batch_sizes([None, SimpleNamespace(dataset=Broken())]) == nothing
+@pytest.mark.parametrize(
+    ("sources", "samples", "sequence_length"),
+    [
+        ([loader(8, 4)], 4, CONTEXT),
+        ([loader(8, 4), SAID], 4, 77),  # What is said goes before what is measured.
+        ([DataLoader(ROWS, batch_sampler=THREES)], 3, 5),
+        ([DataLoader(FRAMES, batch_size=2)], 2, 11),  # Frames of floats count as tokens.
+        ([None, SimpleNamespace(dataset=Broken())], None, None),
+    ],
+)
+def test_sizes_of_batches_are_found_or_unknown(
+    sources: list[Any], samples: int | None, sequence_length: int | None
+) -> None:
+    found = BatchSizes(samples=samples, sequence_length=sequence_length)
+    assert find_batch_sizes(sources) == found

@@ -19,18 +19,24 @@ RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER,
 random = st.randoms(use_true_random=False)
 
 
-@given(nodes=st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))
-def test_standbys_are_on_other_nodes_and_nobody_stands_by_for_more_than_needed(nodes):
-    standbys = find_standbys(nodes)
+@given(
+    nodes=st.lists(st.sampled_from("abcd"), min_size=2, max_size=12),
+    kinds=st.lists(st.sampled_from("xyz"), min_size=12, max_size=12),
+)
+def test_standbys_are_on_other_nodes_and_nobody_stands_by_for_more_than_needed(nodes, kinds):
     most = max(Counter(nodes).values())
-    for rank, standby in enumerate(standbys):
-        assert rank != standby
-        assert nodes[rank] != nodes[standby] or most == len(nodes)
+    by_kind = find_standbys(nodes, kinds[: len(nodes)])
+    standbys = find_standbys(nodes)
+    for rank in range(len(nodes)):
+        for standby in (standbys[rank], by_kind[rank]):
+            assert rank != standby
+            assert nodes[rank] != nodes[standby] or most == len(nodes)
     others = len(nodes) - most
     needed = -(-most // others) if 0 < others < most else 1
     assert max(Counter(standbys).values()) == needed
     if needed == 1 and len(nodes) % 2 == 0:
         assert all(standbys[standbys[rank]] == rank for rank in range(len(nodes)))
+    assert find_standbys(nodes[:1]) == ()
 
 
 @pytest.mark.parametrize(
@@ -46,20 +52,6 @@ def test_standbys_are_on_other_nodes_and_nobody_stands_by_for_more_than_needed(n
 )
 def test_devices_of_one_kind_stand_by_for_each_other(nodes, kinds, expected):
     assert find_standbys(nodes, kinds) == expected
-
-
-@given(
-    nodes=st.lists(st.sampled_from("abcd"), min_size=2, max_size=12),
-    kinds=st.lists(st.sampled_from("xyz"), min_size=12, max_size=12),
-)
-def test_whatever_the_devices_are_standbys_are_on_other_nodes(nodes, kinds):
-    for rank, standby in enumerate(find_standbys(nodes, kinds[: len(nodes)])):
-        assert rank != standby
-        assert nodes[rank] != nodes[standby] or len(set(nodes)) == 1
-
-
-def test_one_rank_has_no_standby():
-    assert find_standbys(["a"]) == ()
 
 
 def redundant(rng, rule, *, tied):
@@ -138,14 +130,6 @@ def arriving(messages, rank):
 def rows_within(item, intervals):
     for start, stop in intervals:
         yield from range(max(start, item.start), min(stop, item.stop))
-
-
-@pytest.mark.parametrize("rule", [Ownership.HOLDERS, Ownership.EVEN])
-def test_without_redundancy_nobody_stands_by(rule):
-    plan, world_size = random_plan(Random(1))
-    specs = small_model(plan.num_layers, tied=False)
-    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    assert all(item.standby is None for items in slices.values() for item in items)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])

@@ -17,7 +17,7 @@ from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.straggler.prediction import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.capped_memory import CappedMemory
-from tests.data.rows import Rows, lengths_of
+from tests.data.rows import Rows, RowStream, lengths_of
 from tests.runtime.runs import SEED, Case, PackedModule
 from tests.toy import quiet
 
@@ -133,6 +133,8 @@ def train(
     save: tuple[int, str] | None = None,
     resume: str | None = None,
     moves: tuple[int, int] = (-1, -1),
+    *,
+    stream: bool = False,
 ) -> Outcome:
     """Train two epochs under candidate plans, on a single device without them."""
     callbacks: list[L.Callback] = [Moves(moves)]
@@ -142,7 +144,12 @@ def train(
         callbacks.append(Candidates(plans))
         first = ParallelPlan.from_dict(plans[0])
         options["strategy"] = HeteroStrategy(first, whole_after_run=True)
-    return fit(callbacks, options, resume)
+    return fit(callbacks, options, resume, stream=stream)
+
+
+def train_on_a_stream(rank: int, plans: list[dict[str, Any]], world_size: int) -> Outcome:
+    """Do the same with samples of which nobody knows the lengths before they are read."""
+    return train(rank, plans, world_size, stream=True)
 
 
 def train_automatically(
@@ -177,17 +184,18 @@ def fit(
     resume: str | None = None,
     *,
     times: int = 1,
+    stream: bool = False,
 ) -> Outcome:
     """Train two epochs of samples that are so many times as long."""
     L.seed_everything(SEED, verbose=False)
     module = Module(3 if times == 1 else 6)
     lengths = [times * length for length in LENGTHS]
     data = HeteroDataModule(
-        Rows(lengths),
+        RowStream(lengths) if stream else Rows(lengths),
         Rows(lengths[:20]),
         tokens_per_step=60 * times,
         context_length=31 * times,
-        lengths=lengths,
+        lengths=None if stream else lengths,
         seed=2,
         num_ahead=2,
     )

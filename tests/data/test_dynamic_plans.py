@@ -14,6 +14,7 @@ from tests.data.dynamic_runs import (
     train,
     train_automatically,
     train_long_alone,
+    train_on_a_stream,
 )
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -69,6 +70,14 @@ def test_a_plan_for_each_iteration_trains_as_one_device_does_and_resumes_on_othe
     resumed = pool.run(train, 2, TWO, 2, None, path)
     assert len(resumed[0].losses) == 2 * steps - steps // 2
     assert_same_training(resumed[0], single)
+
+
+def test_a_stream_trains_under_plans_as_on_one_device(pool: ProcessPool) -> None:
+    (single,) = pool.run(train_on_a_stream, 1, [], 1)
+    ranks = pool.run(train_on_a_stream, 2, TWO, 2)
+    assert all(outcome.losses == ranks[0].losses for outcome in ranks)
+    assert len(ranks[0].losses) == len(single.losses) > 8
+    assert_same_training(ranks[0], single)
 
 
 @pytest.mark.slow

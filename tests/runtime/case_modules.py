@@ -183,7 +183,8 @@ class PackedModule(Recorded):
 class MaskingModule(Recorded):
     """Masks tokens at random in its step, with every generator there is, and drops out in layers.
 
-    All targets count, so that micro-batches of as many rows have the same weight.
+    It changes its batch in place. All targets count, so that micro-batches of as many rows have the
+    same weight.
     """
 
     def __init__(self, case: Case) -> None:
@@ -199,6 +200,7 @@ class MaskingModule(Recorded):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, _ = batch
+        ids.add_(1).remainder_(VOCABULARY)
         draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
         self.drawn.append(draws)
         masked = torch.where(torch.rand(ids.shape) < 0.2 + 0.1 * draws[0], 0, ids)

@@ -170,7 +170,7 @@ def test_adapters_of_a_frozen_model_train_alike(pool: ProcessPool, ownership: st
 def test_random_numbers_do_not_depend_on_the_plan(pool: ProcessPool, *, tied: bool) -> None:
     case = Case(
         plan=plan_of(
-            pipeline(stage(2, 0, 2), stage(0, 2, 3), num_microbatches=3),
+            pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(2, 2, 3), num_microbatches=3),
             pipeline(stage(1, 0, 3), num_microbatches=1),
         ),
         world_size=3,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.schedules import ScheduleProblem, solve
+from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions, solve
 from lightning_hetero.simulator.propagate import EqualTimes, Orders, propagate
 
 seconds = st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(1e-3, 10.0))
@@ -153,3 +154,36 @@ def test_orders_that_wait_for_each_other_are_refused():
     orders = [[backward, forward], lists_1f1b(2, 1)[1]]
     with pytest.raises(PlanError, match="wait for each other"):
         propagate(EqualTimes((1.0, 1.0), (1.0, 1.0), (0.0,), (0.0,), 1), [0.0, 0.0], orders=orders)
+
+
+@given(st.data(), st.integers(1, 8))
+def test_workers_with_several_stages_end_when_the_solver_says(data, count):
+    row = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=6))
+    workers = [[*dict.fromkeys(row)].index(worker) for worker in row]
+    forward, backward, share = row_of(data.draw, len(row)), row_of(data.draw, len(row)), 0.5
+    message = data.draw(seconds)
+    hops = tuple(message * (a != b) for a, b in pairwise(workers))
+    problem = ScheduleProblem.equal(
+        forward_s=forward,
+        input_s=[value * (1 - share) for value in backward],
+        weight_s=[value * share for value in backward],
+        num_microbatches=count,
+        edges=[Edge(transfer_s=hop) for hop in hops],
+        workers=workers,
+    )
+    weights = tuple(value * share for value in backward)
+    times = EqualTimes(forward, backward, hops, hops, count, weights)
+    found = solve(problem)
+    begin = [0.0] * len(row)
+    line = propagate(times, begin, orders=as_actions(found.orders), workers=workers, record=True)
+    assert max(line.end_s) == pytest.approx(found.end_s)
+    busy = [sum(count * (forward[s] + backward[s]) for s in stages_of(workers, w)) for w in workers]
+    assert line.busy_s == pytest.approx(busy)
+    for stage, end in enumerate(line.end_s):
+        kinds = {(kind, stage) for kind in "FIW"}
+        assert end == max(event[4] for event in line.events if event[:2] in kinds)
+    assert max(propagate(times, begin, workers=workers).end_s) > 0
+
+
+def stages_of(workers: Sequence[int], worker: int) -> list[int]:
+    return [stage for stage, other in enumerate(workers) if other == worker]

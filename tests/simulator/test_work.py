@@ -61,3 +61,26 @@ def test_what_a_plan_spends_on_recomputation_is_named(first):
 def test_a_budget_that_is_too_small_is_refused():
     with pytest.raises(PlanError, match="not even one recomputed layer"):
         run(activation_budget_bytes=10**6)
+
+
+def test_ranks_with_several_stages_hold_all_of_them():
+    model = ModelSpec.load("gpt-neo-2.7b")
+    cost = RooflineCost(Cluster(nodes=(Node(device="A100-80GB", count=2),)), model)
+    parts = [(0, 0, 8), (1, 8, 16), (1, 16, 24), (0, 24, 32)]
+    stages = [{"ranks": [rank], "layers": [start, stop]} for rank, start, stop in parts]
+    plan = ParallelPlan.from_dict({"pipelines": [{"stages": stages}]})
+    found = simulate(plan, cost, [[(512,)] * 4])
+    (row,), (busy,) = found.stage_memory, found.stage_busy
+    assert row[0] == row[3] != row[1] == row[2]
+    assert found.memory_bytes == (row[0].total, row[1].total)
+    assert busy[0] == busy[3]
+    assert max(busy) <= 1
+    even = ParallelPlan.even(world_size=2, num_layers=32, num_stages=2)
+    usual = simulate(even, cost, [[(512,)] * 4])
+    ends = model.embedding_params + model.head_params
+    more = row[0].states - usual.stage_memory[0][0].states
+    # The last layers' head came to the rank of the first ones.
+    assert row[0].states + row[1].states == pytest.approx(
+        sum(memory.states for memory in usual.stage_memory[0])
+    )
+    assert 0 < more < 20 * ends

@@ -20,6 +20,7 @@ from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_m
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.core.process import installed_version
 from lightning_hetero.runtime.random_state import RandomState
+from lightning_hetero.runtime.slices.state import without_weights
 from lightning_hetero.strategy.run import run_of
 
 __all__ = [
@@ -229,8 +230,7 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
 
 
 def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
-    state = module.state_dict()
-    return {name: value for name, value in state.items() if name not in owned.names_of_slots}
+    return without_weights(module.state_dict(), owned.names_of_slots)
 
 
 def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:

@@ -164,7 +164,9 @@ class Admission:
         for number in range(self._next, total):
             self._waiting[number] = self._heartbeat.beats_of(number)
         self._next = total
-        self._waiting = {n: beats for n, beats in self._waiting.items() if self._waits_on(n)}
+        for number in [*self._waiting]:
+            if not self._waits_on(number):
+                del self._waiting[number]
         return not self._waiting.keys().isdisjoint(_numbers(self._store, _ADMITTED))
 
     def _waits_on(self, number: int) -> bool:

@@ -75,6 +75,7 @@ class StagePasses:
         self._running = running
         self._chunks = {chunk.index: chunk for chunk in running.chunks}
         self._num_layers = running.plan.num_layers
+        self._has_both_ends = running.has_both_ends
         self._boundary = boundary
         self._results = results
         self._microbatches = microbatches
@@ -136,7 +137,8 @@ class StagePasses:
         if action.kind is ActionKind.FORWARD:
             self._forward(step, *key)
             return
-        with self._keeping_apart(action.stage_index):
+        apart = self._keeping_apart(action.stage_index) if self._has_both_ends else nullcontext()
+        with apart:
             if action.kind is ActionKind.WEIGHT:
                 self._weights(key)
             elif self._splitter is None:
@@ -149,13 +151,10 @@ class StagePasses:
 
     @contextmanager
     def _keeping_apart(self, stage_index: int) -> Iterator[None]:
-        """Sum gradients of outer parameters by stage, if this rank runs both ends of a pipeline.
+        """Sum gradients of outer parameters by stage, on a rank that runs both ends of a pipeline.
 
         So the order in which the ends take turns doesn't change their sum.
         """
-        if not self._running.has_both_ends:
-            yield
-            return
         shards, sums = self._running.weights.shards, self._sums.setdefault(stage_index, {})
         for name in self._running.outer:
             shards[name].grad = sums.get(name)
@@ -275,7 +274,7 @@ class StagePasses:
         if len(running.chunks) > 1:
             own = running.parameters_of(chunk)
             coming = own if coming is None else own & {*coming}
-            if running.has_both_ends:
+            if self._has_both_ends:
                 later |= running.outer
         push.begin_last_backward(coming, later)
         yield

@@ -9,7 +9,7 @@ parameters become slices. Such a copy is cut like the module, so that a rank ave
 only; its state is gathered when it is saved, and cut when it is loaded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -38,10 +38,12 @@ __all__ = [
     "spread_whole",
     "stand_for_awaited",
     "whole_module_state",
+    "without_weights",
 ]
 
 
 _BESIDE_WEIGHT = ("SCB", "weight_format")
+"""Keys in the `state_dict` of bitsandbytes' modules."""
 
 
 @contextmanager
@@ -85,9 +87,14 @@ def whole_module_state(
     unread = {name: torch.empty(store.specs[name].shape, device="meta") for name in left_out}
     with _in_slots(store, wholes | unread | quantized):
         state: dict[str, Any] = module.state_dict()
-    absent = {slot.name for name in left_out for slot in store.layout.slots[name]}
-    # What bitsandbytes' modules save beside a weight.
-    absent |= {name.removesuffix("weight") + key for name in absent for key in _BESIDE_WEIGHT}
+    return without_weights(
+        state, {slot.name for name in left_out for slot in store.layout.slots[name]}
+    )
+
+
+def without_weights(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a `state_dict` without these weights, and without what quantized ones save beside."""
+    absent = {*names, *(name.removesuffix("weight") + k for name in names for k in _BESIDE_WEIGHT)}
     return {
         name: value
         for name, value in state.items()

@@ -22,7 +22,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/plain", quantizatio
 model.save_pretrained(sys.argv[1] + "/quantized")
 """
 READ = """
-import bitsandbytes, json, sys, torch
+import bitsandbytes, gc, json, sys, torch
 from transformers import BitsAndBytesConfig
 from lightning_hetero.models.huggingface import load_pretrained
 
@@ -35,9 +35,13 @@ how = {
     "plain nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "plain int8": BitsAndBytesConfig(load_in_8bit=True),
 }.get(sys.argv[2])
+folder = sys.argv[1] + "/" + sys.argv[2].partition(" ")[0]
+warm = load_pretrained(folder, quantization_config=how)  # What libraries load doesn't count.
+next(p for p in warm.parameters() if hasattr(p, "whole_reader")).whole_reader()
+del warm
+gc.collect()
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-folder = sys.argv[1] + "/" + sys.argv[2].partition(" ")[0]
 model = load_pretrained(folder, quantization_config=how)
 weights = [
     parameter.whole_reader

@@ -1,0 +1,204 @@
+"""The neighbours of a plan: it with one change.
+
+A layer, a device, a TP degree or the size of micro-batches is another one, or two places are
+swapped. Changes to pipelines that are alike are made to one of them, and to all of them together.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.planner.judge import Judge
+
+__all__ = ["Neighbourhood", "Pipeline"]
+
+_FEW_STAGES = 12
+"""Stages of a pipeline up to which one is moved anywhere."""
+
+PlacedStages = tuple[tuple[int, int], ...]
+"""(node, TP degree) of every stage of a pipeline."""
+
+_Pattern = tuple[tuple[int, int], ...]
+"""(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
+
+
+def _placed(pattern: _Pattern, stages: PlacedStages) -> PlacedStages:
+    return tuple([(stages[place][0], degree) for place, degree in pattern])
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline whose layers may have to be chosen again."""
+
+    stages: PlacedStages
+    size: int
+    layers: tuple[int, ...] | None = None
+    count: int = 0
+    """Micro-batches for which layers are chosen; 0 for the average of all pipelines."""
+
+
+class Neighbourhood:
+    """Yields the neighbours of placed pipelines.
+
+    Args:
+        judge: Has the nodes, TP degrees and sizes of micro-batches.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+
+    def of(self, own: list[Pipeline]) -> Iterator[list[Pipeline]]:
+        """Yield the pipelines of each neighbour, those whose layers must be chosen with `None`."""
+        first_of: dict[Pipeline, int] = {}
+        for index, pipeline in enumerate(own):
+            first_of.setdefault(pipeline, index)
+        firsts = list(first_of.values())
+        free = list(self.judge.any_stages.counts)
+        for pipeline in own:
+            for node, degree in pipeline.stages:
+                free[node] -= degree
+        yield from self._layers_moved(own, firsts)
+        for index in firsts:
+            kind = self._kind(own[index])
+            like = [i for i, pipeline in enumerate(own) if self._kind(pipeline) == kind]
+            for pattern in self._patterns(own[index].stages):
+                for chosen in (like, [index]) if len(like) > 1 else (like,):
+                    yield self._with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
+            for stages in self._grown(own[index].stages, free):
+                yield self._with(own, {index: stages})
+        yield from self._resized(own, firsts)
+        yield from self._between(own, firsts)
+        for node in self._distinct_nodes(free):
+            for degree in self._degrees(node, free[node]):
+                yield [*own, replace(own[firsts[0]], stages=((node, degree),), layers=None)]
+
+    def _resized(self, own: list[Pipeline], firsts: Sequence[int]) -> Iterator[list[Pipeline]]:
+        """Yield plans in which a pipeline's micro-batches hold other numbers of samples."""
+        for index, size in itertools.product(firsts, self.judge.stages):
+            if size != own[index].size:
+                count = max(1, own[index].count * own[index].size // size)
+                other = replace(own[index], size=size, layers=None, count=count)
+                yield [*own[:index], other, *own[index + 1 :]]
+
+    def _with(self, own: list[Pipeline], changed: dict[int, PlacedStages]) -> list[Pipeline]:
+        """Return pipelines with other stages; those without any are left out."""
+        return [
+            replace(pipeline, stages=changed[index], layers=None) if index in changed else pipeline
+            for index, pipeline in enumerate(own)
+            if index not in changed or changed[index]
+        ]
+
+    def _layers_moved(self, own: list[Pipeline], firsts: Sequence[int]) -> Iterator[list[Pipeline]]:
+        """Yield plans with a layer moved, in one pipeline or in all that are like it."""
+        for index in firsts:
+            layers = own[index].layers or ()
+            for giver, taker in itertools.permutations(range(len(layers)), 2):
+                if layers[giver] > 1 and (len(layers) <= 8 or abs(giver - taker) == 1):
+                    moved = list(layers)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    kind, new = self._shape(own[index]), tuple(moved)
+                    like = [i for i, p in enumerate(own) if self._shape(p) == kind]
+                    for chosen in (like, [index]) if len(like) > 1 else (like,):
+                        yield [
+                            replace(p, layers=new) if i in chosen else p for i, p in enumerate(own)
+                        ]
+
+    def _shape(self, pipeline: Pipeline) -> object:
+        return self._kind(pipeline), pipeline.layers
+
+    def _kind(self, pipeline: Pipeline) -> object:
+        """Return what pipelines have in common that differ in their nodes and layers only."""
+        kinds = self.judge.any_stages.class_of_node
+        same = [a[0] == b[0] for a, b in itertools.pairwise(pipeline.stages)]
+        degrees = [(kinds[node], degree) for node, degree in pipeline.stages]
+        return degrees, same, pipeline.size
+
+    def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
+        """Return nodes with free devices, one of each class and number of them."""
+        kinds = self.judge.any_stages.class_of_node
+        found: dict[tuple[int, int], int] = {}
+        for node, count in enumerate(free):
+            if count:
+                found.setdefault((kinds[node], count), node)
+        return list(found.values())
+
+    def _degrees(self, node: int, most: int) -> list[int]:
+        stages = self.judge.any_stages
+        kind = stages.class_of_node[node]
+        return [o.tp_degree for o in stages.options if o.node_class == kind and o.tp_degree <= most]
+
+    def _patterns(self, stages: PlacedStages) -> Iterator[_Pattern]:
+        """Yield changes on a pipeline's own devices.
+
+        A stage is left out, narrower, halved or joined to the next one, or the order is another.
+        """
+        own = tuple((place, degree) for place, (_, degree) in enumerate(stages))
+        for place, (node, degree) in enumerate(stages):
+            before, after = own[:place], own[place + 1 :]
+            if len(stages) > 1:
+                yield before + after
+            for other in self._degrees(node, degree - 1):
+                yield (*before, (place, other), *after)
+                if other * 2 == degree:
+                    yield (*before, (place, other), (place, other), *after)
+        for place, ((node, degree), (near, next_degree)) in enumerate(itertools.pairwise(stages)):
+            joined = degree + next_degree
+            if node == near and joined in self._degrees(node, joined):
+                yield (*own[:place], (place, joined), *own[place + 2 :])
+        yield from self._reordered(stages, own)
+
+    @staticmethod
+    def _reordered(stages: PlacedStages, own: _Pattern) -> Iterator[_Pattern]:
+        """Yield a pipeline with two stages swapped, or one moved."""
+        for one, other in itertools.combinations(range(len(stages)), 2):
+            if stages[one] != stages[other] and (len(stages) <= 8 or other == one + 1):
+                swapped = list(own)
+                swapped[one], swapped[other] = swapped[other], swapped[one]
+                yield tuple(swapped)
+        if len(stages) <= _FEW_STAGES:
+            for place, other in itertools.permutations(range(len(stages)), 2):
+                if abs(other - place) > 1 and stages[other] != stages[place]:
+                    rest = own[:place] + own[place + 1 :]
+                    yield (*rest[:other], own[place], *rest[other:])
+
+    def _grown(self, stages: PlacedStages, free: Sequence[int]) -> Iterator[PlacedStages]:
+        """Yield one pipeline's stages with free devices: one is wider, or there is one more."""
+        for place, (node, degree) in enumerate(stages):
+            for other in self._degrees(node, degree + free[node]):
+                if other > degree:
+                    yield (*stages[:place], (node, other), *stages[place + 1 :])
+        for node in self._distinct_nodes(free):
+            for degree in self._degrees(node, free[node]):
+                for place in range(len(stages) + 1):
+                    yield (*stages[:place], (node, degree), *stages[place:])
+
+    def _between(self, own: list[Pipeline], firsts: Sequence[int]) -> Iterator[list[Pipeline]]:
+        """Yield plans with stages of two pipelines moved or swapped, or both joined."""
+        for one, other in itertools.permutations(firsts, 2):
+            if own[one].size != own[other].size:
+                continue
+            a, b = own[one].stages, own[other].stages
+            if one < other:
+                yield self._with(own, {one: a + b, other: ()})
+                for i, j in itertools.product(range(len(a)), range(len(b))):
+                    if a[i] != b[j]:
+                        yield self._with(
+                            own,
+                            {
+                                one: (*a[:i], b[j], *a[i + 1 :]),
+                                other: (*b[:j], a[i], *b[j + 1 :]),
+                            },
+                        )
+            for i in range(len(a)):
+                for place in sorted({0, len(b) // 2, len(b)}):
+                    rest = (*b[:place], a[i], *b[place:])
+                    yield self._with(own, {one: a[:i] + a[i + 1 :], other: rest})
+        for index in firsts:
+            stages = own[index].stages
+            for place in range(1, len(stages)):
+                halves = [
+                    replace(own[index], stages=part, layers=None)
+                    for part in (stages[:place], stages[place:])
+                ]
+                yield [*own[:index], *halves, *own[index + 1 :]]
