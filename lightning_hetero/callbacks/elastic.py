@@ -22,7 +22,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed import is_torchelastic_launched
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing import training_state
+from lightning_hetero.callbacks.checkpointing.training_state import (
+    has_finished_epoch,
+    is_epoch_ending,
+)
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
     PreemptionNotice,
@@ -190,19 +193,14 @@ class ElasticRestart(Callback):
         strategy = run_of(trainer).strategy
         members = None if strategy is None else strategy.processes.membership
         waits = trainer.is_global_zero and members is not None and members.look_for_joiners()
-        self._holds_back = (
-            waits and not self._holds_back and training_state.is_epoch_ending(trainer)
-        )
+        self._holds_back = waits and not self._holds_back and is_epoch_ending(trainer)
         return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # In mid-epoch the next generation makes it up. At the end of an epoch, or of training, none
         # does: so joiners wait for it, but ranks that leave may have no time to.
-        at_end = (
-            training_state.has_finished_epoch(trainer)
-            or trainer.fit_loop.epoch_loop._is_training_done
-        )
+        at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
             raise change
