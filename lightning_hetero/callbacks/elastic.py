@@ -119,9 +119,8 @@ class ElasticRestart(Callback):
                 f"heartbeat_timeout is {heartbeat_timeout.total_seconds()} s; it must be 0.5 s or "
                 "more, or ranks that only compute would count as lost."
             )
-        self.in_place = in_place
+        self.in_place, self.replace_lost = in_place, replace_lost
         self.heartbeat_timeout = heartbeat_timeout
-        self.replace_lost = replace_lost
         self._drain_timeout_s = drain_timeout_s
         self._sigterm: SigtermNotice | None = None
         self._between: SigtermNotice | None = None
@@ -282,9 +281,7 @@ class ElasticRestart(Callback):
             saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
-                self._lets_in_at_s = (
-                    time.monotonic() + 2 * self._drain_timeout_s
-                )  # Not at once again.
+                self._lets_in_at_s = time.monotonic() + 2 * self._drain_timeout_s
                 rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
                 return
         reason = f"{len(leaving)} ranks leave on a notice" if leaving else "joiners are let in"

@@ -22,7 +22,7 @@ a shortest path over (stages from the end, layers placed). A stage's position fr
 many micro-batches it holds, hence its memory and the least recomputation that fits (`stages`). The
 seconds of pulls, pushes and steps depend on D, so there is a master for each D worth trying, and
 for each of two orders of placement: what stays on a node decides how slow links count (`columns`).
-Pipelines of few micro-batches have other layers than balanced ones (`splitting`).
+Pipelines of few micro-batches have other layers than balanced ones (`balancing`).
 
 Whole mixes are placed on nodes (`placement`), micro-batches are dealt to them (`pace`), memory
 is settled (`memory`, `hosts`), and the simulator judges (`judge`). One local search improves the

@@ -17,10 +17,9 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.planner.balancing import balance_layers
+from lightning_hetero.planner.balancing import Splits, balance_layers
 from lightning_hetero.planner.pace import Pace, finish_s
 from lightning_hetero.planner.placement import Group, MappingOrder
-from lightning_hetero.planner.splitting import Splits
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
 __all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
