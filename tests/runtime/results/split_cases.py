@@ -39,6 +39,12 @@ def chosen(x: Tensor) -> Tensor:
     return each(x)[ROWS.mask > 0]
 
 
+def named(x: Tensor) -> Tensor:
+    rows = chosen(x)
+    count = rows.shape[0]
+    return rows.sum() / count
+
+
 def shared(x: Tensor) -> Tensor:
     share = 1.0
     share *= x.shape[0]
@@ -78,34 +84,57 @@ def _with_capacity(x: Tensor) -> Tensor:
 
 MEANS: dict[str, Case] = {
     "mean": lambda x: x.square().mean(),
+    "of rows": lambda x: x.square().mean(-1).mean(),
+    "of chosen elements": lambda x: each(x)[ROWS.mask > 0].mean(),
     "masked by hand": lambda x: (each(x) * ROWS.mask).sum() / ROWS.mask.sum(),
+    "with a floor": lambda x: (each(x) * ROWS.mask).sum() / ROWS.mask.sum().clamp(min=1),
     "with an eps": lambda x: (each(x) * ROWS.mask).sum() / (ROWS.mask.sum() + 1e-8),
+    "of two means": lambda x: (each(x) * ROWS.mask).mean() / ROWS.mask.mean(),
     "cross entropy": lambda x: F.cross_entropy(x, ROWS.labels),
+    "products of a sample": lambda x: torch.einsum("bd,bd->b", x, x).mean(),
     "by a weight": lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(),
+    "scaled": lambda x: 0.5 * F.cross_entropy(x, ROWS.labels) / 3,
     "scaled by what is written": scaled,
     "of statistics along another dim that came first": lambda x: (
         x.view(len(x), 2, 2).transpose(0, 1).std(0).mean()
     ),
+    "with a floor of zero": lambda x: torch.maximum(x, torch.zeros(())).mean(),
+    "of what was turned": lambda x: (2 * x.T).mean(),
     "of what was turned and back": lambda x: (2 * x.T).t().sum(1).mean(),
+    "scaled by a constant tensor": lambda x: 2 * x.mean() * torch.tensor(x.shape[1]),
     "with a penalty": lambda x: F.cross_entropy(x, ROWS.labels) + 0.1 * WEIGHT.square().sum(),
     "with zeros for gradients": lambda x: F.cross_entropy(x, ROWS.labels) + 0.0 * x.sum(),
+    "begun by zero": lambda x: torch.tensor(0.0) + sum([F.cross_entropy(x, ROWS.labels)]),
     "a list of them": lambda x: torch.stack(
         [F.cross_entropy(x, ROWS.labels), F.cross_entropy(-x, ROWS.labels)]
     ).mean(),
     "weighted": lambda x: F.mse_loss(x[:, 0], -x[:, 0], weight=ROWS.mask),
     "by what a tensor has told": lambda x: each(x).sum() / (ROWS.labels != -100).sum().item(),
+    "by a whole number of it": lambda x: each(x).sum() / int((ROWS.labels != -100).sum()),
+    "by that or one": lambda x: each(x).sum() / max(1, (ROWS.labels != -100).sum().item()),
     "by the number of chosen elements": lambda x: chosen(x).sum() / len(chosen(x)),
+    "by a name for it": named,
     "by a shape's product": lambda x: x.square().sum() / np.prod(x.shape),
+    "times a shape's part": lambda x: x.mean() * float(np.prod(x.shape[1:])),
 }
 
 SUMS: dict[str, Case] = {
     "sum": lambda x: x.square().sum(),
+    "of rows": lambda x: x.square().sum(-1).sum(),
+    "along samples first": lambda x: x.sum(0).sum(),
     "cross entropy": lambda x: 0.05 * F.cross_entropy(x, ROWS.labels, reduction="sum"),
+    "of two": lambda x: F.mse_loss(x, -x, reduction="sum") + each(x).sum(),
     "of means of samples that were turned": lambda x: (2 * x.T).mean(0).sum(),
+    "begun by zero": lambda x: torch.tensor(0).float() + x.sum() + torch.zeros(()),
     "of rows one by one": lambda x: sum(2 * row.sum() for row in x),
+    "of rows by their places": lambda x: sum(x[i].sum() for i in range(len(x))),
     "of columns": lambda x: x[:, 0].sum() + x[:, :2].sum() + x[:].sum() + x[:100].sum(),
     "of losses of parts": lambda x: sum(
         F.cross_entropy(one, other, reduction="sum")
+        for one, other in zip(x.split(4), ROWS.labels.split(4), strict=True)
+    ),
+    "of losses of parts by hand": lambda x: sum(
+        F.cross_entropy(one, other, reduction="none").sum()
         for one, other in zip(x.split(4), ROWS.labels.split(4), strict=True)
     ),
     "of chunks": lambda x: torch.stack([each(x)[:0].sum(), each(x).sum()]).sum(),
@@ -116,22 +145,33 @@ OTHERS: dict[str, Case] = {
         x, ROWS.labels, weight=1.0 / torch.bincount(ROWS.labels + 100)[-4:]
     ),
     "what may be a mean by hand": lambda x: x.square().sum() * (1.0 / len(x)),
+    "that of a loss": lambda x: F.cross_entropy(x, ROWS.labels, reduction="sum") * (1.0 / len(x)),
     "a product": lambda x: x.mean() * x.sum(),
     "a mean times a count": lambda x: x.mean() * len(x),
+    "a mean divided by a count": lambda x: F.mse_loss(x, -x) / x.shape[0],
     "means of rows added": lambda x: sum((row.square().mean() for row in x), torch.tensor(0.0)),
+    "means of what is half": lambda x: x[: len(x) // 2].mean() + x[len(x) // 2 :].mean(),
     "means of chunks": lambda x: sum(x.chunk(2)).mean(),
     "a sum of means over samples that were turned": lambda x: (2 * x.permute(1, 0)).mean(1).sum(),
     "a sum of the first": lambda x: x[0].sum(),
+    "a sum of the last, changed": lambda x: (2 * x[-1]).square().sum(),
     "a loss of the first": lambda x: F.cross_entropy(x[0], ROWS.labels[0], reduction="sum"),
+    "a sum of the first ones": lambda x: x[:2].sum(),
     "a sum of as many as there are": lambda x: x[:6, 0].sum(),
+    "a sum of every second": lambda x: x[::2].sum(-1).sum(),
     "a mean times a shape's product": lambda x: x.mean() * float(np.prod(x.shape)),
+    "a mean over an array's number": lambda x: x.mean() / np.array(x.shape)[0],
     "one in a tensor": lambda x: x.mean() * torch.tensor(len(x)),
+    "one in a filled tensor": lambda x: x.mean() * torch.full((), len(x)) * WEIGHT.sum(),
     "a share of the rows": lambda x: (len(x) / 24) * x.mean(),
+    "a rounded share of the rows": lambda x: max(len(x) / 24, 0.1) * x.mean(),
     "a function of an argument": lambda x: torch.mul(x.mean(), float(len(x))),
     "a mean of a share that changes": lambda x: shared(x),
     "a sum by a number": lambda x: x.sum() / len(x),
+    "a sum by a number of others": lambda x: x.sum() / len(chosen(x)),
     "a sum by a number that was told of others": lambda x: x.sum() / ROWS.labels.max().item(),
     "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
+    "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
     "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
 }
 
@@ -140,15 +180,26 @@ TOGETHER: dict[str, Case] = {
     "statistics of a batch": lambda x: x.std(0).mean(),
     "a nonlinear function of them": lambda x: x.mean(0).square().sum(),
     "samples against each other": lambda x: F.cross_entropy(x @ x.T, torch.arange(len(x))),
+    "samples against each other by name": (
+        lambda x: F.cross_entropy(torch.einsum("id,jd->ij", x, x), torch.arange(len(x)))
+    ),
     "differences of samples": lambda x: (x[:, None] - x[None]).square().mean(),
+    "samples against all targets by mistake": lambda x: (x[:, :1] - x[:, 1]).square().mean(),
     "distances of samples": lambda x: torch.cdist(x, x).mean(),
     "in the order of chance": lambda x: (x - x[torch.randperm(len(x))]).square().mean(),
+    "in a copy of such an order": lambda x: (x - x[torch.randperm(len(x)).clone()]).square().mean(),
     "mixed with others": lambda x: F.mse_loss(0.7 * x + 0.3 * x.flip(0), -x),
     "moved along": lambda x: (x * torch.roll(x, 1, 0)).mean(),
     "the hardest": lambda x: each(x).topk(2).values.mean(),
+    "sorted": lambda x: each(x).sort(descending=True)[0][:2].mean(),
     "covariance": lambda x: (x.T @ x).square().sum(),
+    "statistics used": lambda x: ((x - x.std(0)) ** 2).mean(),
+    "weighed by the largest": lambda x: (each(x) * (each(x) / each(x).max())).mean(),
     "capped by their median": lambda x: x.clamp(max=float(x.detach().median())).mean(),
+    "normalised without statistics": lambda x: F.batch_norm(x, None, None, training=True).sum(),
     "centred": lambda x: (x - x.mean(0)).abs().mean(),
+    "similarities": lambda x: F.cosine_similarity(x[:, None], x[None], -1).mean(),
+    "the farthest": lambda x: torch.cdist(x, x).max(1)[0].mean(),
     "targets of the batch": lambda x: F.mse_loss(x, ((x - 1) / x.std(0)).detach()),
     "in an order made by chance": lambda x: (x * x[torch.rand(len(x)).argsort()]).mean(),
     "products by a function": lambda x: F.linear(x, x).mean(),
@@ -161,6 +212,7 @@ SEPARATE: dict[str, Case] = {
         x[:, torch.randperm(4)] + x.flip(1) + x.roll(1, 1)
     ).mean(),
     "the largest of each": lambda x: x.topk(2).values.mean(),
+    "norms of each": lambda x: x.norm(dim=1).mean(),
     "a table's products": lambda x: (x @ TABLE.T).mean(),
     "distances to a table": lambda x: torch.cdist(x, TABLE).mean(),
     "a distance to what is kept": lambda x: x.mean() + 0.1 * torch.norm(WEIGHT - TABLE[:4]),
@@ -176,8 +228,12 @@ MIXED: dict[str, Case] = {
 
 MEETING: dict[str, Case] = {
     "pairs": lambda x: (x[::2] - x[1::2]).square().mean(),
+    "halves": lambda x: (x[:3] * x[3:]).sum(-1).mean(),
+    "sums of halves": lambda x: (x[:3] * x[3:]).sum(),
     "chunks": lambda x: F.mse_loss(*x.chunk(2)),
+    "thirds": lambda x: F.triplet_margin_loss(x[:2], x[2:4], x[4:]),
     "rotated by hand": lambda x: (x * torch.cat([x[1:], x[:1]])).mean(),
+    "one after the other": lambda x: sum((x[i] - x[i + 1]).square().mean() for i in (0, 2, 4)) / 3,
     "the hardest by order": lambda x: each(x)[each(x).argsort(descending=True)[:2]].mean(),
     "those above the mean": lambda x: each(x)[each(x) > each(x).mean()].mean(),
     "a power of a mean": lambda x: F.cross_entropy(x, ROWS.labels) ** 2,
@@ -185,15 +241,24 @@ MEETING: dict[str, Case] = {
 
 BY_PLACE: dict[str, Case] = {
     "the first": lambda x: F.cross_entropy(x[0], ROWS.labels[0]),
+    "the first row": lambda x: F.cross_entropy(x[:1], ROWS.labels[:1]),
     "the last, made fp32": lambda x: F.cross_entropy(x[-1].float(), ROWS.labels[-1]),
     "a half": lambda x: x[:3].square().mean(),
+    "every second": lambda x: x[::2].square().mean(),
 }
 
 WEIGHED: dict[str, Case] = {
     "by a range": lambda x: (torch.arange(len(x)) * each(x)).mean(),
+    "by a range over its sum": lambda x: (
+        ((w := torch.arange(1.0, len(x) + 1)) * each(x)).sum() / w.sum()
+    ),
     "by a line": lambda x: (torch.linspace(0.5, 1, len(x)) * each(x)).sum(),
+    "by a range of Python's": lambda x: (torch.tensor(range(len(x))) * each(x)).mean(),
     "by a count": lambda x: (each(x) / torch.ones(len(x)).cumsum(0)).mean(),
+    "by the places of its rows": lambda x: (torch.ones_like(x).cumsum(0) * x).square().mean(),
     "by a column": lambda x: (torch.arange(len(x))[:, None] * x).square().mean(),
+    "by a matrix": lambda x: (torch.eye(len(x))[0] * each(x) + each(x)).mean(),
+    "by powers": lambda x: (0.9 ** torch.arange(len(x)) * each(x)).mean(),
     "with rows taken": lambda x: (
         (rows := torch.arange(len(x))) * x.log_softmax(-1)[rows, ROWS.labels.clamp(0)]
     ).mean(),

@@ -113,6 +113,7 @@ def verdict_of(
 
 RANDOM = {
     "in the order of chance",
+    "in a copy of such an order",
     "in an order made by chance",
     "a table's rows",
     "columns in another order",
@@ -137,10 +138,13 @@ TABLES: list[tuple[dict[str, cases.Case], str]] = [
 OTHERWISE = {
     # Known by numbers, though no rule about code covered them.
     "what may be a mean by hand": "mean",
+    "that of a loss": "mean",
+    "means of what is half": "mean",
     "means of chunks": "mean",
     "a mean over a number": "mean",
     "a sum of means over samples that were turned": "mean",
     "a sum by a number": "mean",
+    "a sum by a number of others": "mean",
     "a sum": "sum",
     # Use other samples, or rows by their places, in a way that only numbers show.
     "rows with columns": REFUSED,
@@ -148,10 +152,16 @@ OTHERWISE = {
     "those with targets": REFUSED,
     "weights of the batch's classes": REFUSED,
     "a product": REFUSED,
+    "a mean divided by a count": REFUSED,
+    "a mean over an array's number": REFUSED,
     "a sum of the first": REFUSED,
+    "a sum of the last, changed": REFUSED,
     "a loss of the first": REFUSED,
+    "a sum of the first ones": REFUSED,
+    "a sum of every second": REFUSED,
     "a sum by a number that was told of others": REFUSED,
     "a sum of what nobody knows": REFUSED,
+    "a mean of what nobody knows": REFUSED,
     "what was normalised by the batch": REFUSED,
 }
 LOSSES = [
@@ -193,7 +203,7 @@ def test_nearly_all_losses_and_layers_are_judged_right(dtype: torch.dtype, num_s
         total += 1
         if told != expected:
             wrong[name] = told, expected
-    assert total >= 85
+    assert total >= 135
     assert len(wrong) <= 0.02 * total, wrong
 
 
