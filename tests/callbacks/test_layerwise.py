@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.checkpoint import LocalStore, claims
+from lightning_hetero.checkpoint import FsspecStore, LocalStore, claims
 from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import Leg, export, fit, train
@@ -186,6 +186,26 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
     assert list((tmp_path / "shm").rglob("*.safetensors"))
     assert len(train(tmp_path / "run", 6, **options)) == 2
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
+
+
+def test_a_remote_that_cannot_be_listed_never_starts_training_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}"
+    train(url, 2)
+
+    def down(self: FsspecStore) -> dict[str, int]:
+        raise ConnectionError("answered 500")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FsspecStore, "list", down)
+        for more, told in (
+            ({}, r"3 attempts.*500.*skip_unreadable=True"),
+            ({"skip_unreadable": True}, "Nothing to go on from is left"),
+        ):
+            with pytest.raises(CheckpointError, match=told):
+                train(url, 4, **more)
+    assert len(train(url, 4)) == 2
 
 
 def test_a_relative_folder_is_where_training_began(

@@ -220,6 +220,7 @@ WAIT = Operation(kind=OperationKind.COMPUTE, label="F0", waits_for=(0,))
             ["24 bytes", "4 bytes", "same order and size"],
             id="another size",
         ),
+        pytest.param({0: (THERE,)}, ["rank 1", "no receive"], id="no rank"),
         pytest.param({0: (END,), 1: ()}, ["ranks [0] issue it"], id="a collective of one rank"),
         pytest.param({0: (END,), 1: (replace(END, num_bytes=8),)}, ["0 bytes", "8 bytes"], id="8"),
         pytest.param({0: (END,), 1: (replace(END, ranks=(1,)),)}, ["ranks [1]"], id="other ranks"),
@@ -246,8 +247,10 @@ def test_what_goes_together_or_in_queues_of_its_own_does_not_block() -> None:
     [
         ({0: (move((1, 2)),), 1: (), 2: ()}, "from rank 1 to rank 2; exactly one end must be"),
         ({0: (move((0, 0)),)}, "from rank 0 to rank 0"),
-        ({0: (WAIT,)}, r"\(F0\) waits for operation 0"),
-        ({0: (replace(WAIT, waits_for=(-1,)),)}, r"\(F0\) waits for operation -1"),
+        *(
+            ({0: (replace(WAIT, waits_for=(at,)),)}, rf"\(F0\) waits for operation {at}")
+            for at in (0, 1, -1)
+        ),
     ],
 )
 def test_lists_that_no_rank_can_issue_are_refused(lists: Lists, said: str) -> None:

@@ -76,5 +76,7 @@ def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensor_beside(fold
     found = json.loads(run(READ, folder, kind).splitlines()[-1])
     largest = 4 * 4096 * 1024
     assert found["count"] == 14
-    assert found["own"] < (folder / "plain" / "model.safetensors").stat().st_size / 5
+    # Two of eight layers; in 8 bits a layer is twice as large.
+    whole = (folder / "quantized" / "model.safetensors").stat().st_size
+    assert found["own"] < whole * (2 if "int8" in kind else 1) / 5
     assert found["peak"] <= found["own"] + largest
