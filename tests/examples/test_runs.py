@@ -122,11 +122,6 @@ def test_hetero_runs_logs_saves_and_goes_on(tmp_path: Path) -> None:
     assert any((tmp_path / "outputs/hetero/checkpoints").glob("step-*8-*"))
 
 
-def test_hetero_refuses_a_wrong_option_when_it_is_parsed(tmp_path: Path) -> None:
-    wrong = {"--trainer.strategy.init_args.num_candidate_plan": 2}
-    assert "num_candidate_plan" in fit(tmp_path, "hetero", code=2, **wrong)
-
-
 def test_finetune_hf_trains_as_one_process_does_and_goes_on_from_what_it_wrote(
     tmp_path: Path,
 ) -> None:
