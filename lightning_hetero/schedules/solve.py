@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.places import usual_held
 from lightning_hetero.core.reading import Choice
 from lightning_hetero.schedules.problem import (
     FORWARD,
@@ -249,21 +250,18 @@ class Schedule(Choice):
         """Share of an iteration that a solved order must save over 1F1B to run instead."""
         return 0.01 if self is Schedule.AUTO else 0.0
 
-    def rooms(
-        self, memory: Sequence[float], *, has_chunks: bool = False
-    ) -> list[tuple[float, ...]]:
+    def rooms(self, memory: Sequence[float], workers: Sequence[int]) -> list[tuple[float, ...]]:
         """Return how many micro-batches each worker may hold: choices, the smallest first.
 
         Args:
             memory: How many each worker's memory has room for; as many as usual in any case.
-            has_chunks: Whether any worker has several stages.
+            workers: The worker of each stage.
         """
-        count = len(memory)
-        usual = (float(count),) * count if has_chunks else tuple(map(float, range(count, 0, -1)))
+        usual = tuple(map(float, usual_held(workers)))
         if self is Schedule.SPLIT:
             return [usual]
         deep = [
-            tuple(map(max, usual, (min(depth * count, most) for most in memory)))
+            tuple(map(max, usual, (min(depth * len(memory), most) for most in memory)))
             for depth in _DEPTHS
         ]
         return list(dict.fromkeys([usual, *deep]))
