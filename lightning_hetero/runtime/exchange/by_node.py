@@ -106,9 +106,8 @@ class SummedByNode(ScatteredUnit):
 
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
-        size = self._dtype.itemsize * self.way.pieces.numel
-        ranks = compress(sorted(self.way.pieces.members), self.way.receives)
-        return [(rank, size) for rank in ranks if rank != self.store.global_rank]
+        senders = compress(sorted(self.way.pieces.members), self.way.receives)
+        return self._timed([*senders], self._dtype)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
