@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch.distributed import DistError  # type: ignore[attr-defined]
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.process import Deadline
