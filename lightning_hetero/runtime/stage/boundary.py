@@ -102,8 +102,7 @@ class StageBoundary:
         self._changes_input = False
         """Whether the first layer was seen to change its input in place."""
         self.first_call: str | None = None
-        """Description of the first call of a layer in training, once there was one; see
-        `rehearsal`."""
+        """Description of the first call of a layer in training; see `rehearsal`."""
         self._compiled = {
             index: layer._compiled_call_impl
             for index, layer in enumerate(self._layers)
