@@ -215,7 +215,7 @@ def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever()
             [disk(store)],
             node_of_rank=["a", "b"],
             peers=peers,
-            options=WriterOptions(stall_s=2.0),
+            options=WriterOptions(stall_s=2.0),  # Far more than a write on a busy machine takes.
         )
         for step in (1, 2):
             saved = writer.save(contents(step, TWO, 2)[rank])

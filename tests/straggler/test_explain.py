@@ -114,6 +114,21 @@ def test_nobody_is_accused_but_who_is_slow(run, causes):
     assert "rank" not in causes or found.causes[0].factor == pytest.approx(1.5, rel=0.03)
 
 
+@pytest.mark.parametrize("hidden", [(), ("grads-reduce-scatter",), ("params-all-gather",)])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_replay_takes_as_long_as_the_run_also_where_a_barrier_is_not_recorded(
+    hidden, in_background
+):
+    run = Planted(slow_rank=(5, 2.0), lengths=0.3, in_background=in_background)
+    columns = run.columns()
+    is_kept = ~np.isin(columns["optype"], hidden)
+    trace = OperationTrace.from_columns({name: item[is_kept] for name, item in columns.items()})
+    replay = Replay.build(trace)
+    for gap_s in (replay.gap_s, replay.gap_s * 0):
+        # Nothing but waiting is between the operations.
+        assert replay.step_s(replay.own_s, gap_s) == pytest.approx(replay.observed_s(), rel=1e-3)
+
+
 def test_the_answer_says_what_to_do():
     heavy = explained(Planted(heavy_last=1.6))
     text = answer(heavy, Layout(layers=(8, 8, 8, 8)))
