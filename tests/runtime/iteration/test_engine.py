@@ -18,7 +18,7 @@ ASYMMETRIC = plan_of(
 )
 
 
-@pytest.mark.parametrize("model", ["packed", "masking"])
+@pytest.mark.parametrize("model", ["gpt", "packed", "masking"])
 def test_two_runs_of_a_plan_are_equal_bit_for_bit(pool: ProcessPool, model: str) -> None:
     case = Case(
         plan=THREE_PIPELINES, world_size=4, model=model, tied=True, num_rows=18, clip_val=0.1
@@ -48,7 +48,7 @@ def names_of_stage(outcome: Outcome, first: int, last: int, num_layers: int) -> 
     return names
 
 
-@pytest.mark.parametrize("ownership", ["holders", "even", "parameter"])
+@pytest.mark.parametrize("ownership", ["holders", "even", "parameter", "memory"])
 def test_a_rank_holds_its_stage_and_its_slices_and_no_more(
     pool: ProcessPool, ownership: str
 ) -> None:
@@ -89,7 +89,7 @@ def test_an_idle_rank_holds_slices_only(pool: ProcessPool) -> None:
     assert idle.parameter_bytes[-1] == sum(idle.own_bytes.values()) > 0
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 6])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
 def test_1f1b_holds_the_activations_of_num_stages_minus_stage_index_microbatches(
     pool: ProcessPool, num_microbatches: int
 ) -> None:

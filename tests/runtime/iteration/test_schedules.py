@@ -120,7 +120,7 @@ def test_compiled_layers_hide_what_is_split() -> None:
         HeteroStrategy(schedule="split", compile_layers=True)
 
 
-@settings(**_options, max_examples=6)
+@settings(**_options, max_examples=8)
 @given(data=st.data())
 def test_random_plans_change_no_bit(pool: ProcessPool, data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(3, 5))
