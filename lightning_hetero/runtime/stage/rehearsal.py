@@ -28,7 +28,8 @@ def describe_call(call: LayerCall) -> str:
     """Return a description of a call for `rehearse`; "" if it can't be described."""
     plain, stream = call.without_caches(), io.BytesIO()
     try:
-        _Describing(stream).dump((plain.args, plain.kwargs))
+        with torch._C.DisableTorchFunction():  # No business of who watches the step.
+            _Describing(stream).dump((plain.args, plain.kwargs))
     except Exception:
         # Whatever the pickling of a user's object raises: a joiner then rehearses nothing.
         return ""

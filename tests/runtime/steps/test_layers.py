@@ -60,7 +60,7 @@ FREE += of(Free, "nested", "by hand", "two passes")
 
 def test_layers_that_are_no_chain_train_in_plans_with_one_stage_only(pool: ProcessPool) -> None:
     for count in (1, 2):
-        check(pool, FREE, COPIES, options={"num_microbatches": count})
+        check(pool, FREE, COPIES, rtol=1e-5, options={"num_microbatches": count})
     kinds = of(Free, "reused", "chosen", "first dropped", "last dropped", "nested")
     refused(pool, dict.fromkeys(kinds, "a plan whose pipelines have one stage"), STAGES)
 
@@ -135,8 +135,8 @@ def functions_seen(rank: int, plan: Plan | None) -> set[str]:
 def test_whoever_watches_a_step_does_not_see_its_weights_arrive(pool: ProcessPool) -> None:
     (expected,) = pool.run(functions_seen, 1, None)
     for seen in pool.run(functions_seen, 2, COPIES):
-        # A flag and sizes of the hidden state are read, and which storage it has.
-        read = {"__get__", "dim", "is_inference", "numel", "untyped_storage"}
+        # A flag, the version and the size of the hidden state are read, and its storage: no values.
+        read = {"__get__", "is_inference", "numel", "untyped_storage"}
         assert seen - read <= expected
 
 
