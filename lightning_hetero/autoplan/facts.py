@@ -37,6 +37,7 @@ from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profile_cache import CorrectionFile
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import Simulation, StateLayout
 
 __all__ = [
@@ -240,6 +241,8 @@ class RunFacts:
     """The kind of device that keeps owned slices."""
     layer_options: LayerOptions = field(default_factory=LayerOptions)
     """How layers run if the plan doesn't set it."""
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """The order of a pipeline's passes, by which plans are judged."""
     data: Callable[[], DataFacts] | None = None
     """Returns the facts of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None if samples are dealt as they come."""

@@ -26,6 +26,7 @@ from lightning_hetero.planner import PlanningOptions, Workload, contingency
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, Task
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
 
 __all__ = ["Contingencies", "Job", "foresee", "losses_to_plan_for", "num_batches_of"]
@@ -36,6 +37,8 @@ _DEFAULT_LENGTH = 512
 """Tokens of a sample if none are found."""
 _MAX_PARTS = 4
 """Most micro-batches into which a batch is cut, besides single samples."""
+_SCHEDULED = 4
+"""Plans, the best ones under 1F1B, that are judged under a solved schedule: a second or two."""
 _MOST_IN_PAIRS = 8
 """Most ranks, and most nodes, for which the loss of any two of them is planned for."""
 
@@ -56,6 +59,7 @@ class Job:
     microbatch_sizes: tuple[int, ...]
     assumed: tuple[str, ...]
     """Numbers that weren't found and had to be assumed, in words."""
+    schedule: Schedule = Schedule.ONE_F_ONE_B
 
     @classmethod
     def of(
@@ -96,6 +100,7 @@ class Job:
             num_batches=num_batches_of(facts),
             microbatch_sizes=options.microbatch_sizes or _sizes_of(samples),
             assumed=tuple(assumed),
+            schedule=facts.schedule,
         )
 
     def without(
@@ -128,7 +133,14 @@ class Job:
         """Return the search over sizes of micro-batches that divide the iteration, if any do."""
         batch = self.batch_size * self.num_batches
         sizes = tuple(sorted(size for size in self.microbatch_sizes if batch % size == 0))
-        return (replace(self.task(options, profile, sizes[0]), sizes=sizes),) if sizes else ()
+        if not sizes:
+            return ()
+        task = self.task(options, profile, sizes[0])
+        if self.schedule.is_solved:
+            # The best plan under 1F1B needn't be the best one under solved orders.
+            more = replace(task.options, num_candidates=_SCHEDULED)
+            task = replace(task, options=more, schedule=self.schedule)
+        return (replace(task, sizes=sizes),)
 
     def task(
         self, options: AutoPlan, profile: Profile | None, microbatch_size: int

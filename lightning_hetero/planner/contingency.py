@@ -20,8 +20,10 @@ from lightning_hetero.planner.proposing.candidate_plans import (
     propose_plans,
 )
 from lightning_hetero.planner.result import PlanningResult
+from lightning_hetero.planner.scheduled import rank_scheduled
 from lightning_hetero.planner.search import plan, plan_best_size
 from lightning_hetero.planner.workload import PlanningOptions, Workload
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import CostModel, StateLayout, choose_cost
 
 __all__ = ["PlanBasis", "PlanningTask", "ProposalTask", "Task", "serve"]
@@ -61,16 +63,20 @@ class PlanningTask:
     options: PlanningOptions
     sizes: tuple[int, ...] = ()
     """Sizes of micro-batches to choose from; none for the workload's own."""
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """What will run: by it the best plans are judged."""
 
     def solve(self) -> PlanningResult | PlanningError:
         """Return the best plans, or the error if there are none."""
         basis, cost = self.basis, self.basis.cost()
         try:
             if self.sizes:
-                return plan_best_size(cost, basis.workload, self.options, sizes=self.sizes)
-            return plan(basis.cluster, basis.model, basis.workload, self.options, cost=cost)
+                found = plan_best_size(cost, basis.workload, self.options, sizes=self.sizes)
+            else:
+                found = plan(basis.cluster, basis.model, basis.workload, self.options, cost=cost)
         except PlanningError as error:
             return error
+        return rank_scheduled(found, cost, self.schedule)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,8 +47,6 @@ _FAR, _FAR_IN_A_ROW = 1.25, 2
 """More pipelines are not tried where so many numbers in a row were so much above the best one."""
 _FINE = 0.03
 """Share by which numbers of pipelines next to each other may differ."""
-_FLAT = 2e-3
-"""Numbers of pipelines next to the best one that are so little worse end the search for better."""
 _SAME_ORDER = 3e-3
 """Share by which the order of placement must matter, for masters of both to be solved."""
 
@@ -207,8 +205,6 @@ class FastestPlans:
             place = ordered.index(min(known, key=lambda n: (known[n], n)))
             best_number = ordered[place]
             near = ordered[max(0, place - 1) : place + 2]
-            if all(known[n] <= known[best_number] * (1 + _FLAT) for n in near):
-                break
             new = {(n + best_number) // 2 for n in near} - known.keys()
             if not new or max(abs(n - best_number) for n in new) < _FINE * best_number:
                 break

@@ -91,8 +91,6 @@ class Pricing:
         self.inner, self.last = tables(False, False), tables(False, True)
         self.first, self.only = tables(True, False), tables(True, True)
         self.first_s = np.stack([times.first_s(option) for option in options])
-        every = (self.inner, self.last, self.first, self.only)
-        self.alike = {id(tables): _alike(tables) for tables in every}
         fastest_s = self.inner[0][..., 1:].min()
         if self.hops_s.max(initial=0.0) > _SLOW_LINK * self.num_layers * fastest_s:
             self.waits = _WAITS
@@ -250,23 +248,11 @@ class Pricing:
         paths, edges, closing, values = [reached[0]], [], [], []
         at = np.zeros(count, dtype=np.int64)
         stale = 0
-        known: dict[tuple[int, int, bool], tuple[FloatArray, IntArray]] = {}
-
-        def edge_of(
-            tables: tuple[FloatArray, FloatArray], position: int, *, is_first: bool
-        ) -> tuple[FloatArray, IntArray]:
-            alike = self.alike[id(tables)]
-            key = id(tables), alike[min(position, len(alike) - 1)], is_first and position == 0
-            if key not in known:
-                args = tables, wait, position, levels, prices, duals
-                known[key] = self._edge(*args, is_first=is_first)
-            return known[key]
-
         worth = time_s / levels + 1 - duals.pipeline
         for position in range(self.stages.max_stages):
             is_last = position == 0
             ends = self.only if is_last else self.first
-            edge = edge_of(ends, position, is_first=True)
+            edge = self._edge(ends, wait, position, levels, prices, duals, is_first=True)
             total = paths[-1][:, ::-1] + edge[0]
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
@@ -279,7 +265,7 @@ class Pricing:
             middle = self.last if is_last else self.inner
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = edge_of(middle, position, is_first=False)
+            edge = self._edge(middle, wait, position, levels, prices, duals, is_first=False)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge[0]))
             if not np.isfinite(paths[-1]).any():
@@ -339,15 +325,6 @@ class Pricing:
         known = self.stages.options
         size = self.stages.workload.sequences_per_microbatch
         return Column(tuple(known[index] for index in options), tuple(layers), size)
-
-
-def _alike(tables: tuple[FloatArray, FloatArray]) -> list[int]:
-    """Return for each position the first of those with equal seconds and room."""
-    found = [0]
-    for position in range(1, tables[0].shape[2]):
-        same = all(np.array_equal(t[:, :, position - 1], t[:, :, position]) for t in tables)
-        found.append(found[-1] if same else position)
-    return found
 
 
 def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:

@@ -110,6 +110,7 @@ class EngineOptions:
             redundancy=self.redundancy,
             owned_device=self.config.owned_device,
             layer_options=self.config.layer_options,
+            schedule=self.config.schedule,
             data=find_data(trainer),
         )
 

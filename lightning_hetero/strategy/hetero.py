@@ -83,8 +83,9 @@ class HeteroStrategy(HookedStrategy):
             layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; "deep": the
             same with stages that run ahead where that saves time, as far as memory allows; or
             "auto": "deep" where it saves 1 % of an iteration. They are solved for the times of
-            stages and links measured in a plan's first iterations. Backward passes of compiled
-            layers aren't split.
+            stages and links measured in a plan's first iterations, and an automatic plan is the
+            best one under them, its ranks' stages in chunks where that is faster. Backward passes
+            of compiled layers aren't split.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon, "memory" where stages leave unequal

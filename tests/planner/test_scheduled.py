@@ -9,11 +9,12 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.balancing import without_chunks
+from lightning_hetero.planner.contingency import PlanBasis, PlanningTask
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
-from lightning_hetero.planner.workload import Objective, Workload
+from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.schedules import Schedule
-from lightning_hetero.simulator import RooflineCost, simulate
+from lightning_hetero.simulator import RooflineCost, StateLayout, simulate
 
 SAMPLE = (512,)
 
@@ -76,6 +77,27 @@ def test_halves_of_stages_there_and_back_are_tried() -> None:
     deep = simulate_scheduled(plan, cost, [[workload.microbatch] * 8], Schedule.DEEP)
     assert found.simulation.iteration_time_s < 0.95 * deep.simulation.iteration_time_s
     assert found.simulation.fits
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.AUTO])
+def test_a_runs_plan_is_judged_under_the_schedule_that_it_runs(schedule: Schedule) -> None:
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4),))
+    basis = PlanBasis(
+        cluster=cluster,
+        model=ModelSpec.load("llama-7b"),
+        states=StateLayout(),
+        workload=Workload(global_batch_size=8, sequence_length=2048),
+        profile=None,
+    )
+    options = PlanningOptions(tp_degrees=(1,), num_candidates=4, thorough=False)
+    task = PlanningTask(basis=basis, options=options, schedule=schedule)
+    usual = replace(task, schedule=Schedule.ONE_F_ONE_B).solve()
+    found = task.solve()
+    assert isinstance(usual, PlanningResult)
+    assert isinstance(found, PlanningResult)
+    seconds = [item.best.simulation.iteration_time_s for item in (found, usual)]
+    assert (seconds[0] < 0.95 * seconds[1]) == schedule.is_solved
+    assert any(p.has_chunks for p in found.best.plan.pipelines) == schedule.is_solved
 
 
 def test_estimates_see_all_layers_of_ranks_with_chunks_in_one_stage() -> None:
