@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.autoplan.summary import StartUp
+from lightning_hetero.core.places import usual_held
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.texts import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
@@ -228,9 +229,9 @@ class MemoryWatch:
         """Return the micro-batches in flight on this rank, as a share of its maximum."""
         engine, place = self._engine, self._engine.place
         assert place is not None
-        pipeline = engine.plan.pipelines[place.pipeline_index]
+        workers = engine.plan.pipelines[place.pipeline_index].workers
         count, chunks = engine.num_microbatches[place.pipeline_index], len(place.chunks)
-        usual = len(pipeline.groups) - (0 if pipeline.has_chunks else place.stage_index)
+        usual = usual_held(workers)[workers[place.stage_index]]
         most = max(1, chunks * min(usual, count))
         return min(1.0, (engine.plans.running.num_in_flight + 1) / most)
 

@@ -6,7 +6,6 @@ newest complete checkpoint in any place is restored, whatever plan and number of
 (AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
 """
 
-import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -158,7 +158,7 @@ class LayerwiseCheckpoint(Checkpoint):
         run.join(run.checkpoints, self)
         if stage == "fit":
             self._phases["plan"] = time.time()
-            if not self._resume and "TORCHELASTIC_RUN_ID" in os.environ:
+            if not self._resume and is_torchelastic_launched():
                 raise ConfigurationError(
                     "Under torchrun LayerwiseCheckpoint(resume=False) would begin anew with every "
                     "restart. Give each run a folder or URL of its own, or delete the old one."

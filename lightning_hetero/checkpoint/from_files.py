@@ -13,6 +13,7 @@ that aren't in files (`live`): either every rank goes on from a state, or none d
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lightning_hetero.checkpoint.assembly import Assembly
@@ -127,10 +128,8 @@ def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | 
         if text:
             raise CheckpointError(text)
     assert assembly is not None
-    own = assembly  # For the type checker.
-    fetching, answers = peers.do(
-        lambda progress: _fetch(own, parts, peers.global_rank, progress), may_fail=True
-    )
+    fetch = partial(_fetch, assembly, parts, peers.global_rank)
+    fetching, answers = peers.do(fetch, may_fail=True)
     errors = [str(answer["error"]) for answer in answers if "error" in answer]
     return errors[0] if errors else fetching.result()
 

@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_checkpoint(arguments: argparse.Namespace) -> int:
     """Run one action; 0, or 1 if `verify` finds damage."""
     if arguments.action == "prune":
-        if (arguments.memory is None) == (len(arguments.paths) != 1 or arguments.keep is None):
+        given = len(arguments.paths), arguments.keep is None, arguments.memory is None
+        if given not in ((1, False, True), (0, True, False)):
             raise ConfigurationError("prune takes one PATH and --keep, or --memory HOURS.")
         if arguments.memory is not None:
             for folder in free_memory(3600.0 * arguments.memory):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
 
-__all__ = ["RankPlace", "find_places", "workers_of"]
+__all__ = ["RankPlace", "find_places", "stages_by_worker", "usual_held", "workers_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +59,21 @@ def workers_of(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return for each stage of a pipeline which group runs it, numbered as they first appear."""
     order = list(dict.fromkeys(groups))
     return tuple(map(order.index, groups))
+
+
+def stages_by_worker(workers: Sequence[int]) -> list[list[int]]:
+    """Return the stages that each worker runs, ascending; `workers` is that of each stage."""
+    found: list[list[int]] = [[] for _ in {*workers}]
+    for stage, worker in enumerate(workers):
+        found[worker].append(stage)
+    return found
+
+
+def usual_held(workers: Sequence[int]) -> tuple[int, ...]:
+    """Return the micro-batches that each worker holds at once if nothing is solved.
+
+    Under 1F1B as many as stages follow, its own counted; with chunks as many as there are workers.
+    One that is held in all chunks of a worker counts once.
+    """
+    count = len({*workers})
+    return tuple(range(count, 0, -1)) if count == len(workers) else (count,) * count

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from lightning_hetero.core.actions import Action
+from lightning_hetero.core.places import stages_by_worker, usual_held
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlanningResult
@@ -18,13 +19,8 @@ from lightning_hetero.schedules import (
     order_1f1b,
     solve_in_rooms,
 )
-from lightning_hetero.simulator import (
-    CostModel,
-    MemoryTerms,
-    MicroBatchShape,
-    Simulation,
-    simulate,
-)
+from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
+from lightning_hetero.simulator.work import PipelineWork
 
 __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
@@ -114,9 +110,8 @@ def rank_scheduled(
         batches = own_microbatches(candidate.plan, result.workload.microbatch)
         best = None
         plans = [candidate.plan, _recomputing(candidate.plan)]
-        folds = [_folded(plan) for plan in plans if plan.max_stages > 1]
         if 2 * candidate.plan.max_stages * max(map(len, batches)) <= _MOST_FOLDED:
-            plans += [plan for plan in folds if plan is not None]
+            plans += filter(None, [_folded(plan) for plan in plans])
         for found_plan in plans:
             found = simulate_scheduled(found_plan, cost, batches, schedule)
             judge = replace(candidate, plan=found_plan, simulation=found.simulation)
@@ -151,9 +146,11 @@ def _recomputing(plan: ParallelPlan) -> ParallelPlan:
 def _folded(plan: ParallelPlan) -> ParallelPlan | None:
     """Return the plan with pipelines that go there and back: ranks get two halves of their layers.
 
-    They begin at the ranks of the last stage, whose layers leave time for the head. None if a stage
-    has one layer, a budget of activations, or chunks already.
+    They begin at the ranks of the last stage, whose layers leave time for the head. None if all
+    have one stage, or a stage has one layer, a budget of activations, or chunks already.
     """
+    if plan.max_stages == 1:
+        return None
     pipelines = []
     for pipeline in plan.pipelines:
         if pipeline.num_stages == 1:
@@ -175,22 +172,16 @@ def _folded(plan: ParallelPlan) -> ParallelPlan | None:
 def _part(stage: StagePlan, count: int, *, is_first: bool) -> StagePlan:
     """Return the first `count` layers of a stage, or the others."""
     whole, selective = stage.recomputed_layers or 0, stage.selective_layers or 0
-    first = min(whole, count)
-    selective_first = min(selective, count - first)
-    if is_first:
-        layers = stage.layers[:count]
-    else:
-        layers, first, selective_first = (
-            stage.layers[count:],
-            whole - first,
-            selective - selective_first,
-        )
+    layers, own = stage.layers[:count], min(whole, count)
+    own_selective = min(selective, count - own)
+    if not is_first:
+        layers, own, own_selective = stage.layers[count:], whole - own, selective - own_selective
     said = stage.recomputed_layers is not None or stage.selective_layers is not None
     return replace(
         stage,
         layers=layers,
-        recomputed_layers=first if said else None,
-        selective_layers=selective_first if said else None,
+        recomputed_layers=own if said else None,
+        selective_layers=own_selective if said else None,
     )
 
 
@@ -211,10 +202,9 @@ def _solved(problem: ScheduleProblem, longest: int, schedule: Schedule) -> Order
     nothing = tuple((0.0,) * len(row) for row in backward_s)
     whole = replace(problem, input_s=backward_s, weight_s=nothing, waiting_bytes=nothing)
     memory = [room / longest for room in problem.room_bytes]
-    has_chunks = problem.num_workers < problem.num_stages
     found = solve_in_rooms(
         replace(problem, room_bytes=tuple(most * longest for most in room))
-        for room in schedule.rooms(memory, has_chunks=has_chunks)
+        for room in schedule.rooms(memory, problem.workers)
     )
     if found.end_s >= end_s(whole, order_1f1b(whole)) * (1 - schedule.least_gain):
         return None
@@ -231,43 +221,23 @@ def _problem(
 
     A stage has at least room for the micro-batches that 1F1B holds.
     """
-    pipeline = plan.pipelines[index]
-    shapes = [cost.shape_in(plan, stage) for stage in pipeline.stages]
-    pairs = [[cost.compute_s(shape, batch) for batch in work] for shape in shapes]
-    weight_s = [tuple(cost.weight_s(shape, batch) for batch in work) for shape in shapes]
-    longest = max(map(sum, work), default=0)
-    rooms, workers = [], pipeline.workers
-    count = len(pipeline.groups)
-    for worker in range(count):
-        own = [stage for stage, other in enumerate(workers) if other == worker]
-        totals = [
-            MemoryTerms.of_chunks(
-                [
-                    cost.memory_of_tokens(
-                        shapes[stage],
-                        plan.num_pipelines,
-                        held,
-                        longest,
-                        owned_params=cost.owned_params(plan, pipeline.stages[stage]),
-                    )
-                    for stage in own
-                ]
-            ).total
-            for held in (longest, 2 * longest)
-        ]
-        each = totals[1] - totals[0]
-        usable = cost.usable_bytes(shapes[own[0]].device)
-        room = 1 + (usable - totals[0]) / each if each else len(work)
+    pipeline, known = plan.pipelines[index], PipelineWork(plan, index, cost, work, None)
+    pairs = [[cost.compute_s(shape, batch) for batch in work] for shape in known.shapes]
+    weight_s = [tuple(cost.weight_s(shape, batch) for batch in work) for shape in known.shapes]
+    longest, workers = max(map(sum, work), default=0), pipeline.workers
+    # So many that activations, not buffers of the exchange, make the peak.
+    count = max(1, len(work))
+    few, many = (known.memory_holding([n * count * longest] * len(workers)) for n in (1, 2))
+    rooms, shares = [], [1.0] * len(workers)
+    for own, usual in zip(stages_by_worker(workers), usual_held(workers), strict=True):
+        layers, first = [len(pipeline.stages[stage].layers) for stage in own], own[0]
+        each = (many[first].total - few[first].total) / count
+        room = count + (known.usable_bytes[first] - few[first].total) / each if each else count
         if any(pipeline.stages[stage].activation_budget_bytes is not None for stage in own):
             room = 0  # The budget is for as many as 1F1B holds.
-        rooms.append(longest * max(room, count if pipeline.has_chunks else count - worker))
-    held_layers = [0] * count
-    for stage, worker in zip(pipeline.stages, workers, strict=True):
-        held_layers[worker] += len(stage.layers)
-    shares = [
-        len(stage.layers) / held_layers[worker]
-        for stage, worker in zip(pipeline.stages, workers, strict=True)
-    ]
+        rooms.append(longest * max(room, usual))
+        for stage, num_layers in zip(own, layers, strict=True):
+            shares[stage] = num_layers / sum(layers)
     held_bytes = tuple(tuple(share * sum(batch) for batch in work) for share in shares)
 
     def edges(*, back: bool) -> tuple[Edge, ...]:

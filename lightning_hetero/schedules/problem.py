@@ -7,12 +7,12 @@ each stage's micro-batches in the order of their numbers: by priorities, or in g
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.places import stages_by_worker, usual_held
 
 __all__ = [
     "FORWARD",
@@ -129,13 +129,12 @@ class ScheduleProblem:
         num_stages = len(forward_s)
         each = tuple(sizes) or (1.0,) * num_microbatches
         runs = tuple(workers) or tuple(range(num_stages))
-        num_workers = max(runs) + 1
-        usual = (
-            range(num_stages, 0, -1) if num_workers == num_stages else [num_workers] * num_workers
-        )
-        held = tuple(most_held) or tuple(map(float, usual))
-        whole = [sum(itertools.compress(forward_s, [w == own for w in runs])) for own in runs]
-        shares = [s / all_s if all_s else 1.0 for s, all_s in zip(forward_s, whole, strict=True)]
+        held = tuple(most_held) or tuple(map(float, usual_held(runs)))
+        whole_s = [sum(forward_s[stage] for stage in own) for own in stages_by_worker(runs)]
+        shares = [
+            own_s / whole_s[worker] if whole_s[worker] else 1.0
+            for own_s, worker in zip(forward_s, runs, strict=True)
+        ]
 
         def rows(values: Sequence[float]) -> Matrix:
             return tuple(tuple(value * size for size in each) for value in values)
@@ -174,9 +173,7 @@ class ScheduleProblem:
     @property
     def most_bytes(self) -> list[float]:
         """The most bytes that a micro-batch keeps on each worker."""
-        rows: list[list[Sequence[float]]] = [[] for _ in self.room_bytes]
-        for worker, row in zip(self.workers, self.held_bytes, strict=True):
-            rows[worker].append(row)
+        rows = [[self.held_bytes[s] for s in own] for own in stages_by_worker(self.workers)]
         return [max(map(sum, zip(*own, strict=True)), default=0.0) for own in rows]
 
     @property
@@ -220,9 +217,7 @@ class Dispatch:
         """The part of it that doesn't wait for W."""
         self._most = problem.most_bytes
         self._orders: list[list[Pass]] = [[] for _ in range(problem.num_workers)]
-        self._chunks: list[list[int]] = [[] for _ in range(problem.num_workers)]
-        for stage, worker in enumerate(problem.workers):
-            self._chunks[worker].append(stage)
+        self._chunks = stages_by_worker(problem.workers)
 
     def run(self) -> tuple[float, Orders]:
         """Return when the last pass ends, and all workers' orders."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.places import stages_by_worker, usual_held
 from lightning_hetero.core.reading import Choice
 from lightning_hetero.schedules.problem import (
     FORWARD,
@@ -150,8 +151,9 @@ def usual_actions(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return each worker's actions where nothing is solved: 1F1B.
 
-    With chunks it is what the dispatch makes of stages of equal seconds, I before F, where no
-    worker holds more micro-batches than there are workers.
+    With chunks it is what the dispatch makes of stages of equal seconds, where no worker holds more
+    micro-batches than there are workers: by the pace of half the busiest worker's seconds, or F
+    first, whichever is shorter. That is as short as by any of the rules of `solve`.
 
     Args:
         workers: The worker of each stage.
@@ -170,9 +172,9 @@ def usual_actions(
         num_microbatches=num_microbatches,
         workers=workers,
     )
-    _, orders = min(
-        (Dispatch(problem, rule).run() for rule in _rules(problem)), key=lambda pair: pair[0]
-    )
+    busiest_s = 3.0 * max(map(len, stages_by_worker(workers)))
+    rules = [Rule(_critical(problem, pace_s), patience=0.0) for pace_s in (busiest_s / 2, 0.0)]
+    _, orders = min((Dispatch(problem, rule).run() for rule in rules), key=lambda pair: pair[0])
     return as_actions(orders, is_split=False)
 
 
@@ -205,6 +207,7 @@ def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
         if any(map(any, problem.weight_s)):
             yield Rule(priorities, patience=1.0)
         if problem.num_workers < problem.num_stages:
+            # Split loops (interleaved zero bubble) are as short only with I somewhat earlier.
             forwards, inputs = priorities
             earlier = [[value - whole_s / 2 for value in row] for row in inputs]
             yield Rule((forwards, earlier), patience=0.0)
@@ -249,21 +252,18 @@ class Schedule(Choice):
         """Share of an iteration that a solved order must save over 1F1B to run instead."""
         return 0.01 if self is Schedule.AUTO else 0.0
 
-    def rooms(
-        self, memory: Sequence[float], *, has_chunks: bool = False
-    ) -> list[tuple[float, ...]]:
+    def rooms(self, memory: Sequence[float], workers: Sequence[int]) -> list[tuple[float, ...]]:
         """Return how many micro-batches each worker may hold: choices, the smallest first.
 
         Args:
             memory: How many each worker's memory has room for; as many as usual in any case.
-            has_chunks: Whether any worker has several stages.
+            workers: The worker of each stage.
         """
-        count = len(memory)
-        usual = (float(count),) * count if has_chunks else tuple(map(float, range(count, 0, -1)))
+        usual = tuple(map(float, usual_held(workers)))
         if self is Schedule.SPLIT:
             return [usual]
         deep = [
-            tuple(map(max, usual, (min(depth * count, most) for most in memory)))
+            tuple(map(max, usual, (min(depth * len(memory), most) for most in memory)))
             for depth in _DEPTHS
         ]
         return list(dict.fromkeys([usual, *deep]))

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.places import stages_by_worker
 from lightning_hetero.schedules import usual_actions
 
 __all__ = ["EqualTimes", "Orders", "Step", "Timeline", "propagate", "propagate_all"]
@@ -122,37 +123,35 @@ def propagate(
     runs = (times,) if isinstance(times, EqualTimes) else tuple(times)
     num_stages, count = len(start_s), sum(run.num_microbatches for run in runs)
     workers = tuple(workers) or tuple(range(num_stages))
-    has_chunks = len(set(workers)) < num_stages
-    events: list[_Event] | None = [] if record or has_chunks else None
-    if orders is None and events is not None:
+    if orders is None and (record or len({*workers}) < num_stages):
         orders = usual_actions(workers, count)
     num_messages = 2 * num_stages * (1 if orders is None else max(1, count))
     # The last two entries are those of NOWHERE and NOTHING.
     free_s = [start_s[workers.index(worker)] for worker in dict.fromkeys(workers)]
     state = _State(free_s, *([0.0] * (num_messages + 2) for _ in range(2)))
+    events: list[_Event] = []
     if orders is None:
         last_s = [*runs[-1].backward_s] if runs else [0.0] * num_stages
         for steps, number in _rounds_1f1b(runs, num_stages, blocking=blocking):
             state.repeat(steps, number, blocking=blocking)
+        end_s = state.free_s
     else:
         steps, last_s = _steps_of(orders, runs, workers, blocking=blocking)
         state.run(steps, blocking=blocking, events=events)
-    busy_s = [
+        end_s = [*start_s]
+        for kind, stage, _, _, end in events:
+            if blocking or not kind.startswith("S"):
+                end_s[stage] = end
+    own_s = [
         sum(run.num_microbatches * (run.forward_s[stage] + run.backward_s[stage]) for run in runs)
         for stage in range(num_stages)
     ]
-    end_s = state.free_s
-    if has_chunks:
-        end_s = [*start_s]
-        for kind, stage, _, _, end in events or ():
-            if not kind.startswith("S"):
-                end_s[stage] = end
-        busy_s = [sum(itertools.compress(busy_s, [w == own for w in workers])) for own in workers]
+    busy_s = [sum(own_s[stage] for stage in own) for own in stages_by_worker(workers)]
     return Timeline(
         end_s=tuple(end_s),
-        busy_s=tuple(busy_s),
+        busy_s=tuple(busy_s[worker] for worker in workers),
         last_s=tuple(last_s),
-        events=tuple(events or ()) if record else (),
+        events=tuple(events) if record else (),
     )
 
 

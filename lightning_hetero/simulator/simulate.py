@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.places import stages_by_worker
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.exchange import exchange_of
@@ -218,17 +219,8 @@ def _alike(
         )
         nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
         order = orders[index] and tuple(map(tuple, orders[index] or ()))
-        key: object = (
-            index
-            if is_ordered
-            else (
-                shapes,
-                nodes,
-                pipeline.workers,
-                _summary(batches),
-                order,
-            )
-        )
+        alike = shapes, nodes, pipeline.workers, _summary(batches), order
+        key = index if is_ordered else alike
         members = kinds.setdefault(key, [])
         members.append(index)
         kind_of.append(key)
@@ -289,9 +281,10 @@ def _check(
             continue
         pipeline = plan.pipelines[index]
         passes = [{(a.stage_index, a.microbatch_index) for a in actions} for actions in order]
-        expected: list[set[tuple[int, int]]] = [set() for _ in pipeline.groups]
-        for stage, worker in enumerate(pipeline.workers):
-            expected[worker] |= {(stage, m) for m in range(len(batches))}
+        expected = [
+            {(stage, m) for stage in own for m in range(len(batches))}
+            for own in stages_by_worker(pipeline.workers)
+        ]
         if passes != expected:
             raise PlanError(
                 f"The orders of pipeline {index} aren't those of {len(batches)} micro-batches on "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from lightning_hetero.core.actions import schedule_1f1b
+from lightning_hetero.core.places import stages_by_worker
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.recomputation import (
     LayerBytes,
@@ -58,10 +58,8 @@ class PipelineWork:
     ) -> None:
         pipeline = plan.pipelines[index]
         self.workers = pipeline.workers
-        self._chunks = [
-            [stage for stage, other in enumerate(self.workers) if other == worker]
-            for worker in self.workers
-        ]
+        chunks = stages_by_worker(self.workers)
+        self._chunks = [chunks[worker] for worker in self.workers]
         """For each stage all stages of its ranks."""
         self.has_chunks = pipeline.has_chunks
         if self.has_chunks and orders is None:
@@ -131,15 +129,18 @@ class PipelineWork:
     @cached_property
     def memory(self) -> tuple[MemoryTerms, ...]:
         """The peak of each stage's ranks."""
+        return self.memory_holding([self._held_tokens(index) for index in range(len(self.shapes))])
+
+    def memory_holding(self, held: Sequence[int]) -> tuple[MemoryTerms, ...]:
+        """Return the peak of each stage's ranks if the stages hold so many tokens at once."""
         longest = max(map(sum, set(self.microbatches)), default=0)
         found = []
         for index, (shape, owned) in enumerate(zip(self.shapes, self._owned, strict=True)):
-            held = self._held_tokens(index)
             terms = self._cost.memory_of_tokens(
-                shape, self._plan.num_pipelines, held, longest, owned_params=owned
+                shape, self._plan.num_pipelines, held[index], longest, owned_params=owned
             )
             if index in self._peak_bytes:
-                kept = shape.num_layers * self._cost.layer_bytes(shape)[0] * held
+                kept = shape.num_layers * self._cost.layer_bytes(shape)[0] * held[index]
                 beside = terms.activations - kept
                 terms = terms._replace(activations=beside + self._peak_bytes[index])
             found.append(terms)
@@ -171,12 +172,9 @@ class PipelineWork:
         kept, recomputed = cost.layer_bytes(self.shapes[index])
         layer = LayerBytes(kept=kept, recomputed=recomputed)
         tokens = [sum(batch) for batch in self.microbatches]
-        if self.orders is None:
-            num_stages, count = len(self._stages), len(tokens)
-            order = schedule_1f1b(stage_index=index, num_stages=num_stages, num_microbatches=count)
-        else:
-            order = tuple(a for a in self.orders[self.workers[index]] if a.stage_index == index)
-        windows = held_at_backward(order)
+        orders = self.orders or usual_actions(self.workers, len(tokens))
+        own = tuple(a for a in orders[self.workers[index]] if a.stage_index == index)
+        windows = held_at_backward(own)
         # A run compares its budget with what it counts of a layer, without the correction.
         room = budget_bytes * cost.layout.activation_factor
         counts = fewest_recomputed(room, layer, num_layers, tokens, windows)

@@ -6,7 +6,8 @@ The order is to go on, to *look* for the cause (all ranks report and probe toget
 
 Between faults the plan itself is looked at. If, by observed costs, other micro-batch shares or
 stages save a tenth of an iteration, and have been worth their cost since the plan began, they are
-taken for good, unless iterations become longer.
+taken for good, unless iterations become longer. In place of a plan that a user gave, they are only
+named.
 
 A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
 they find is mitigated by ski rental (`mitigation`); a look that no longer finds anything ends it,
@@ -52,7 +53,8 @@ _SETTLING = 3
 _LOOK_AGAIN = (8, 24)
 """Iterations until further looks, after one that has found no culprit."""
 _PLAN_LOOKS = (32, 128, 512, 2048)
-"""Iterations from the first one of a plan until the plan is looked at."""
+"""Iterations from the first one of a plan until the plan is looked at: ever later, because what a
+plan costs grows with time, and so may reach what another one costs."""
 _LEAST_GAIN = 0.1
 """Least share of an iteration that a better plan saves."""
 _RECENT = 4
@@ -79,6 +81,8 @@ class WatchConfig:
     """Costs of mitigations, and which are allowed."""
     dry_run: bool = False
     """Whether decisions are reported only, not carried out."""
+    replaces_plan: bool = True
+    """Whether a plan that is slower than another is replaced; else that is only reported."""
     recheck_share: float = 0.002
     """Share of the time that may be spent on probing a known slow link again."""
 
@@ -182,7 +186,9 @@ class RunWatch:
             return self._changed(event)
         if step in self._next_looks and not self.known:
             return Order.LOOK
-        if step - self._plan_since in _PLAN_LOOKS and not self.known:
+        is_due = step - self._plan_since in _PLAN_LOOKS
+        # A look for the cause of a change counts from where that began.
+        if is_due and not self.known and step > max(self._next_looks, default=0):
             self.since_step = step - _RECENT + 1
             return Order.JUDGE
         has_link = any(finding.kind is FindingKind.LINK for finding in self.known)
@@ -242,6 +248,8 @@ class RunWatch:
         lost_s = (now_s - best.iteration_s) * (self._step - self._plan_since)
         if best.iteration_s <= (1.0 - _LEAST_GAIN) * now_s and lost_s >= cost_s:
             reason = f"the plan has cost {lost_s:.2f} s so far, another costs {cost_s:.2f} s"
+            if not self._config.replaces_plan:
+                reason += "; it was given, so it stays"
             choice = replace(best, is_lasting=True)
             self._take(Decision(kind=DecisionKind.APPLY, choice=choice, reason=reason), now_s)
 
@@ -286,9 +294,12 @@ class RunWatch:
         return False
 
     def _take(self, decision: Decision, now_s: float) -> bool:
-        """Let the ranks carry out a decision; only say so in a dry run, and return False."""
-        if self._config.dry_run:
-            self._finish(decision, before_s=now_s, after_s=decision.choice.iteration_s)
+        """Let the ranks carry out a decision; if none is to be, only say so, and return False."""
+        choice = decision.choice
+        if self._config.dry_run or (choice.is_lasting and not self._config.replaces_plan):
+            self._finish(decision, dry_run=True, before_s=now_s, after_s=choice.iteration_s)
+            if choice.is_lasting:
+                self._plan_since = -math.inf  # Once is enough.
             return False
         self._decision = decision
         return True
@@ -345,9 +356,9 @@ class RunWatch:
                 reason = "iterations have become longer"
                 self._decision = replace(decision, kind=DecisionKind.UNDO, reason=reason)
 
-    def _finish(self, decision: Decision, **figures: float) -> None:
+    def _finish(self, decision: Decision, **more: Any) -> None:
         """Report a mitigation that was applied or undone, or would have been in a dry run."""
-        event = _event_of(decision, self._step, dry_run=self._config.dry_run, **figures)
+        event = _event_of(decision, self._step, **more)
         self._report(event)
         if decision.choice.is_lasting or self._change is None:
             self._say(f"step {self._step}: {event} ({event.reason})")

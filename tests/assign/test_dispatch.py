@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_hetero.assign import dispatch
-from lightning_hetero.assign.dispatch import latency_bound_s
+from lightning_hetero.assign.dispatch import _Loads, latency_bound_s
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases
@@ -75,3 +75,17 @@ def test_a_sequence_that_fits_nowhere_is_named() -> None:
 
 def test_nothing_to_dispatch_takes_no_time() -> None:
     assert dispatch([], [cost()]).latency_s == 0
+
+
+def test_thousands_of_sequences_are_improved_in_few_steps_if_any(monkeypatch) -> None:
+    num_steps, count = [0], _Loads.__init__
+
+    def counted(self, *given) -> None:
+        num_steps[0] += 1
+        count(self, *given)
+
+    monkeypatch.setattr(_Loads, "__init__", counted)
+    lengths = np.random.default_rng(0).integers(10, 1000, 4000)
+    found = dispatch(lengths, [cost(c=0.0)] * 3)
+    assert num_steps[0] <= 8
+    assert found.latency_s <= 1.01 * latency_bound_s(lengths, CostTable.of([cost(c=0.0)] * 3))

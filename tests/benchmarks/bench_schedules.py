@@ -236,7 +236,7 @@ def predicted_gain(
         )
 
     whole = problem_of(1, 0.0)
-    rooms = Schedule(schedule).rooms([math.inf] * num_ranks, has_chunks=num_chunks > 1)
+    rooms = Schedule(schedule).rooms([math.inf] * num_ranks, whole.workers * num_chunks)
     found = solve_in_rooms(problem_of(num_chunks, 0.5, most_held) for most_held in rooms)
     return end_s(whole, order_1f1b(whole)) / found.end_s
 

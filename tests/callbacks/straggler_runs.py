@@ -40,6 +40,7 @@ class Drill:
     batch_size: int = 8
     is_watched: bool = True
     dry_run: bool = False
+    replaces_given_plan: bool = False
     policy: PolicyConfig = field(
         default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
     )
@@ -118,7 +119,8 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         if drill.strategy == "hetero":
             callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
         if drill.is_watched:
-            options = {"policy": drill.policy, "dry_run": drill.dry_run}
+            names = "policy", "dry_run", "replaces_given_plan"
+            options = {name: getattr(drill, name) for name in names}
             callbacks.append(StragglerMonitor(recheck_share=0.3, **options))
         trainer = L.Trainer(
             **quiet(devices=drill.world_size, strategy=strategy_of(drill), callbacks=callbacks),

@@ -96,9 +96,8 @@ def test_badly_cut_stages_are_cut_anew_and_then_again_around_a_slow_rank(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     slow = SlowRank(start=50, duration=16, global_rank=0, slowdown=3.0)
-    drill = Drill(
-        faults=(slow,), num_layers=6, num_stages=2, cuts=(5, 1), world_size=2, num_steps=84
-    )
+    cut = {"num_layers": 6, "num_stages": 2, "cuts": (5, 1), "world_size": 2}
+    drill = Drill(faults=(slow,), num_steps=84, replaces_given_plan=True, **cut)
     seen = watch(pool, drill, tmp_path / "watched")
     assert [cut for cut, _ in groupby(seen.layers)] == [[5, 1], [3, 3], [1, 5], [3, 3]]
     assert actions(seen) == [

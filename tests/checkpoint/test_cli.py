@@ -93,6 +93,7 @@ def test_prune_keeps_the_newest_complete_ones_and_refuses_none(
     rows = [line.split()[:4:3] for line in run(capsys, "list", str(tmp_path))[1].splitlines()[1:]]
     assert rows == [["4", "no"], ["3", "yes"]]
     assert run(capsys, "prune", str(tmp_path), "--keep", "0")[0] == 2
+    assert run(capsys, "prune", str(tmp_path), "--memory", "1")[0] == 2
 
 
 def test_verify_finds_a_flipped_bit_and_a_torn_manifest(

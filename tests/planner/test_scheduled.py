@@ -11,7 +11,12 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
-from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
+from lightning_hetero.planner.scheduled import (
+    Scheduled,
+    _problem,
+    rank_scheduled,
+    simulate_scheduled,
+)
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import RooflineCost, StateLayout, simulate
@@ -113,3 +118,16 @@ def test_estimates_see_all_layers_of_ranks_with_chunks_in_one_stage() -> None:
         ((0, 2), range(3, 9), 3),
     ]
     assert without_chunks(found) is found
+
+
+def test_what_ranks_with_chunks_own_takes_their_memory_once() -> None:
+    model = ModelSpec.load("gpt-neo-2.7b")
+    cost = RooflineCost(Cluster(nodes=(Node(device="A100-80GB", count=2),)), model)
+    layers = [[0, 8], [8, 16], [16, 24], [24, 32]]
+    stages = [{"ranks": [i % 2], "layers": cut} for i, cut in enumerate(layers)]
+    plan = ParallelPlan.from_dict({"pipelines": [{"stages": stages}]})
+    rooms = [
+        _problem(item, 0, cost, [SAMPLE] * 8).room_bytes
+        for item in (plan, replace(plan, owner_shares=(1.0, 1.0)))
+    ]
+    assert rooms[1] == pytest.approx(rooms[0], rel=0.05)

@@ -225,3 +225,23 @@ def test_schedules_with_chunks_are_within_1_percent_of_the_best_but_for_two_know
                 assert ratio <= 1.01, (workers, count, seed)
             else:
                 assert ratio == pytest.approx(known, abs=1e-4), "if it is better, drop it there"
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_usual_actions_with_chunks_are_as_short_as_any_rule_makes_them(
+    num_workers: int,
+    is_loop: bool,  # noqa: FBT001
+) -> None:
+    once = tuple(range(num_workers))
+    workers = once + (once if is_loop else once[::-1])
+    for count in (1, 2, num_workers, 2 * num_workers, 20):
+        problem = ScheduleProblem.equal(
+            forward_s=[1.0] * len(workers),
+            input_s=[2.0] * len(workers),
+            weight_s=[0.0] * len(workers),
+            num_microbatches=count,
+            workers=workers,
+        )
+        shortest = min(Dispatch(problem, rule).run()[0] for rule in _rules(problem))
+        assert end_s(problem, order_1f1b(problem)) == pytest.approx(shortest)

@@ -218,6 +218,29 @@ def test_a_better_plan_stays_if_it_is_better(then_s, kinds):
     assert kinds_of(run) == [*kinds, "apply", "undo"]
 
 
+def test_a_plan_that_was_given_stays_and_a_better_one_is_named_once():
+    run = Simulated(replace(config(), replaces_plan=False), better=(S2B,))
+    run.run(600, 1.0)
+    assert run.acts == []
+    (named,) = run.said
+    assert "S2b moved, iteration 1.0" in named
+    assert "it was given, so it stays" in named
+    run.run(40, 2.0, rank_3=2.0, findings=[DEVICE])
+    run.run(40, 1.0)
+    assert kinds_of(run) == ["apply", "undo"]
+
+
+def test_a_look_at_the_plan_does_not_hide_since_when_a_cause_is_looked_for():
+    run = Simulated(config())
+    run.run(24, 1.0)
+    run.run(6, 2.0)
+    onset, looked = run.watch.since_step, len(run.looks)
+    assert (looked, run.watch.known) == (1, ())
+    run.run(10, 2.0)
+    assert len(run.looks) == 2
+    assert run.watch.since_step == onset
+
+
 @pytest.mark.parametrize("iteration_s", [0.95, 0.8])
 def test_a_plan_that_gains_little_or_costs_more_than_it_has_gained_is_left(iteration_s):
     better = replace(S2B, iteration_s=iteration_s)

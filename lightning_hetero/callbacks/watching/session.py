@@ -68,7 +68,7 @@ class StragglerSession:
         ring = rounds_of(ring_of(range(ranks.world_size)))
         self._healthy = self._probe(ring, devices=True)
         if admission is not None and ranks.world_size > 1:
-            for finding in self._admit(admission):
+            for finding in self._admit(admission, acts=not config.dry_run):
                 if ranks.leads:
                     report(finding)
                     say(f"Before training: {finding}")
@@ -78,11 +78,13 @@ class StragglerSession:
         """The mitigation in force, on rank 0; IGNORE on other ranks."""
         return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
 
-    def _admit(self, least_ratio: float) -> tuple[Finding, ...]:
+    def _admit(self, least_ratio: float, *, acts: bool) -> tuple[Finding, ...]:
         """Name devices and links that are slower than their like; collective.
 
-        They are left out if the run can. The paces of those that stay count as theirs when plans
-        are changed.
+        Args:
+            least_ratio: Least ratio to their like.
+            acts: Whether they are left out if the run can. The paces of those that stay count as
+                theirs when plans are changed.
         """
         clock, device = self._run.clock, self._run.device
         within = None if clock is None else clock.probing()
@@ -90,7 +92,9 @@ class StragglerSession:
         types = self._ranks.gather(describe_device(device).name)
         slow = slow_of_their_kind(copies_s, self._healthy, types, least_ratio=least_ratio)
         findings = self._ranks.share(slow)
-        possible = self._run.find_mitigations(findings, None, healthy_s=1.0) if findings else ()
+        possible: Sequence[PossibleMitigation] = ()
+        if findings and acts:
+            possible = self._run.find_mitigations(findings, None, healthy_s=1.0)
         choice = self._ranks.share(next(iter(possible), None))
         if choice is not None:
             why = "slower than its like before training"

@@ -150,12 +150,8 @@ class HeteroRun(PlainRun):
         self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
     ) -> MeasuredRun | None:
         """Return measurements of the plan that ran most often; None if there are too few."""
-        plans, engine, device_s = (
-            self._plans_without_fault(),
-            self._strategy.engine,
-            probes.device_s,
-        )
-        plan = plans[0]
+        plans, engine = self._plans_without_fault(), self._strategy.engine
+        plan, device_s = plans[0], probes.device_s
         if self._datamodule is not None:
             plan = max(plans, key=self._datamodule.num_dealt.__getitem__)
         if not math.isfinite(healthy_s) or not all(reports[r].pace > 0.0 for r in plan.ranks):

@@ -11,6 +11,7 @@ of relays: the same bits on every run, but not those of a direct push. A pull ne
 ring of its all-gather each weight enters a node once.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,9 +41,10 @@ def relays_of(nodes: Sequence[int], node: int) -> list[int]:
 
 def groups_on_nodes(members: Sequence[int], node_of_rank: Sequence[int]) -> set[tuple[int, ...]]:
     """Return the members on each node that has several of them; none if all are on one node."""
-    nodes = {node_of_rank[rank] for rank in members}
-    found = (tuple(rank for rank in members if node_of_rank[rank] == node) for node in nodes)
-    return {ranks for ranks in found if 1 < len(ranks) < len(members)}
+    on_nodes: dict[int, list[int]] = defaultdict(list)
+    for rank in members:
+        on_nodes[node_of_rank[rank]].append(rank)
+    return {tuple(ranks) for ranks in on_nodes.values() if 1 < len(ranks) < len(members)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +108,8 @@ class SummedByNode(ScatteredUnit):
 
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
-        size = self._dtype.itemsize * self.way.pieces.numel
-        ranks = compress(sorted(self.way.pieces.members), self.way.receives)
-        return [(rank, size) for rank in ranks if rank != self.store.global_rank]
+        senders = compress(sorted(self.way.pieces.members), self.way.receives)
+        return self._timed([*senders], self._dtype)
 
     @cached_property
     def _dtype(self) -> torch.dtype:

@@ -30,7 +30,7 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, 
 __all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
 
 _MOST_TIMED = 16
-"""Most ranks of a circle for which waits are recorded by peer: a search for a slow link probes no
+"""Most senders of a piece for which waits are recorded by peer: a search for a slow link probes no
 more at once."""
 _ADDED_IN_TURN = 64
 """Most pipelines that are summed one after another, as messages are; more are summed by pairs."""
@@ -204,9 +204,11 @@ class _EvenUnit:
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
         """The peers that may be late, with the bytes of each; none if they are too many."""
-        pieces = self.way.pieces
-        num_bytes = pieces.numel * self.options.dtype.itemsize
-        peers = pieces.members if len(pieces.members) <= _MOST_TIMED else ()
+        return self._timed(self.way.pieces.members, self.options.dtype)
+
+    def _timed(self, senders: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
+        num_bytes = self.way.pieces.numel * dtype.itemsize
+        peers = senders if len(senders) <= _MOST_TIMED else ()
         return [(peer, num_bytes) for peer in peers if peer != self.store.global_rank]
 
     def finish(self) -> None:

@@ -161,7 +161,9 @@ class Routes:
             return None
         own, nodes = members.index(self._store.global_rank), [node_of_rank[i] for i in members]
         near = [place for place, node in enumerate(nodes) if node == nodes[own]]
-        near_ranks, relays = tuple(members[place] for place in near), relays_of(nodes, nodes[own])
+        near_ranks = tuple(members[place] for place in near)
+        relays_on = {node: relays_of(nodes, node) for node in {*nodes}}
+        relays = relays_on[nodes[own]]
         order = sorted(range(len(members)), key=lambda place: (relays[place], place))
         rows = [[pieces[place] for place in order] for pieces in circle.pieces]
         return NodeWay(
@@ -172,7 +174,7 @@ class Routes:
             near_group=self.options.group_of(near_ranks) if len(near) > 1 else None,
             num_pieces=[relays.count(place) for place in near],
             sends=[int(relay == own) for relay in relays],
-            receives=[int(relays_of(nodes, n)[own] == place) for place, n in enumerate(nodes)],
+            receives=[int(relays_on[node][own] == place) for place, node in enumerate(nodes)],
         )
 
     def _parts_of_stage(self, specs: Sequence[ParameterSpec]) -> EvenPieces:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import stage_edges
 from lightning_hetero.core.places import RankPlace
-from lightning_hetero.core.plan import ParallelPlan, StagePlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import (
     ExchangeKind,
@@ -54,8 +54,6 @@ class RunningPlan:
     plan: ParallelPlan
     place: RankPlace | None
     """This rank's; None if it is idle."""
-    stages: tuple[StagePlan, ...]
-    """Of this rank's pipeline."""
     table: TransferTable
     weights: ComputeWeights
     pull: Pull
@@ -71,6 +69,12 @@ class RunningPlan:
     num_in_flight: int = 0
     """Micro-batches whose activations are held now, the one that runs not counted; one that is held
     in several chunks counts for each."""
+
+    @property
+    def pipeline(self) -> PipelinePlan:
+        """This rank's pipeline; it must have one."""
+        assert self.place is not None
+        return self.plan.pipelines[self.place.pipeline_index]
 
     @property
     def layers(self) -> frozenset[int]:
@@ -346,18 +350,12 @@ class PlanSwitch:
         self._connect(plan)
         if self._tensor_parallel is not None:
             self._tensor_parallel.enter_plan(plan, self._comms)
-        store, routes, place = (
-            self._store,
-            self._routes_of(plan),
-            plan.place(self._comms.global_rank),
-        )
+        store, routes = self._store, self._routes_of(plan)
         table = routes.table
         weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
-        stages = () if place is None else plan.pipelines[place.pipeline_index].stages
         return RunningPlan(
             plan=plan,
-            place=place,
-            stages=stages,
+            place=plan.place(self._comms.global_rank),
             table=table,
             weights=weights,
             pull=Pull(store, weights, routes),

@@ -24,6 +24,7 @@ from lightning_hetero.core.actions import (
     most_held,
     schedule_forward,
 )
+from lightning_hetero.core.places import usual_held
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
@@ -127,7 +128,7 @@ class ScheduleChoice:
         if running.place is None:
             return StageSchedule()
         index, count = running.place.stage_index, len(tokens)
-        pipeline, orders = running.plan.pipelines[running.place.pipeline_index], None
+        pipeline, orders = running.pipeline, None
         if not is_training and not pipeline.has_chunks:
             return StageSchedule(schedule_forward(stage_index=index, num_microbatches=count))
         if is_training and running.plan in self._times and pipeline.num_stages > 1 and count:
@@ -152,9 +153,7 @@ class ScheduleChoice:
         """
         mean = sum(tokens) / len(tokens)
         sizes = tuple(round(count / mean * _GRAIN) / _GRAIN for count in tokens) if mean else ()
-        times = [
-            self._times[running.plan][rank] for stage in running.stages for rank in stage.ranks
-        ]
+        times = [self._times[running.plan][rank] for rank in running.pipeline.ranks]
         each_s = (sum((*t.forward_s.values(), *t.backward_s.values())) for t in times)
         busy_s = max(each_s) * len(tokens)
         return sizes if len(set(sizes)) > 1 and min(sizes) and busy_s >= _LONG_S else ()
@@ -194,6 +193,8 @@ class ScheduleChoice:
         del self._own[running.plan]
         if len(self._times) > MAX_KNOWN_PLANS:
             self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
+            # A rank that still knew its old orders would wait for others that solve new ones.
+            self._solve.cache_clear()
 
     def _solved(
         self,
@@ -217,7 +218,7 @@ class ScheduleChoice:
             num_microbatches,
             rooms=self.kind.rooms(
                 [min(times[rank].room for rank in group) for group in pipeline.groups],
-                has_chunks=pipeline.has_chunks,
+                pipeline.workers,
             ),
             least_gain=self.kind.least_gain,
             is_split=self._is_split,
@@ -235,8 +236,8 @@ def _room(running: RunningPlan) -> float:
     device = running.weights.store.device
     if device.type != "cuda" or running.place is None:
         return math.inf
-    pipeline = running.plan.pipelines[running.place.pipeline_index]
-    held = len(pipeline.groups) - (0 if pipeline.has_chunks else running.place.stage_index)
+    workers = running.pipeline.workers
+    held = usual_held(workers)[workers[running.place.stage_index]]
     most, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     left = _USED_MEMORY * torch.cuda.get_device_properties(device).total_memory - most
     return held * (1 + max(0.0, left) / max(1, most - kept))

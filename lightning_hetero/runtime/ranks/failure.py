@@ -105,7 +105,6 @@ class FailureDetector:
         self._is_judged = threading.Event()
         """Set once it is known why the run can't go on."""
         self._raised = threading.Event()
-        self._reported: BaseException | None = None
         self._judging: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -169,11 +168,9 @@ class FailureDetector:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the run's first report counts."""
+        has_reported = self._raised.is_set()  # Errors come through several callers.
         self._raised.set()
-        if error is self._reported:
-            return  # It has come through a caller that reported it.
-        if self._watch is not None and not isinstance(error, PeerError):
-            self._reported = error
+        if self._watch is not None and not has_reported and not isinstance(error, PeerError):
             notes = getattr(error, "__notes__", ())
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")

@@ -19,9 +19,11 @@ import json
 import math
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.process import Deadline
@@ -183,8 +185,9 @@ class Heartbeat:
         if watch is None:
             return
         key, num_ranks = self._key(watch, _HEARD), len(watch.ring.numbers)
-        while self._store.add(key, 0) < num_ranks and not deadline.is_over:
-            time.sleep(self.interval_s / 20)
+        with suppress(DistError):  # Without the store nobody hears anything.
+            while self._store.add(key, 0) < num_ranks and not deadline.is_over:
+                time.sleep(self.interval_s / 20)
 
     def suspect(self) -> None:
         """Tell the others that a connection has broken, so somebody may be dead."""

@@ -101,7 +101,7 @@ class StageBoundary:
         self._group = group
         self._changes_input = False
         """Whether the first layer was seen to change its input in place."""
-        self.first_call = ""
+        self.first_call: str | None = None
         """Description of the first call of a layer in training; see `rehearsal`."""
         self._compiled = {
             index: layer._compiled_call_impl
@@ -297,7 +297,7 @@ class StageBoundary:
 
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer for the first time."""
-        if not self.first_call and current.with_gradients:
+        if self.first_call is None and current.with_gradients:
             self.first_call = describe_call(call)
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
         return current.recomputation.run(call, layer, hidden, self._products[call.index])

@@ -7,14 +7,15 @@ Layers share their code, so one stands for all. Under tensor parallelism, or if 
 vary, the first real call may compile once more.
 """
 
-import io
-import pickle
+import json
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.models import PackedBatch
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.recomputation import LayerCall
 
@@ -25,15 +26,17 @@ _MOST_VALUES = 1024
 
 
 def describe_call(call: LayerCall) -> str:
-    """Return a description of a call for `rehearse`; "" if it can't be described."""
-    plain, stream = call.without_caches(), io.BytesIO()
+    """Return a description of a call for `rehearse`, as JSON; "" if an argument isn't plain data.
+
+    Plain are numbers, texts, tensors, `PackedBatch`, and lists, tuples and dicts of these.
+    """
+    bare = call.without_caches()
     try:
         with torch._C.DisableTorchFunction():  # No business of who watches the step.
-            _Describing(stream).dump((plain.args, plain.kwargs))
-    except Exception:
-        # Whatever the pickling of a user's object raises: a joiner then rehearses nothing.
+            return json.dumps([_plain(bare.args), _plain(bare.kwargs)])
+    except (TypeError, RuntimeError):
+        # RuntimeError: tensors of other kinds may have no shape. A joiner then rehearses nothing.
         return ""
-    return stream.getvalue().hex()
 
 
 def rehearse(
@@ -43,13 +46,12 @@ def rehearse(
 
     Args:
         layer: The layer; its weights may be on the meta device.
-        description: The call, as `describe_call` returns it; from a rank of the run, which is
-            trusted: reading it may run code.
+        description: The call, as `describe_call` returns it.
         device: Where to compute.
         dtype: The dtype of the weights.
     """
     with torch.device(device):
-        args, kwargs = pickle.loads(bytes.fromhex(description))
+        args, kwargs = map(_made, json.loads(description))
         zeros: dict[str, Tensor] = {
             name: nn.Parameter(torch.zeros(item.shape, dtype=dtype))
             for name, item in layer.named_parameters()
@@ -66,20 +68,40 @@ def rehearse(
             total.backward()  # type: ignore[no-untyped-call]
 
 
-class _Describing(pickle.Pickler):
-    """Pickles tensors, wherever they are, without their values."""
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: what isn't a number or a text as {kind: content}.
 
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return NotImplemented
+    Raises:
+        TypeError: It isn't plain data.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
         is_short = value.dim() == 1 and value.dtype in (torch.int32, torch.int64)
         values = value.tolist() if is_short and len(value) <= _MOST_VALUES else None
-        return _tensor, (tuple(value.shape), value.dtype, values, int(value.requires_grad))
+        return {"tensor": [list(value.shape), str(value.dtype), values, value.requires_grad]}
+    if isinstance(value, PackedBatch):
+        return {"packed": [[f.name, _plain(getattr(value, f.name))] for f in fields(value)]}
+    if type(value) is dict:
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_plain(item) for item in value]}
+    raise TypeError(f"{type(value)} is no plain data")
 
 
-def _tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, values: list[int] | None, requires_grad: int
-) -> Tensor:
-    if values is not None:
-        return torch.tensor(values, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype).requires_grad_(bool(requires_grad))
+def _made(plain: Any) -> Any:
+    """Return the value that `_plain` was given, long tensors as zeros."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "tensor":
+        shape, name, values, requires_grad = content
+        dtype = getattr(torch, name.removeprefix("torch."))
+        if values is not None:
+            return torch.tensor(values, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype).requires_grad_(requires_grad)
+    if kind in ("packed", "dict"):
+        pairs = {_made(key): _made(item) for key, item in content}
+        return PackedBatch(**pairs) if kind == "packed" else pairs
+    items = [_made(item) for item in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,9 +1,10 @@
 """What a rank's heartbeat costs the store, at any number of ranks, and whom it watches."""
 
 import random
+import time
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 from tests.runtime.ranks.control_traffic import CountingStore, heartbeats
@@ -119,3 +120,20 @@ def test_those_behind_a_silent_rank_are_watched_as_well(monkeypatch: pytest.Monk
     store.calls.clear()
     first._round()
     assert store.calls == {"add": 3}
+
+
+class BrokenStore(CountingStore):
+    """A store that is gone."""
+
+    def add(self, key: str, value: int) -> int:
+        raise DistNetworkError("Broken pipe")
+
+
+def test_who_waits_until_all_have_heard_waits_for_no_rank_that_never_does_nor_for_a_store() -> None:
+    ranks, _ = heartbeats(CountingStore(), 3)
+    start_s = time.monotonic()
+    ranks[0].wait_until_heard(0.1)
+    assert 0.1 <= time.monotonic() - start_s < 10.0
+    heartbeat = Heartbeat(BrokenStore(), number=0, interval_s=1000.0)
+    heartbeat.watch(Ring(numbers=(0, 1), rank=0))
+    heartbeat.wait_until_heard(1000.0)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.stage import boundary as boundary_file
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.recomputation import LayerCall
 from lightning_hetero.runtime.unknown import Unknown
 
 
@@ -92,6 +94,22 @@ def test_stages_in_turn_are_the_whole_model(extra: Any, cuts: list[int], *, by_n
     whole = through_stages(model, boundary, lambda: model(x), [0, 3])
     cut = through_stages(model, boundary, lambda: model(x), cuts)
     assert torch.equal(cut, whole)
+
+
+def test_the_first_call_is_described_once_even_if_it_can_not_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[LayerCall] = []
+
+    def describe(call: LayerCall) -> str:
+        calls.append(call)
+        return ""
+
+    monkeypatch.setattr(boundary_file, "describe_call", describe)
+    model = Model()
+    boundary = StageBoundary(model.layers)
+    through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 3])
+    assert (len(calls), boundary.first_call) == (1, "")
 
 
 def test_no_except_of_the_users_stops_a_stage_end() -> None:

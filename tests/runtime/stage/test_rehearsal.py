@@ -1,5 +1,7 @@
 """A layer is called once before anybody waits for it, and the real call finds it compiled."""
 
+import json
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.models import PackedBatch, pack_samples, varlen_attention
+from lightning_hetero.runtime.stage import rehearsal
 from lightning_hetero.runtime.stage.recomputation import LayerCall, LayerOptions
 from lightning_hetero.runtime.stage.rehearsal import describe_call, rehearse
 from tests.toy import Block
@@ -72,5 +75,11 @@ def test_packed_calls_are_made_anew_and_leave_layer_and_random_numbers_as_they_w
         assert torch.equal(value, before[name]), name
 
 
-def test_a_call_that_can_not_be_described_is_none() -> None:
-    assert described(lambda: None) == ""
+def test_a_call_is_described_as_plain_data_or_not_at_all() -> None:
+    given = (torch.ones(3, 4), {"mask": None, 2: (True, [0.5, "a"])})
+    args, kwargs = map(rehearsal._made, json.loads(described(*given, flag=True)))
+    assert torch.equal(args[0], torch.zeros(3, 4))
+    assert (args[1:], kwargs) == (given[1:], {"flag": True})
+    Point = namedtuple("Point", "x")
+    for odd in (lambda: None, Point(1), object()):
+        assert described(odd) == ""
