@@ -9,6 +9,7 @@ from lightning_hetero.assign.iteration import microbatch_range
 from lightning_hetero.assign.pipeline_cost import as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, pack_cases
+from tests.assign.plan_bound import packing_lower_bound_s
 
 
 def time_s(lengths, pipeline) -> float:
@@ -61,6 +62,7 @@ def test_packings_of_few_sequences_are_the_best(case) -> None:
     lengths, pipeline = case
     best_s = optimum_s(lengths, pipeline)
     assert pack(lengths, pipeline).latency_s == pytest.approx(best_s)
+    assert packing_lower_bound_s(lengths, pipeline) <= best_s * (1 + 1e-9)
 
 
 def test_microbatches_range_from_maxlen_to_utillen() -> None:

@@ -17,8 +17,9 @@ import time
 
 import numpy as np
 
-from lightning_hetero.assign import assign_iteration
+from lightning_hetero.assign import assign_iteration, dispatch, pack
 from lightning_hetero.planner.proposing.proposal import propose
+from tests.assign.plan_bound import dispatch_lower_bound_s, packing_lower_bound_s
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     assign_by_karmarkar_karp,
@@ -89,6 +90,25 @@ class Case:
             self.row("proposal", self.proposal_s, 2.0 if small else 20.0, "s"),
         ]
 
+    def gaps(self) -> list[Row]:
+        """Return how far dispatches and packings are from lower bounds, on average."""
+        dispatch_gaps, packing_gaps = [], []
+        for lengths, plan in zip(self.iterations, self.plans, strict=True):
+            found = dispatch(lengths, plan)
+            bound_s = dispatch_lower_bound_s(lengths, plan, upper_bound_s=found.latency_s)
+            dispatch_gaps.append(found.latency_s / bound_s)
+            members = [np.equal(found.pipeline_of, index) for index in range(len(plan))]
+            own = [(lengths[is_own], cost) for is_own, cost in zip(members, plan, strict=True)]
+            ends_s, bounds_s = (
+                [get(*item) for item in own]
+                for get in (lambda *item: pack(*item).latency_s, packing_lower_bound_s)
+            )
+            packing_gaps.append(max(ends_s) / max(bounds_s))
+        return [
+            self.row("dispatch / lower bound, mean", float(np.mean(dispatch_gaps)), 1.01, "ratio"),
+            self.row("packing / lower bound, mean", float(np.mean(packing_gaps)), 1.01, "ratio"),
+        ]
+
     def against_peers(self) -> Row:
         """Return our simulated iteration time against the best peer's."""
         ours_s = []
@@ -126,5 +146,5 @@ def run() -> list[Row]:
         for num_gpus in SIZES:
             for length_set in LENGTH_SETS:
                 case = Case(num_gpus, cluster, length_set)
-                rows += [*case.timings(), case.against_peers()]
+                rows += [*case.timings(), *case.gaps(), case.against_peers()]
     return rows

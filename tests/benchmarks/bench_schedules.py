@@ -255,6 +255,7 @@ def run(only: str = "") -> list[Row]:
         for name, units, per_stage, latency, chunks, target in (
             ("two nodes", EQUAL, 4, LATENCY, 1, 1.3),
             ("1:1:2:2", UNEQUAL, 2, 0.0, 1, 1.1),
+            ("equal", EQUAL, 2, 0.0, 1, 1.0),
             ("1:1:2:2, chunks", UNEQUAL, 2, 0.0, 2, 1.1),
             ("equal, chunks", EQUAL, 2, 0.0, 2, 1.0),
         ):

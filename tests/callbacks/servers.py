@@ -31,6 +31,9 @@ class S3Server:
             finally:
                 connection.close()
 
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -15,10 +16,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.checkpoint import LocalStore, claims
+from lightning_hetero.checkpoint import FsspecStore, LocalStore, claims
 from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import Leg, export, fit, train
+from tests.callbacks.servers import S3Server
 from tests.processes import ProcessPool
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -186,6 +188,51 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
     assert list((tmp_path / "shm").rglob("*.safetensors"))
     assert len(train(tmp_path / "run", 6, **options)) == 2
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
+
+
+def test_a_remote_that_cannot_be_listed_never_starts_training_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}"
+    train(url, 2)
+
+    def down(self: FsspecStore) -> dict[str, int]:
+        raise ConnectionError("answered 500")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FsspecStore, "list", down)
+        for more, told in (
+            ({}, r"3 attempts.*500.*skip_unreadable=True"),
+            ({"skip_unreadable": True}, "Nothing to go on from is left"),
+        ):
+            with pytest.raises(CheckpointError, match=told):
+                train(url, 4, **more)
+    assert len(train(url, 4)) == 2
+
+
+class Pauses(L.Callback):
+    """An S3 server answers nothing from a step on, until the last one is trained."""
+
+    def __init__(self, server: S3Server) -> None:
+        self._server = server
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self._server.send_signal(signal.SIGSTOP)
+        if trainer.global_step == trainer.max_steps:
+            self._server.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_an_s3_store_that_answers_nothing_stops_no_step_and_has_the_last_one_in_the_end(
+    tmp_path: Path,
+) -> None:
+    with S3Server() as server:
+        options = {"storage_options": S3Server.options(server.port)}
+        own = {"local_dir": tmp_path / "disk", **options}
+        assert len(train("s3://bucket/run", 12, Pauses(server), **own)) == 12
+        # All that was on the node is lost.
+        assert len(train("s3://bucket/run", 14, **options)) == 2
 
 
 def test_a_relative_folder_is_where_training_began(

@@ -15,10 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint
 from lightning_hetero.callbacks import ElasticRestart, elastic
-from lightning_hetero.callbacks.checkpointing import places
+from lightning_hetero.callbacks.checkpointing import live, places
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
-from lightning_hetero.checkpoint.live import LiveState
+from lightning_hetero.checkpoint.live import LiveState, NothingYet
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.strategy.generations import Generations
@@ -266,6 +266,13 @@ def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
     assert first.done + again.done == undisturbed.done
 
 
+def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any) -> None:
+    for name in ("is_end_near", "is_validation_due"):
+        monkeypatch.setattr(live, name, lambda _: False)
+    state, _ = lose("on_validation_end", EPOCH, num_sanity_val_steps=1)
+    assert "a validation that its last step doesn't call for" in state.why
+
+
 def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,6 +305,27 @@ def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(
     monkeypatch.setattr(Model, "configure_optimizers", configure)
     state, _ = lose("on_train_batch_start", 2)
     assert "waits for a plateau" in state.why
+
+
+def test_whoever_has_trained_no_step_keeps_what_it_came_with(monkeypatch: Any) -> None:
+    state, none = object.__new__(LiveState), None
+    for own in (state, NothingYet()):
+        steps: Any = live.LiveSteps()
+        steps.state = own
+        for _ in range(2):  # Two generations in a row that end before a step.
+            assert steps.keep(none, none, 1) == (own is state)
+            assert steps.state is own
+    # Who has trained since, and has nothing of the last step, is no newcomer any more.
+    steps._noted = live._IN_STEP
+    for _ in range(2):
+        assert not steps.keep(none, none, 1)
+        assert steps.state is live._IN_STEP
+    # What was given up for a checkpoint is gone, though others may be at one step by then.
+    steps.state, nothing = state, live.NothingLive("the ranks had come to different steps")
+    monkeypatch.setattr(live, "recover_live", lambda *_: nothing)
+    assert steps.recover([], none) is nothing
+    assert not steps.keep(none, none, 2)
+    assert steps.state is nothing
 
 
 def test_newcomers_are_held_back_where_their_save_would_lack_something(monkeypatch: Any) -> None:

@@ -30,6 +30,8 @@ from lightning_hetero.checkpoint.manifest import (
     PartManifest,
     align_to_blocks,
     fault_in,
+    manifest_name,
+    parse_manifest_name,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
@@ -58,6 +60,8 @@ def test_the_safetensors_package_reads_the_files(folder: Path) -> None:
     weights = load_file(folder / "layer-0002.part-00000.weights.safetensors")
     assert sorted(weights) == ["2.down", "2.norm", "2.up"]
     assert torch.equal(weights["2.up"], full_tensor("2.up", (32, 8), 6))
+    metadata = torch.load(folder / "metadata.pt", weights_only=True)
+    assert metadata == {"global_step": 6, "loops": {"done": [6, "x"]}}
     # The dim along which it is cut comes first.
     assert torch.equal(weights["2.down"].movedim(0, 1), full_tensor("2.down", (8, 32), 6))
     state = load_file(folder / "layer-0002.part-00000.optimizer.safetensors")
@@ -115,6 +119,15 @@ def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
     outer = f'{{"crc32": "{zlib.crc32(canonical.encode()):08x}", "manifest": {canonical}}}\n'
     with pytest.raises(CheckpointError, match=r"format 2.*torch"):
         PartManifest.decode(outer.encode())
+
+
+@given(step=st.integers(0, 10**15), attempt=st.integers(0, 10**7), part=st.integers(0, 10**6))
+def test_names_parse_back_and_others_are_no_manifests(step: int, attempt: int, part: int) -> None:
+    checkpoint = CheckpointId(step, attempt)
+    assert CheckpointId.parse(checkpoint.folder) == checkpoint
+    assert parse_manifest_name(manifest_name(checkpoint, part)) == (checkpoint, part)
+    for name in ("x", "step-1-0/part-00000.json", "a/b/part-00000.json", ""):
+        assert parse_manifest_name(name) is None
 
 
 @given(

@@ -21,9 +21,10 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.deadlines import HangingError
+from lightning_hetero.checkpoint.deadlines import HangingError, Operations
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     TWO,
@@ -180,6 +181,16 @@ def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads(attempts:
     hanging.let_go.set()
     join_all("checkpoint-store")
     assert store.list() == {}
+
+
+def test_operations_that_move_are_waited_for_however_long_they_take() -> None:
+    def slow(progress: Progress) -> str:
+        for _ in range(20):
+            threading.Event().wait(0.02)
+            progress.tick()
+        return "done"
+
+    assert Operations(0.2).run(slow) == "done"
 
 
 def test_a_tier_whose_listing_hangs_is_its_own_failure_in_a_recovery() -> None:

@@ -39,7 +39,9 @@ class FakeMetadata:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                name, value = NEEDED[self.path.partition("?")[0]]
+                path, _, query = self.path.partition("?")
+                assert query.startswith("api-version=") == (path == "/metadata/scheduledevents")
+                name, value = NEEDED[path]
                 self._reply(*(fake.answer if self.headers[name] == value else (401, "")))
 
             def do_PUT(self) -> None:

@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import (
     PLANS,
     TWO,
@@ -235,6 +235,22 @@ def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever()
 
     run_ranks(2, save)
     assert all(any(name.endswith("confirmed") for name in store.files) for store in stores)
+
+
+def test_no_rank_is_given_up_while_its_storage_moves() -> None:
+    """A rank whose storage is far slower than the ranks' own patience is waited for."""
+    stores: list[Store] = [MemoryStore(), ThrottledStore(MemoryStore(), Throttle(20_000.0))]
+
+    def save(rank: int, peers: Peers) -> None:
+        options = WriterOptions(stall_s=1.0)
+        tiers = [disk(stores[rank])]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers, options=options)
+        writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(60)
+        writer.close()
+
+    # No exchange may take longer than this, though the write takes about a second.
+    run_ranks(2, save, timeout_s=0.7)
+    recover_two(stores, 1)
 
 
 def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:

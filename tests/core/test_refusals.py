@@ -215,6 +215,7 @@ OBJECTS: list[tuple[type[HeteroError], Callable[[], Any], str]] = [
     (AssignmentError, lambda: assigned(((0, 2),), ((2,),)), "Sample 2 is assigned twice"),
     (AssignmentError, lambda: assigned(((0,), ())), "Micro-batch 1 of pipeline 0 is empty"),
     (AssignmentError, lambda: Assignment.from_dict([]), "assignment|mapping"),
+    (AssignmentError, lambda: Assignment.from_dict({}), "assignment|mapping"),
     (
         AssignmentError,
         lambda: Assignment.from_dict({"plan_index": 0, "microbatches": 3}),
@@ -255,6 +256,7 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("plan.json", stages_of(layers=[1, 2]), r"In `pipelines\[0\]`.*starts at layer 1"),
     ("plan.json", b"\xff\xfe", r"plan\.json"),
     ("plan.json", b"{", r"plan\.json"),
+    ("plan.json", pipelines_of([]), "no pipelines"),
     ("cluster.yaml", "nodes: [", "valid YAML"),
     ("cluster.yaml", "", "None.*mapping"),
     ("cluster.yaml", "hosts: []", "`hosts`.*add nodes"),
@@ -285,11 +287,11 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ),
     ("profile.json", '{"format": 1', "not valid JSON"),
 ]
-LOADS: dict[str, Callable[[Path], Any]] = {
-    "plan.json": ParallelPlan.load,
-    "cluster.yaml": Cluster.load,
-    "sizes.yaml": ModelSpec.load,
-    "profile.json": Profile.load,
+LOADS: dict[str, tuple[Callable[[Path], Any], type[HeteroError]]] = {
+    "plan.json": (ParallelPlan.load, PlanError),
+    "cluster.yaml": (Cluster.load, ClusterError),
+    "sizes.yaml": (ModelSpec.load, ModelError),
+    "profile.json": (Profile.load, ProfileError),
 }
 
 
@@ -297,15 +299,17 @@ LOADS: dict[str, Callable[[Path], Any]] = {
 def test_a_wrong_file_is_refused_by_name_place_and_value(tmp_path, name, content, said) -> None:
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(HeteroError, match=said) as caught:
-        LOADS[name](path)
+    load, error = LOADS[name]
+    with pytest.raises(error, match=said) as caught:
+        load(path)
     assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_a_missing_file_is_named(tmp_path, name) -> None:
-    with pytest.raises(HeteroError, match=f"(?s){name}"):
-        LOADS[name](tmp_path / name)
+    load, error = LOADS[name]
+    with pytest.raises(error, match=f"{name}.*(No such file|nor a YAML file)"):
+        load(tmp_path / name)
 
 
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}

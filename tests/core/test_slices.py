@@ -1,8 +1,10 @@
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.owners import assign_owners, list_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice, holdings_of
@@ -152,3 +154,15 @@ def test_owners_of_parameters_that_are_cut_alike_are_one_object_and_listed_once(
     listed = list_owners(slices)
     assert ("0.qkv", "1.qkv", "2.qkv") in [names for names, _ in listed]
     assert {name: items for names, items in listed for name in names} == slices
+
+
+def test_without_redundancy_nobody_stands_by_and_parameters_of_no_stage_are_refused():
+    plan = ParallelPlan.even(world_size=2, num_layers=3)
+    for rule in RULES:
+        slices = assign_owners(small_model(3, tied=False), plan, world_size=2, ownership=rule)
+        assert all(item.standby is None for items in slices.values() for item in items)
+        for layer in (None, 3):
+            lost = ParameterSpec(name="lost", shape=(4,), layer=layer)
+            if rule is not Ownership.EVEN:
+                with pytest.raises(ModelError, match=r"lost .*no stage .*3 layers"):
+                    assign_owners([lost], plan, world_size=2, ownership=rule)

@@ -122,11 +122,6 @@ def test_hetero_runs_logs_saves_and_goes_on(tmp_path: Path) -> None:
     assert any((tmp_path / "outputs/hetero/checkpoints").glob("step-*8-*"))
 
 
-def test_hetero_refuses_a_wrong_option_when_it_is_parsed(tmp_path: Path) -> None:
-    wrong = {"--trainer.strategy.init_args.num_candidate_plan": 2}
-    assert "num_candidate_plan" in fit(tmp_path, "hetero", code=2, **wrong)
-
-
 def test_finetune_hf_trains_as_one_process_does_and_goes_on_from_what_it_wrote(
     tmp_path: Path,
 ) -> None:
@@ -206,7 +201,8 @@ def test_composed_in_two_orders_of_callbacks_is_one_run_through_an_s3_store(
 
 @pytest.mark.timeout(900)
 def test_soak_takes_faults_and_ends_as_undisturbed(tmp_path: Path) -> None:
-    output = run_example(tmp_path, "soak", "3", f"--out={tmp_path / 'soak'}", "--seed=3")
+    """A worker is killed, the remote store answers 500 and a node is lost."""
+    output = run_example(tmp_path, "soak", "3", f"--out={tmp_path / 'soak'}", "--seed=8")
     assert "every step was trained; losses differ by" in output
     (total,) = (line.split() for line in output.splitlines() if line.startswith("all "))
     assert total[1] == "3"

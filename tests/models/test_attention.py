@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import BatchError, ModelError
@@ -47,6 +47,7 @@ def dense_reference(query, key, value, lengths, *, causal, window=None, scale=No
 
 
 @settings(max_examples=90)
+@example(lengths=[6] * 5, kv_heads=2, causal=True, window=None, scale=None)
 @given(
     lengths=lengths_lists,
     kv_heads=st.sampled_from([1, 2, 4]),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -156,6 +158,9 @@ def test_the_spec_counts_parameters_and_matrix_products_as_torch_does():
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
     lengths = [20, 3, 11]
     assert (config.intermediate_size, config.head_dim) == (192, 16)
+    assert replace(config, num_kv_heads=0).num_kv_heads == config.num_heads
+    # Attention grows with the sum of squares.
+    assert spec.step_flops([100]) - spec.step_flops([50, 50]) == 6 * 3 * 64 * (100**2 - 2 * 50**2)
     batch = pack_samples([[1] * length for length in lengths])
     with FlopCounterMode(display=False) as counter:
         model(

@@ -147,6 +147,11 @@ def test_samples_that_cannot_be_packed_are_named(samples, message):
         pack_samples(samples)
 
 
+def test_no_micro_batches_are_refused():
+    with pytest.raises(BatchError, match="0 micro-batches"):
+        pack_samples([[1, 2]]).split(0)
+
+
 def random_case(dtype, tokens=50, vocab=13):
     generator = torch.Generator().manual_seed(7)
     logits = (3 * torch.randn(tokens, vocab, generator=generator)).to(dtype)

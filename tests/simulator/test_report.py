@@ -6,6 +6,7 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import MemoryTerms
 from lightning_hetero.simulator.report import (
+    TERM_NAMES,
     StageFacts,
     devices_line,
     plan_table,
@@ -22,8 +23,10 @@ def test_like_pipelines_share_their_lines_and_list_their_ranks():
     memory = MemoryTerms(weights=2.0**31)
     known = {"memory": memory, "device_bytes": 2**30 * 40 / 0.9, "busy": 0.5}
     facts = facts_of("A", "A", "B", "A", **known)
-    assert facts[0][0].used_bytes == 2.0**31
-    assert facts[0][0].usable_bytes == pytest.approx(0.9 * 2**30 * 40 / 0.9, rel=0.1)
+    filled = [name for name in TERM_NAMES if name != "reserved"]
+    terms = MemoryTerms(**{name: n * 2.0**30 for n, name in enumerate(filled, start=1)})
+    whole = facts_of(*"AAAA", memory=terms, device_bytes=80 * 2**30)[0][0]
+    assert (whole.used_bytes, whole.usable_bytes) == (45 * 2**30, pytest.approx(75.8 * 2**30))
     facts[1][1] = facts[1][1]._replace(busy=0.75, memory=MemoryTerms(2.0**31, 7))
     table = plan_table(PLAN, facts, [4, 4, 4, 2])
     cells = [dict(zip(table.header, row, strict=True)) for row in table.rows]

@@ -111,6 +111,7 @@ def speed_cost(num_ranks: int, num_layers: int, **options: float) -> LinearCost:
     return cost
 
 
+stage_counts = st.integers(1, 5)
 layer_splits = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 
 
@@ -122,7 +123,10 @@ def test_uniform_1f1b_without_communication_takes_exactly_p_minus_1_plus_m_slots
     assert simulation.stage_busy == ((pytest.approx(m / (p - 1 + m)),) * p,)
 
 
-@given(layer_splits, st.integers(1, 10))
+@given(
+    layer_splits | st.builds(lambda size, count: [size] * count, st.integers(1, 4), stage_counts),
+    st.integers(1, 10),
+)
 def test_closed_form_bounds_the_simulation_and_equals_it_for_equal_stages(layers, m):
     cost = LinearCost(cluster_of(len(layers)), model_of(sum(layers)))
     plan, batches = plan_of(layers), [[(3, 2)] * m]
@@ -270,6 +274,10 @@ def test_memory_holds_at_most_num_stages_minus_stage_microbatches(p, lengths):
         states = cost.stage_memory(shape, 1, [], 1).states
         assert used == pytest.approx(states + 1000 * tokens + messages)
         assert tokens <= sum(sorted(lengths)[-(p - s) :])
+        params = cost.num_stage_params(shape)
+        # Weights in bf16, gradients summed in fp32; the pipelines share what they own.
+        assert states == params * (2 + 4 + 16)
+        assert cost.stage_memory(shape, 4, [], 1).states == params * (2 + 4 + 16 / 4)
 
 
 def test_orders_say_what_runs_and_what_is_held():

@@ -185,7 +185,10 @@ def test_a_list_of_equal_times_has_no_change():
         b"1\n-2\n",
         b"1\nnan\n",
         b"[1, true]",
+        b"[]",
+        b"{",
         b"{}",
+        b"\x80\x04",
         b"\x80\x05garbage.",
         pickle.dumps({"entries": [print]}),  # It could run code.
         b"\x1f\x8b1234",
@@ -206,6 +209,7 @@ def test_what_holds_no_iterations_is_one_line_and_exit_code_2(content, tmp_path,
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert len(error) < 700
+    assert ("could run code" in error) == (b"print" in content)
 
 
 @settings(max_examples=150, deadline=None)

@@ -74,6 +74,7 @@ def test_waits_count_by_what_they_have_grown():
 def test_what_an_iteration_should_take_follows_its_work():
     history, _ = watched([2.0] * 5)
     assert history.load_s(seen(5, 9.0, work=3.0, num_microbatches=4)) == pytest.approx(24.0)
+    assert history.load_s(Observation(step=5, work=0.0)) == 0.0
     assert math.isnan(RankHistory(0).load_s(seen(0, 1.0)))
 
 

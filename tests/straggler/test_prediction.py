@@ -122,7 +122,8 @@ def test_slow_ranks_come_to_share_a_pipeline_and_a_slow_boundary_gets_fewer_micr
     assert found.mitigation is Mitigation.SWAP
     (swapped,) = found.plans
     assert swapped.place(0).pipeline_index == swapped.place(3).pipeline_index
-    model = RunPrediction(measured(plan), Slowness(links={(1, 0): 2000.0, (0, 1): 2000.0}))
+    findings = [Finding(kind=FindingKind.LINK, ranks=ranks, ratio=2000.0) for ranks in ((1, 0),)]
+    model = RunPrediction(measured(plan), Slowness.of(findings))
     slow, fine = model.counts(model.balanced(plan))
     assert slow < fine
     assert model.iteration_s(model.balanced(plan)) < model.iteration_s(plan)

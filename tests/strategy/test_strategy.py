@@ -192,12 +192,14 @@ RESUMED["plain"] = (None, 1, 6)
 
 @pytest.mark.parametrize(
     ("optimizer", "save_at", "under"),
-    # Each plan goes on with each optimizer, and something from each moment.
+    # Each plan goes on with each optimizer, and, with the slow ones, from each moment.
     [
         ("adamw", 2, ["copies", "one rank"]),
         ("adamw", 4, ["stages", "plain"]),
         ("sgd", 4, ["copies", "one rank"]),
         ("sgd", 6, ["stages", "plain"]),
+        pytest.param("adamw", 6, ["copies", "one rank"], marks=pytest.mark.slow),
+        pytest.param("sgd", 2, ["stages", "plain"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
@@ -210,7 +212,7 @@ def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
             assert_continued(result, first.whole, save_at)
 
 
-@pytest.mark.parametrize("save_at", [4, 6])
+@pytest.mark.parametrize("save_at", [pytest.param(2, marks=pytest.mark.slow), 4, 6])
 def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
     pool: ProcessPool, saved: Any, save_at: int
 ) -> None:

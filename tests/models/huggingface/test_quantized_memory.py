@@ -83,5 +83,7 @@ def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensors_beside(
     found = json.loads(run(READ, folder, kind).splitlines()[-1])
     largest = 4 * 4096 * 1024
     assert found["count"] == 14
-    assert found["own"] < (folder / "plain" / "model.safetensors").stat().st_size / 5
+    # Two of eight layers; in 8 bits a layer is twice as large as in the 4 bits of that folder.
+    whole = (folder / "quantized" / "model.safetensors").stat().st_size
+    assert found["own"] < whole * (2 if kind in ("plain int8", "plain torchao") else 1) / 5
     assert found["peak"] <= found["own"] + num_largest * largest, found
