@@ -146,3 +146,14 @@ def train_counted(rank: int, cases: list[Case]) -> list[Counted]:
             outcome = fit(PackedModule(case), case)
         found.append(Counted(outcome, sum(totals), add.call_count))
     return found
+
+
+def refused_budget(rank: int, case: Case) -> tuple[str, int]:
+    """Return what stops a case, and after how many steps."""
+    L.seed_everything(SEED, verbose=False)
+    module = WatchedModule(case)
+    try:
+        fit(module, case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", len(module.losses)
+    return "trained", len(module.losses)

@@ -125,6 +125,7 @@ def assert_same_bits(found: Sequence[Outcome], expected: Sequence[Outcome]) -> N
     for one, other in zip(found, expected, strict=True):
         assert one.losses == other.losses
         assert one.logged == other.logged
+        assert one.weights.keys() == other.weights.keys()
         for name, weight in other.weights.items():
             assert np.array_equal(one.weights[name], weight), name
 

@@ -46,8 +46,9 @@ def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
 def test_quantized_folders_and_folders_that_are_quantized_while_they_are_read(
     pool: ProcessPool, tmp_path: Path, kind: str
 ) -> None:
-    check(pool, case_of("stages", folder=write(tmp_path, kind=kind)))
-    check(pool, case_of("beside a copy", while_loading=kind, folder=write(tmp_path)))
+    check(pool, case_of("stages", max_steps=4, folder=write(tmp_path, kind=kind)))
+    how = {"while_loading": kind, "folder": write(tmp_path)}
+    check(pool, case_of("beside a copy", max_steps=4, **how))
 
 
 @slow

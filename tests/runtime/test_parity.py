@@ -167,10 +167,17 @@ def test_adapters_of_a_frozen_model_train_alike(pool: ProcessPool, ownership: st
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_random_numbers_do_not_depend_on_the_plan(pool: ProcessPool, *, tied: bool) -> None:
+@pytest.mark.parametrize(
+    "stages",
+    [(stage(2, 0, 1), stage(0, 1, 2), stage(2, 2, 3)), (stage(2, 0, 2), stage(0, 2, 3))],
+    ids=["chunks", "stages"],
+)
+def test_random_numbers_do_not_depend_on_the_plan(
+    pool: ProcessPool, stages: tuple[dict[str, Any], ...], *, tied: bool
+) -> None:
     case = Case(
         plan=plan_of(
-            pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(2, 2, 3), num_microbatches=3),
+            pipeline(*stages, num_microbatches=3),
             pipeline(stage(1, 0, 3), num_microbatches=1),
         ),
         world_size=3,

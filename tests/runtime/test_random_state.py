@@ -101,3 +101,10 @@ def test_numpys_generator_goes_on_as_if_nobody_had_looked(
         with PreservedRandomState():
             np.random.standard_normal(7)
         assert draw_numbers() == expected
+
+
+def test_seeds_depend_on_every_part_and_their_order() -> None:
+    seeds = {seed_of(), seed_of(1), seed_of(1, 2), seed_of(2, 1), seed_of(12), seed_of(1, 2, 0)}
+    assert len(seeds) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_of(1, 2) == seed_of(1, 2)

@@ -41,6 +41,7 @@ ELSEWHERE = "needs what layer 0 computes"
         ({"between": "relu_"}, "something in place between layer 0 and layer 1"),
         ({"between": "scaled"}, "something between layer 0 and layer 1"),
         ({"collected": "sum of hidden states"}, "returns needs the output of layer 0"),
+        ({"collected": "first hidden state"}, "returns needs the output of layer 0"),
         ({"collected": "loss on layers"}, "layer 0 keeps in 'extra_loss'"),
         ({"collected": "gates on layers", "plan": "three stages"}, "layer 0 keeps in 'gates'"),
         ({"collected": "hook"}, f"What the step returns {ELSEWHERE}"),

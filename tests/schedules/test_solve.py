@@ -208,20 +208,23 @@ def test_workers_with_several_stages_never_block_or_overflow(seed: int, row: lis
     assert [len(order) for order in usual] == [2 * len(order) // 3 for order in orders]
 
 
-def test_schedules_with_chunks_are_nearly_the_best() -> None:
-    """Of all cases one may be up to 5 % and one up to 2 % longer than the best."""
-    ratios = []
-    for workers, count in (((0, 1, 0), 3), ((0, 1, 1, 0), 2), ((0, 1, 0, 1), 2), ((0, 1, 2, 0), 2)):
+CHUNKS = (((0, 1, 0), 3), ((0, 1, 1, 0), 2), ((0, 1, 0, 1), 2), ((0, 1, 2, 0), 2))
+MISSES = {((0, 1, 0), 3, 3): 1.0482, ((0, 1, 0), 3, 5): 1.0116}
+"""Chunks, micro-batches and seeds where ours misses the bar, 1 % over the best; found / best."""
+
+
+def test_schedules_with_chunks_are_within_1_percent_of_the_best_but_for_two_known_misses() -> None:
+    for workers, count in CHUNKS:
         for seed in range(6):
             problem = random_chunks(random.Random(seed), workers, count)
             found, best = solve(problem), shortest_s(problem)
             assert found.end_s >= best * (1 - 1e-6)
             assert has_room(problem, found.orders)
-            ratios.append(found.end_s / best)
-    *rest, second, worst = sorted(ratios)
-    assert worst <= 1.05
-    assert second <= 1.02
-    assert rest[-1] <= 1.01
+            ratio, known = found.end_s / best, MISSES.get((workers, count, seed))
+            if known is None:
+                assert ratio <= 1.01, (workers, count, seed)
+            else:
+                assert ratio == pytest.approx(known, abs=1e-4), "if it is better, drop it there"
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])

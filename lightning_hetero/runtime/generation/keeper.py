@@ -270,7 +270,9 @@ class Keeper:
         if outlook is _Outlook.GOES_ON and (self._serves or not self._is_told_to_end):
             return None
         # Joiners that the run hasn't let in end with this process.
-        return 0 if outlook is _Outlook.ENDED else dead[0].code
+        # What failed after training is the script's failure, whoever was lost before.
+        failed = min(dead, key=lambda worker: worker.died_in_training is not False)
+        return 0 if outlook is _Outlook.ENDED else failed.code
 
     def _dead(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.is_lost]

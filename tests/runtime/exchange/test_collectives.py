@@ -137,6 +137,12 @@ def test_a_reduce_scatter_gives_the_same_but_for_rounding(pool: ProcessPool) -> 
     assert_near(found, "collectives", "reduce-scatter")
 
 
+def test_few_ranks_send_messages_on_gloo_unless_told_otherwise(pool: ProcessPool) -> None:
+    case = CASES["equal pipelines"]
+    found = pool.run(run_by, case.world_size, case, ("auto",))
+    assert all(way.endswith("messages") for way in ways_of(found, "auto"))
+
+
 FIVE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1, 4, 3)))
 TWICE = plan_of(pipeline(stage([0, 1], 0, 3)), pipeline(stage([2, 3], 0, 3)))
 ON_NODES = {

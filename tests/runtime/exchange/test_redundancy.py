@@ -239,6 +239,11 @@ CASES: dict[str, tuple[str, Disturb | None, dict[str, Any]]] = {
         {"plan": UNEQUAL, "optimizer": "muon", "ownership": "parameter", "clip_val": None},
     ),
     "collectives": ("aabb", None, {"plan": FOUR, "options": COLLECTIVES, "num_rows": 16}),
+    "collectives in a ring": (
+        "abc",
+        None,
+        {"plan": THREE, "options": COLLECTIVES, "num_rows": 6, "clip_val": None},
+    ),
 }
 
 
@@ -321,7 +326,10 @@ def test_what_could_not_be_kept_twice_is_refused_on_every_rank(
     [
         ({"redundancy": 2}, "redundancy is 2; it must be 0, or 1"),
         ({"redundancy": 1, "exchange": "reduce-scatter"}, 'Use exchange="collectives"'),
-        ({"owned_device": "disk"}, "owned_device is 'disk'; it must be one of"),
+        (
+            {"owned_device": "disk"},
+            "owned_device is 'disk'; it must be one of 'auto', 'device', 'cpu'",
+        ),
     ],
 )
 def test_options_that_cannot_be_had_are_refused(options: dict[str, Any], message: str) -> None:

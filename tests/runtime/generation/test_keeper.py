@@ -34,6 +34,7 @@ from lightning_hetero.runtime.generation.records import (
     Member,
     propose,
     tell_gone,
+    who_is_gone,
 )
 from lightning_hetero.runtime.ranks.failure import LEAVE_EXIT_CODE
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
@@ -114,6 +115,67 @@ def test_a_worker_that_dies_alone_is_no_event_for_whoever_started_the_keeper(
     (tmp_path / "ends").touch()
     keeper.join(120.0)
     assert keeper.exitcode == 0
+
+
+class Seen:
+    """A membership's store that tells of what it is asked."""
+
+    def __init__(self, run: dist.Store, on_call: Callable[..., object]) -> None:
+        self.run, self.on_call = run, on_call
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self.on_call(name, *arguments)
+            return getattr(self.run, name)(*arguments)
+
+        return call
+
+
+def keeper_of(
+    codes: list[int | None], on_call: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Keeper, list[SimpleNamespace], dist.Store]:
+    """Return a keeper of members that have ended with these codes, they, and their membership."""
+    run = dist.PrefixStore("members", dist.HashStore())
+    for number in range(len(codes)):
+        Membership(run, number=number, node="a", patience_s=60.0)
+    workers = []
+    for number, code in enumerate(codes):
+        more = {"died_in_training": None, "is_joiner": False, "is_due": False}
+        more |= {"describe_end": lambda: "It ended.", "is_lost": code is not None}
+        worker = SimpleNamespace(member=("members", number), code=code, **more)
+        workers.append(worker)
+    seen = Seen(run, on_call)
+    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda *_: seen)
+    keeper = Keeper(workers, address="", port=0, serves=False)  # type: ignore[arg-type]
+    return keeper, workers, run
+
+
+def test_a_keeper_with_a_living_worker_asks_nothing_about_its_dead_ones_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, object]] = []
+    keeper, _, run = keeper_of([3, 3, 3, None], lambda *call: asked.append(call), monkeypatch)
+    keeper._look(dist.HashStore())
+    assert who_is_gone(run) == {0, 1, 2}
+    asked.clear()
+    keeper._look(dist.HashStore())
+    assert asked == [("check", ["gone/3"])]
+
+
+def test_a_keeper_tells_of_a_worker_that_dies_while_it_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(name: str, *arguments: object) -> None:
+        if arguments == (["gone/1"],):
+            workers[1].code, workers[1].is_lost = 3, True
+
+    keeper, workers, run = keeper_of([3, None], die, monkeypatch)
+    propose(run, 0, [Member(number, "a") for number in range(3)])  # The third one lives elsewhere.
+    run.set(NEWEST, "0")
+    keeper._look(dist.HashStore())
+    assert who_is_gone(run) == {0}
+    keeper._look(dist.HashStore())
+    assert who_is_gone(run) == {0, 1}
 
 
 class Place:
@@ -260,9 +322,12 @@ def test_a_joiner_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -
     assert joiner_variables("host:7") == {JOIN: "host:7", "NODE_RANK": "1"}
 
 
-def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codes", [[None], [None, 3], [3, None]])  # Though another died before.
+def test_what_fails_after_training_is_a_failure_of_the_script(
+    tmp_path: Path, codes: list[int | None]
+) -> None:
     (tmp_path / "fails-after").touch()
-    keeper = start(tmp_path, [None, 3])  # Though another one died before.
+    keeper = start(tmp_path, codes)
     (tmp_path / "ends").touch()
     keeper.join(120.0)
     assert keeper.exitcode == 5

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import (
+    ENDED,
     Generation,
     Member,
     is_anybody_left,
@@ -64,6 +65,15 @@ def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> Non
     # Nor under the old names: those of each generation begin with its number.
     assert reason_of(store, 2)
     assert is_anybody_left(store)
+
+
+def test_a_member_that_dies_after_it_was_here_is_in_no_generation() -> None:
+    store = dist.HashStore()
+    everyone = members(store)
+    form(everyone)
+    say_here(store, 1, Member(3, "b"))
+    everyone[0].tell_gone(3, "It died while the others came.")
+    assert {item.world_size for item in form(everyone[:3])} == {3}
 
 
 def test_who_was_cut_off_from_the_store_forms_nothing() -> None:
@@ -126,6 +136,20 @@ def test_the_store_goes_with_whom_it_was_started_or_the_last_of_its_node(
     left = [item for item in everyone if item.number not in lost]
     form(left)
     assert left[-1].loses_store(frozenset(leaving)) == goes
+
+
+def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
+    store = dist.HashStore()
+    assert not is_anybody_left(store)
+    everyone = members(store, 2)
+    form(everyone, range(2))
+    assert is_anybody_left(store)
+    everyone[0].tell_gone(0, "x")
+    everyone[0].tell_gone(1, "x")
+    assert not is_anybody_left(store)
+    assert not store.check([ENDED])
+    everyone[1].tell_end()
+    assert store.check([ENDED])
 
 
 def test_a_process_that_was_silent_before_is_not_waited_for_as_long_again(

@@ -137,7 +137,7 @@ def test_a_forgotten_plans_orders_are_forgotten_by_all_ranks() -> None:
     assert choice._solve.cache_info().currsize == 1
 
 
-@settings(**_options, max_examples=6)
+@settings(**_options, max_examples=8)
 @given(data=st.data())
 def test_random_plans_change_no_bit(pool: ProcessPool, data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(3, 5))

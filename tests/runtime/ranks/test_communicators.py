@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
     init_process_group,
 )
+from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.meeting import _meet
 from tests.processes import ProcessPool
 
@@ -54,3 +56,25 @@ def _connect() -> dist.Store:
 @pytest.mark.dist
 def test_ranks_meet_though_some_of_them_have_counted_groups_in_vain(pool: ProcessPool) -> None:
     assert pool.run(meet_after_one_has_tried, 2) == [2, 2]
+
+
+def test_a_thread_that_was_left_behind_makes_no_further_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[object] = []
+
+    def new_group(**_: object) -> object:
+        made.append(object())
+        connections.hang_up()  # The run goes on without what waits here.
+        return mock.Mock(spec=dist.ProcessGroup)
+
+    connections = Connections()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match="hung up"):
+        Communicators.create(
+            device=torch.device("cpu"), timeout=timedelta(seconds=1), connections=connections
+        )
+    assert len(made) == 1

@@ -103,6 +103,23 @@ def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: tuple[Watched, Watc
     assert left.was_ended.wait(PATIENCE_S)
 
 
+def test_rank_0_may_leave_first_and_take_the_store_with_it(
+    ranks: tuple[Watched, Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, left = ranks
+
+    def gone(*_: object) -> None:
+        raise RuntimeError("the server has gone")
+
+    first.detector.stop()
+    assert left.detector._watch.has_server_left
+    thread = left.heartbeat._thread
+    monkeypatch.setattr(left.heartbeat, "_round", gone)
+    thread.join(PATIENCE_S)
+    assert left.heartbeat.is_store_gone
+    assert not left.was_ended.wait(3.0)
+
+
 def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> None:
     silence = Silence(nap_s=0.5)
     silence.look("beat 1")
@@ -179,6 +196,43 @@ def test_what_nccl_could_not_allocate_here_is_no_failure_of_a_peer():
     for error in (dist.DistBackendError(told), torch.OutOfMemoryError("NCCL: out of memory")):
         assert not is_broken_connection(error)
     assert is_broken_connection(dist.DistBackendError("NCCL error: remote process exited"))
+
+
+def test_whoever_stops_waits_for_what_is_aborted(ranks: tuple[Watched, Watched]) -> None:
+    """Or the interpreter would end under a thread that is in C++, and the process abort."""
+    failed, left = ranks
+    begun, goes_on, order = threading.Event(), threading.Event(), []
+
+    def abort() -> None:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        order.append("aborted")
+
+    left.abort = abort
+    failed.detector.report(ValueError("a bug"))
+    assert begun.wait(PATIENCE_S)
+    stopping = threading.Thread(target=lambda: (left.detector.stop(), order.append("stopped")))
+    stopping.start()
+    goes_on.set()
+    stopping.join(PATIENCE_S)
+    assert order == ["aborted", "stopped"]
+
+
+def test_whoever_stops_before_aborting_has_begun_may(
+    ranks: tuple[Watched, Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = ranks
+    ended, begin = threading.Event(), threading.Thread.start
+    ended.set()
+
+    def begin_late(thread: threading.Thread) -> None:
+        other.detector.stop()
+        begin(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", begin_late)
+        other.detector._end_run("A rank failed.", ended)
+    assert other.has_aborted.wait(PATIENCE_S)
 
 
 def num_gloo_threads(_: int) -> int:

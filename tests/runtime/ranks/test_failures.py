@@ -9,12 +9,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import HeteroError
 from tests.processes import SILENT, ProcessFailed, ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import UNEQUAL, Compared, Make, TinyModule, refused
-from tests.toy import ToyModule, ToyOptions, loader, quiet
+from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 
@@ -82,9 +84,45 @@ TOLD: dict[Make, str] = {
 }
 
 
-def test_bad_modules_and_plans_are_a_clear_error_on_every_rank(pool: ProcessPool) -> None:
+def test_bad_modules_are_a_clear_error_on_every_rank(pool: ProcessPool) -> None:
     refused(pool, TOLD, UNEQUAL)
-    refused(pool, {TinyModule: "the model has 3"}, plan_of(pipeline(stage(0, 0, 5))))
+
+
+class RaggedRows(TokenRows):
+    def __getitem__(self, index: int) -> Any:
+        return self.ids[index], self.labels[index][: 1 + index % 2]
+
+
+def ragged(rows: list[Any]) -> Any:
+    return torch.stack([row[0] for row in rows]), torch.cat([row[1] for row in rows])
+
+
+def refusal(rank: int, plan: dict[str, Any]) -> str:
+    """Return why a plan of three ranks is refused, or batches that `fit` can't cut."""
+    batches = DataLoader(RaggedRows(64), batch_size=4, collate_fn=ragged)
+    try:
+        strategy = HeteroStrategy(ParallelPlan.from_dict(plan), num_microbatches=2)
+        L.Trainer(strategy=strategy, **quiet(devices=3, max_steps=4)).fit(TinyModule(), batches)
+    except HeteroError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (UNEQUAL, "can't be cut into micro-batches"),
+        (plan_of(pipeline(stage(7, 0, 3))), "names rank 7 but 3"),
+        (plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(0, 0, 3))), "Name each rank once"),
+        (plan_of(pipeline(stage(0, 0, 1), stage(1, 2, 3))), "skips layers"),
+        (plan_of(pipeline(stage(0, 0, 5))), "the model has 3"),
+    ],
+)
+def test_wrong_plans_and_ragged_batches_are_a_clear_error_on_every_rank(
+    pool: ProcessPool, plan: dict[str, Any], told: str
+) -> None:
+    for text in pool.run(refusal, 3, plan):
+        assert told in text
 
 
 class Struck(ToyModule):
@@ -155,6 +193,7 @@ def test_survivors_name_the_rank_that_was_killed(pool: ProcessPool) -> None:
         (0, "step"),  # It serves the store.
         pytest.param(0, "set-up", marks=pytest.mark.slow),
         pytest.param(0, "end", marks=pytest.mark.slow),
+        pytest.param(1, "step", marks=pytest.mark.slow),
         pytest.param(2, "step", marks=pytest.mark.slow),
         pytest.param(2, "set-up", marks=pytest.mark.slow),
     ],

@@ -21,6 +21,17 @@ def test_a_round_of_a_quiet_run_is_three_calls(world_size: int) -> None:
     assert [item.peer for item in watches] == [*range(1, world_size), 0]
 
 
+def test_a_failure_is_read_once_by_each_rank() -> None:
+    store = CountingStore()
+    ranks, watches = heartbeats(store, 16)
+    ranks[3].tell(3, "out of memory")
+    for heartbeat in ranks[3:]:
+        heartbeat._round()
+        heartbeat._round()
+    assert {item.failure for item in watches[3:]} == {"out of memory"}
+    assert store.calls["get"] == 13
+
+
 def test_those_who_have_gone_are_passed_over_once() -> None:
     store, staying = CountingStore(), (5, 700)
     ranks, watches = heartbeats(store, 1024)

@@ -1,5 +1,6 @@
 """Ranks that would run different things are named at the start, and batches are compared."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import BatchError, HeteroError
+from lightning_hetero.core.errors import BatchError, ConfigurationError, HeteroError
+from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.models.batches import fingerprint_of
 from lightning_hetero.runtime.ranks import meeting
 from tests.processes import ProcessPool
@@ -56,6 +58,23 @@ def test_a_rank_with_another_plan_options_or_versions_is_named_on_every_rank(
             assert f"Ranks don't run the same: most have {name} " in text
             assert "but rank 1 has " in text
         assert "rank 1 has 1.2.3" in version
+
+
+def test_ranks_are_alike_whatever_the_order_of_their_sets() -> None:
+    """Each process has its own order of a set of strings, such as the ends that share a weight."""
+
+    def compare(**facts: frozenset[int]) -> None:
+        meeting.check_alike(comms, roles=[replace(spec, **facts)])
+
+    told: list[dict[str, str]] = []
+    comms = mock.Mock(gather_objects=lambda own: told.append(own) or told)
+    spec: Any = ParameterSpec(name="embed.weight", shape=(4,))
+    one, other = frozenset((0, 8)), frozenset((8, 0))  # Of numbers that collide.
+    assert list(one) != list(other)
+    compare(roles=one)
+    compare(roles=other)
+    with pytest.raises(ConfigurationError, match="rank 2 has"):
+        compare(roles=frozenset((0, 16)))
 
 
 @pytest.mark.dist

@@ -2,13 +2,17 @@
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.meeting import connect_store
+from lightning_hetero.strategy import processes
 from tests.processes import free_port
 
 
@@ -31,3 +35,15 @@ def test_a_rank_to_which_nobody_comes_says_how_to_wait_longer(
             world_size=2,
             start_timeout=timedelta(milliseconds=300),
         )
+
+
+def test_the_limit_of_a_start_isn_t_that_of_later_waits() -> None:
+    store, short, long = mock.Mock(), timedelta(seconds=6), timedelta(minutes=3)
+    strategy = HeteroStrategy(timeout=short, start_timeout=long)
+    strategy._processes._environment = LightningEnvironment()
+    with mock.patch.object(processes, "connect_store", return_value=store) as connect:
+        strategy._processes._connect_store()
+    assert connect.call_args.kwargs["start_timeout"] == long
+    store.set_timeout.assert_called_once_with(short)
+    # A start is never allowed less than a set-up or a step.
+    assert HeteroStrategy(timeout=long, start_timeout=short).processes.start_timeout == long

@@ -124,4 +124,4 @@ def test_metrics_that_a_step_computes_or_hooks_share_are_refused(pool: ProcessPo
         ComputesInStep: "MeanMetric computes inside a step",
         InStepsAndHooks: "Use one metric for each",
     }
-    refused(pool, told, COPIES)
+    refused(pool, told, STAGES, COPIES)

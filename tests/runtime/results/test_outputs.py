@@ -1,6 +1,7 @@
 """What steps return and append is what one device has, on every rank."""
 
 from collections import UserDict, defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero.models.batches import cut_batch
-from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
+from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord, join_outputs
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import COPIES, STAGES, TinyModule, check, fit_each
 
@@ -83,6 +84,36 @@ def test_what_cannot_be_joined_is_a_list_of_all_values(step: Any) -> None:
     assert len(found) == 3
 
 
+class Collector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Any] = [0]
+        self.buckets: list[Any] = [[1], None]
+        self.by_name: dict[str, Any] = {"known": [], "count": 1}
+
+
+APPENDS: dict[tuple[Any, ...], Callable[[Any], Any]] = {
+    ("items",): lambda module: module.items.append(2),
+    ("buckets", 0): lambda module: module.buckets[0].append(2),
+    ("by_name", "known"): lambda module: module.by_name["known"].append(2),
+    ("by_name", "new"): lambda module: module.by_name.update(new=[2]),
+    ("new",): lambda module: setattr(module, "new", [2]),
+}
+
+
+@pytest.mark.parametrize("path", APPENDS)
+def test_items_are_found_wherever_a_step_appends_them(path: tuple[Any, ...]) -> None:
+    module = Collector()
+    lists = AppendedLists(module)
+    lists.begin()
+    assert lists.take() == {}
+    lists.begin()
+    APPENDS[path](module)
+    assert lists.take() == {path: [2]}
+    lists.begin()
+    assert lists.take() == {}
+
+
 def test_a_model_output_stays_one() -> None:
     known = pytest.importorskip("transformers.modeling_outputs")
     found = joined(lambda x: known.CausalLMOutput(logits=x, loss=x.mean()), 2)
@@ -145,7 +176,7 @@ class ReturnsMapping(Collecting):
 
 @pytest.mark.dist
 def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool) -> None:
-    check(pool, [Collecting, ReturnsMapping], STAGES, COPIES)
+    check(pool, [Collecting, ReturnsMapping], STAGES, COPIES, rtol=1e-5)
 
 
 class Returning(TinyModule):

@@ -102,6 +102,15 @@ def test_a_measured_profile_predicts_plans_of_any_layer_split():
         ProfileCost(cluster, dataclasses.replace(TINY, num_layers=7), profile)
 
 
+def test_ungated_models_are_measured_with_as_many_parameters():
+    classic = dataclasses.replace(TINY, gated_mlp=False, intermediate_size=96)
+    assert measure(classic, microbatches=((16,),)).model == classic
+
+
+def test_a_degree_above_the_key_heads_is_measured():
+    assert measure(microbatches=((16,),), tp_degrees=(4,)).model == TINY
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

@@ -15,7 +15,7 @@ from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import LayerCall
-from lightning_hetero.runtime.stage.side_tensors import refuse_pieces
+from lightning_hetero.runtime.unknown import Unknown
 
 
 class Layer(nn.Module):
@@ -126,6 +126,63 @@ def test_no_except_of_the_users_stops_a_stage_end() -> None:
         step()
 
 
+def test_extra_outputs_that_nothing_uses_are_their_layers_business() -> None:
+    model, x = Model(lambda out: (out * 2, None, out * 3)), torch.randn(5, 3)
+    boundary = StageBoundary(model.layers)
+    whole = through_stages(model, boundary, lambda: model(x), [0, 3])
+    assert torch.equal(through_stages(model, boundary, lambda: model(x), [0, 2, 3]), whole)
+    assert not any(isinstance(item, Unknown) for item in model.seen[-3])
+
+
+class TakesRest(nn.Module):
+    """Layers that also take what the layer before returned besides the hidden state."""
+
+    def __init__(self, *, learned: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([TakingLayer(learned=learned) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, rest = self.embed(x), x.sum(1, keepdim=True)
+        for layer in self.layers:
+            hidden, rest = layer(hidden, rest)
+        return self.head(hidden)
+
+
+class TakingLayer(nn.Module):
+    def __init__(self, *, learned: int) -> None:
+        super().__init__()
+        self.linear, self.learned = nn.Linear(4, 4), learned
+
+    def forward(self, hidden: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.linear(hidden)
+        return hidden + made * rest, made[:, : self.learned] if self.learned else rest
+
+
+def test_what_layers_hand_on_is_that_of_the_microbatch() -> None:
+    model = TakesRest(learned=0)
+    boundary = StageBoundary(model.layers)
+    for num_samples in (5, 2):
+        x = torch.randn(num_samples, 3)
+        whole = through_stages(model, boundary, lambda x=x: model(x), [0, 3])
+        assert torch.equal(through_stages(model, boundary, lambda x=x: model(x), [0, 2, 3]), whole)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("learned", [1, 4])
+def test_what_layers_return_for_layers_behind_travels(learned: int) -> None:
+    model, x = TakesRest(learned=learned), torch.randn(5, 3)
+    boundary = StageBoundary(model.layers)
+    whole = through_stages(model, boundary, lambda: model(x), [0, 3])
+    assert torch.equal(through_stages(model, boundary, lambda: model(x), [0, 1, 2, 3]), whole)
+
+
+def test_extra_outputs_of_a_whole_model_are_its_own_business() -> None:
+    model = Model(lambda out: (out * 2,))
+    boundary = StageBoundary(model.layers)
+    assert through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 3]).requires_grad
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_hidden_states_are_refused_in_stages() -> None:
     layer = nn.Identity()
@@ -134,6 +191,24 @@ def test_nested_hidden_states_are_refused_in_stages() -> None:
     run = replace(run_of(range(1), None), num_layers=2)
     with pytest.raises(ModelError, match="enable_nested_tensor=False"), boundary.forward_of(run):
         layer(nested)
+
+
+def test_outputs_that_are_no_hidden_state_are_refused() -> None:
+    class Odd(nn.Module):
+        def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+            return {"hidden": hidden}
+
+    layer = Odd()
+    boundary = StageBoundary([layer])
+    run = MicrobatchPass(
+        layers=range(1),
+        num_layers=2,
+        seed=(1,),
+        receive=None,
+        wait_unit=lambda index: None,
+    )
+    with pytest.raises(ModelError, match="Layer 0 returns dict"), boundary.forward_of(run):
+        layer(torch.zeros(2, 3))
 
 
 def test_a_module_without_layers_waits_for_its_weights_before_its_step() -> None:
@@ -153,44 +228,3 @@ def test_outside_a_run_and_after_removal_layers_are_their_own() -> None:
     boundary.remove()
     assert all("forward" not in vars(layer) for layer in model.layers)
     assert model(x).shape == (5, 2)
-
-
-class Keeping(Layer):
-    """Keeps tensors with gradients in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Any:
-        out = super().forward(hidden, scale=scale)
-        self.kept.append(out.mean())
-        return out
-
-
-def test_a_layer_that_keeps_gradients_in_a_list_is_refused() -> None:
-    model = Model()
-    model.layers = nn.ModuleList([Keeping() for _ in range(3)])
-    boundary = StageBoundary(model.layers)
-    with pytest.raises(ModelError, match=r"Layer 0 keeps tensors with gradients in 'kept'"):
-        through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 1, 3])
-
-
-@pytest.mark.parametrize("with_kwargs", [False, True])
-def test_hooks_inside_layers_that_need_values_are_refused(*, with_kwargs: bool) -> None:
-    model = Model()
-    for layer in model.layers:
-        layer.linear.register_forward_hook(
-            lambda *args: float(args[-1].detach().sum()) and None, with_kwargs=with_kwargs
-        )
-    boundary = StageBoundary(model.layers)
-    with pytest.raises(ModelError, match=r"hooks inside it see unknown tensors"):
-        through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 1, 3])
-
-
-def test_pieces_of_a_sequence_may_not_be_returned() -> None:
-    layer, x = nn.Linear(2, 2), torch.randn(3, 2)
-    call = LayerCall(0, layer.forward, (x,), {})
-    refuse_pieces(call, (x, x))
-    with pytest.raises(ModelError, match=r"Layer 0 returns tensors.*sequence_parallel"):
-        refuse_pieces(call, (x, x + 1))

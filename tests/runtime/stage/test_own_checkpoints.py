@@ -156,16 +156,20 @@ CASE = Case(
     batch_size=4,
     num_rows=16,
 )
+TWO_LAYERS = plan_of(
+    pipeline(stage(2, 0, 1), stage(0, 1, 3), num_microbatches=3), *CASE.plan["pipelines"][1:]
+)
 ONE_STAGE = replace(
     CASE, plan=plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3))), world_size=2
 )
 
 
 @pytest.mark.parametrize("options", [(), (("activation_checkpointing", 2),)])
+@pytest.mark.parametrize("plan", [CASE.plan, TWO_LAYERS], ids=["chunks", "stages"])
 def test_own_checkpoints_change_no_bit_of_training(
-    pool: ProcessPool, options: tuple[tuple[str, object], ...]
+    pool: ProcessPool, plan: Any, options: tuple[tuple[str, object], ...]
 ) -> None:
-    case = replace(CASE, options=options)
+    case = replace(CASE, plan=plan, options=options)
     for outcomes in pool.run(train_checkpointed, 3, case, ("none", "layers", "pairs", "model")):
         for outcome in outcomes.values():
             assert_same_bits([outcome], [outcomes["none"]])

@@ -1,9 +1,11 @@
 """Checkpointed and compiled layers train alike; checkpointing keeps less."""
 
 import os
+import pickle
 import shutil
 from collections.abc import Container
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.setup.products import SavedBytes
+from lightning_hetero.runtime.setup.products import KeptProducts, SavedBytes
+from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
@@ -116,6 +119,32 @@ def test_every_nth_layer_is_recomputed() -> None:
     assert not LayerOptions(activation_checkpointing="full").selective(range(1, 6))
 
 
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
+@pytest.mark.parametrize("by", ["the user", "compile_layers"])
+def test_compiled_layers_are_recomputed_as_a_whole_where_others_are_selectively(by: str) -> None:
+    with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
+        LayerOptions(activation_checkpointing="selective", compile_layers=True)
+    model = GPT(2, 16, tied=False)
+    if by == "the user":
+        model.blocks[1]._compiled_call_impl = model.blocks[1]._call_impl
+    options = LayerOptions(compile_layers=by == "compile_layers")
+    boundary = StageBoundary(list(model.blocks), wrap_layer=options.wrap_layer)
+    whole = whole_pass(2, recomputation=Recomputation(selective=range(2)))
+    ways: list[str] = []
+
+    def instead(way: str) -> Any:
+        return lambda *args, **_: ways.append(way) or args[-1]
+
+    with (
+        mock.patch.object(recomputation, "checkpoint", instead("whole")),
+        mock.patch.object(KeptProducts, "__call__", instead("selective")),
+        boundary.forward_of(whole),
+    ):
+        model(torch.zeros(1, CONTEXT, dtype=torch.int64))
+    boundary.remove()
+    assert ways == ["selective" if by == "the user" else "whole", "whole"]
+
+
 @pytest.mark.parametrize("value", ["half", 0, -1, True, None])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="activation_checkpointing is"):
@@ -129,6 +158,25 @@ def test_a_budget_is_no_second_setting() -> None:
         LayerOptions(activation_budget_bytes=0)
     with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
         LayerOptions(activation_checkpointing="selective", compile_layers=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
+def test_wrapped_layers_are_pickled_as_they_were() -> None:
+    layer = nn.Linear(2, 2)
+    options = LayerOptions(compile_layers=True)
+    boundary = StageBoundary([layer], wrap_layer=options.wrap_layer)
+    copy = pickle.loads(pickle.dumps(options.wrap_layer(0, nn.Linear(2, 2).forward)))
+    assert copy(torch.zeros(2)).shape == (2,)
+    boundary.remove()
+
+
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
+def test_every_layer_of_a_deep_model_may_be_compiled_by_itself() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        layers = [nn.Linear(2, 2) for _ in range(12)]
+        options = LayerOptions(compile_layers=True)
+        StageBoundary(layers, wrap_layer=options.wrap_layer).remove()
+        assert torch._dynamo.config.recompile_limit >= len(layers)
 
 
 @pytest.mark.dist

@@ -10,7 +10,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from tests.processes import ProcessPool
-from tests.runtime.recomputation_runs import train_counted, train_watched
+from tests.runtime.recomputation_runs import refused_budget, train_counted, train_watched
 from tests.runtime.runs import (
     Case,
     PackedModule,
@@ -18,7 +18,6 @@ from tests.runtime.runs import (
     assert_same_bits,
     pipeline,
     plan_of,
-    refusal,
     stage,
     train,
 )
@@ -45,7 +44,8 @@ def test_recomputation_changes_no_bit_of_training_with_dropout(pool: ProcessPool
     assert_same_bits(pool.run(train, 3, fixed), plain)
     within = case(budget, {"recomputed_layers": 0}, {"activation_budget_bytes": 60_000})
     assert_same_bits(pool.run(train, 3, within), plain)
-    for option in (("activation_budget_bytes", 60_000), ("activation_checkpointing", "selective")):
+    budgets = ("activation_budget_bytes", 60_000)
+    for option in (budgets, *(("activation_checkpointing", value) for value in (2, "selective"))):
         everywhere = replace(case({}, {}, {}), options=(option,))
         assert_same_bits(pool.run(train, 3, everywhere), plain)
 
@@ -113,8 +113,11 @@ def test_live_activations_never_exceed_the_budget_in_a_real_run(pool: ProcessPoo
     assert found.num_forwards[-1] < 40
 
 
-def test_a_budget_that_holds_no_recomputed_layer_is_refused(pool: ProcessPool) -> None:
-    for told in pool.run(refusal, 2, packed(activation_budget_bytes=20_000)):
+def test_a_budget_that_holds_no_recomputed_layer_is_refused_in_the_first_step(
+    pool: ProcessPool,
+) -> None:
+    for told, num_steps in pool.run(refused_budget, 2, packed(activation_budget_bytes=20_000)):
+        assert num_steps == 0
         for words in ("holds not even one recomputed layer", "activation_budget_bytes to"):
             assert words in told
         assert "ranks [0]" in told

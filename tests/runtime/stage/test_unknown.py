@@ -93,3 +93,8 @@ def test_a_sealed_tensor_may_be_looked_at_and_not_changed() -> None:
     for change in (F.relu_, lambda x: x[:, 0].add_(1), lambda x: x.view(6).zero_()):
         with pytest.raises(ModelError, match=r"Nothing between layers\."):
             change(sealed)
+
+
+def test_known_masks_choose_rows() -> None:
+    assert unknown(3, 2)[torch.tensor([True, False, True])].shape == (2, 2)
+    assert unknown(3, 2)[torch.tensor([True, False, False])].shape == (1, 2)

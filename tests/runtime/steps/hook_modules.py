@@ -1,5 +1,8 @@
 """Modules whose hooks do something to weights and gradients."""
 
+import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -260,6 +263,36 @@ class AlongRows(TinyModule):
         grad.copy_(F.normalize(grad.flip(1).sort().values.cumsum(-1)).softmax(dim=1).roll(1, 1))
 
 
+def _zero_row(model: nn.Module) -> None:
+    model.embed.weight.data[0] = 0.0
+
+
+DOES: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "copies the model": ("on_train_start", "deepcopy", copy.deepcopy),
+    "saves weights": (
+        "on_train_epoch_end",
+        "pickling or saving",
+        lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    ),
+    "tells weights": (
+        "on_train_epoch_end",
+        "getitem",
+        lambda model: [float(item.detach().cpu().flatten()[0]) for item in model.parameters()],
+    ),
+    "zeroes a row": ("on_train_batch_end", "setitem", _zero_row),
+}
+"""Hooks, and which function is refused there."""
+
+
+class Does(TinyModule):
+    """Uses the model in a hook, as one of `DOES`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        hook, _, use = DOES[kind]
+        setattr(self, hook, lambda *_: use(self.model))
+
+
 class Thaws(BaseFinetuning):
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.model.embed)
@@ -278,7 +311,11 @@ class Thawed(TinyModule):
 
 
 class BySize(TinyModule):
-    """Groups and learning rates that depend on the sizes of parameters."""
+    """Groups and learning rates that depend on the sizes of parameters, of which one is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.weight = self.model.embed.weight
 
     def configure_optimizers(self) -> Any:
         ordered = sorted(self.parameters(), key=lambda p: (p.numel(), tuple(p.shape)))

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -79,12 +80,14 @@ REFUSED: dict[Make, str] = {
     hooks.ChangesInStep: "changes parameter",
     hooks.ChangesDataInStep: "changes parameter",
     hooks.Renorms: "changes parameter",
+    **{partial(hooks.Does, kind): f"{told} is called" for kind, (_, told, _) in hooks.DOES.items()},
 }
 
 
 def test_hooks_and_steps_that_would_differ_between_ranks_are_refused(pool: ProcessPool) -> None:
     refused(pool, REFUSED, COPIES)
-    refused(pool, {make: REFUSED[make] for make in (hooks.ChangesInStep, hooks.Renorms)}, STAGES)
+    anywhere = (hooks.ChangesInStep, hooks.ChangesDataInStep, hooks.Renorms, hooks.ByNorm)
+    refused(pool, {make: REFUSED[make] for make in anywhere}, STAGES)
 
 
 USES: dict[str, Callable[[Any], Any]] = {
@@ -95,8 +98,8 @@ USES: dict[str, Callable[[Any], Any]] = {
     "prod": lambda weight: weight.grad.prod(),
     "median": lambda weight: weight.grad.median(),
     "split": lambda weight: weight.grad.split(2),
-    "tolist": lambda weight: weight.tolist(),
-    "matrix_norm": lambda weight: torch.linalg.matrix_norm(weight),
+    "tolist": lambda weight: weight.grad.tolist(),
+    "matrix_norm": lambda weight: torch.linalg.matrix_norm(weight.grad),
     "deepcopy": copy.deepcopy,
     "pickling or saving": lambda weight: torch.save(weight, io.BytesIO()),
 }

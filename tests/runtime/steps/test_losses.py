@@ -125,6 +125,30 @@ class Centres(TinyModule):
         return self.loss(self.model.head(x), batch[1])
 
 
+class PairsByHand(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        samples = logits.mean(1)
+        return super().loss(logits, labels) + (samples[::2] - samples[1::2]).square().mean()
+
+
+class HardestByOrder(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        found = each(logits, labels).flatten()
+        return found[found.argsort(descending=True)[: len(found) // 4]].mean()
+
+
+class ScaledByNumpy(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) * float(np.prod(labels.shape))
+
+
+class TwoLosses(TinyModule):
+    """Means over targets that count and over all elements."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + logits.square().mean()
+
+
 class LaterOnesMore(TinyModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         rows = each(logits, labels).mean(1)
@@ -162,11 +186,11 @@ def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
     pool: ProcessPool,
 ) -> None:
     """`results/test_split_check.py` tells many more losses apart."""
-    usual: list[Make] = [Contrasts, Centres, LaterOnesMore, Dice, SumAndMean]
+    usual: list[Make] = [Contrasts, Centres, PairsByHand, HardestByOrder, LaterOnesMore, Dice]
+    usual += [TwoLosses, SumAndMean, ScaledByNumpy]
     told = dict.fromkeys(usual, "HeteroStrategy(allow_mixing=True)")
     told[DeclaredWrong] = "num_target_tokens of the module, as it is declared to be"
-    refused(pool, told, COPIES)
-    refused(pool, {make: told[make] for make in (Contrasts, DeclaredWrong)}, STAGES)
+    refused(pool, told, STAGES, COPIES)
     wanted = {"options": {"allow_mixing": True}}
     for plan in PLANS.values():
         for found in pool.run(fit_each, 2, [Contrasts], plan, wanted):
@@ -178,7 +202,7 @@ def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
 def test_what_is_declared_is_checked(pool: ProcessPool) -> None:
     check(pool, [Summed], STAGES, COPIES, options={"loss_reduction": "sum"})
     wrong = {"loss_reduction": "mean"}
-    refused(pool, {Summed: "as it is declared to be"}, STAGES, options=wrong)
+    refused(pool, {Summed: "as it is declared to be"}, STAGES, COPIES, options=wrong)
 
 
 @pytest.mark.parametrize("make", [Contrasts, Centres, Dice])
@@ -220,13 +244,16 @@ class RandomlyEmpty(MaskedMean):
 @pytest.mark.parametrize("plan", PLANS)
 def test_micro_batches_without_targets_add_exactly_nothing(pool: ProcessPool, plan: str) -> None:
     # Two rows of four have no targets: the first micro-batches have none at all.
-    check(pool, [MaskedMean], PLANS[plan], num_empty=2)
+    (some,) = check(pool, [MaskedMean], PLANS[plan], num_empty=2)[0]
     # Without any in an iteration momentum and weight decay go on, and the loss is what it is.
     check(pool, [TinyModule, GuardedMean], PLANS[plan], num_empty=ROWS)
     expected = pool.run_alone(fit_each, [TinyModule], None, {"num_empty": ROWS})[0]
     for (found,) in pool.run(fit_each, 2, [MaskedMean], PLANS[plan], {"num_empty": ROWS}):
         same(found, expected)
-    check(pool, [RandomlyEmpty], PLANS[plan], max_epochs=10)  # Then they are the same rows again.
+    # In the last of ten epochs the rows are those of the first again.
+    (left_out,) = check(pool, [RandomlyEmpty], PLANS[plan], max_epochs=10)[0]
+    for known in (left_out, some):
+        assert all(np.isfinite(value).all() for value in known["weights"].values())
 
 
 class Overflowing(TinyModule):

@@ -60,6 +60,7 @@ CASES: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
     (BULGE, 4, {**PACKED, "num_microbatches": 4}),
     (FOUR, 4, {**TOY, "tied": False, "clip_val": 0.2}),
     (FOUR, 4, {**PACKED, "clip_val": 0.2}),  # Ranks share its key heads.
+    (MIXED, 3, {**CUT, "clip_val": 0.2}),
     (STAGED, 4, {**CUT, "clip_val": 0.2}),
     (BULGE, 4, {**CUT, "clip_val": 0.2}),
     (NARROWER, 3, {**CUT, "clip_val": 0.2}),
@@ -193,11 +194,15 @@ def test_predictions_are_whole_logits(pool: ProcessPool) -> None:
 
 
 GATHERED = {"blocks.*.proj": "rowwise_split_input", "blocks.*.qkv": "colwise_gather_output"}
+DEGREES = ("ModelError", "4 heads", "Degrees that work for this model: 1, 2, 4.")
 REFUSED: dict[str, tuple[Case, tuple[str, ...]]] = {
-    "degrees that heads cannot take": (
-        Case(plan=plan_of(pipeline(stage([2, 0, 1], 0, 3))), world_size=3, model="packed"),
-        ("ModelError", "4 heads", "Degrees that work for this model: 1, 2, 4."),
-    ),
+    **{
+        f"degrees that heads cannot take, ranks {ranks}": (
+            Case(plan=plan_of(pipeline(stage(ranks, 0, 3))), world_size=3, model="packed"),
+            DEGREES,
+        )
+        for ranks in ([0, 1, 2], [2, 0, 1])
+    },
     "modules without a plan": (Case(plan=PAIR, world_size=2, model="toy"), ("tp_plan=",)),
     "impossible sequence parallelism": (
         Case(
