@@ -32,9 +32,8 @@ __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
 """Rounds of pricing at most; most masters end after 3 to 8."""
-_MOST_EVEN, _FEW_EVEN = 1_000, 50
-"""Even pipelines that begin a search, or a further master; three classes with four degrees each
-make 750."""
+_EVEN = 1_000
+"""Even pipelines that begin a search at most; three classes with four degrees each make 750."""
 _ADDED = 24
 """Columns that join in a round: about half of the levels that are priced."""
 _LACKING = 30.0
@@ -170,10 +169,9 @@ class Master:
         """Fill the pool with even columns, and those for guessed prices."""
         time_s, duals = self._guess()
         is_first = len(self.pool) < _ADDED
-        most = _MOST_EVEN if is_first else _FEW_EVEN
         for times in self.times.values():
             size = times.stages.workload.sequences_per_microbatch
-            every = itertools.islice(even_options(self.stages, self.most, is_wide=is_first), most)
+            every = itertools.islice(even_options(self.stages, self.most, is_wide=is_first), _EVEN)
             rows = [(options, times.balance(options)) for options in every]
             self.add([Column(options, layers, size) for options, layers in rows if layers])
         if is_first:
