@@ -119,8 +119,8 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _add(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            return
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return  # A sparse tensor has no storage.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:

@@ -45,6 +45,13 @@ def test_storages_count_once_from_their_making_until_they_go() -> None:
         assert counter.live_bytes - before == 2 * 40_000
 
 
+def test_a_sparse_tensor_of_the_process_is_no_obstacle() -> None:
+    kept = torch.eye(4).to_sparse()
+    with MemoryCounter(2**40) as counter:
+        assert (kept + kept).layout == torch.sparse_coo
+        assert counter.live_bytes >= 0
+
+
 def test_the_allocation_over_the_cap_fails() -> None:
     free = CappedMemory((2**40,))
     fit(free)

@@ -67,7 +67,8 @@ def keep(folder: Path, port: int, codes: list[int | None]) -> None:
         tell_keeper("members", rank)
         member = Membership(members, number=rank, node="a", patience_s=60.0)
         member.form(range(len(codes)))
-        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        (folder / f"new-{rank}").write_text(str(os.getpid()))
+        (folder / f"new-{rank}").rename(folder / f"pid-{rank}")
         code = codes[rank]
         dying = [other for other, code in enumerate(codes) if code is not None]
         while code is None:
