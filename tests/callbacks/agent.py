@@ -49,7 +49,7 @@ class Record(Callback):
             file.write(json.dumps(entry) + "\n")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.write(begin=trainer.global_step)
+        self.write(begin=trainer.global_step, rank=trainer.global_rank)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         self.samples = zlib.crc32(batch[0].numpy().tobytes())
@@ -77,6 +77,17 @@ class Record(Callback):
                 self.write(confirmed=self.confirmed)
 
 
+class AsksForRestart(Callback):
+    """Asks after a step for a restart without rank 1's node, as a `StragglerMonitor` does."""
+
+    def __init__(self, elastic: ElasticRestart, step: int) -> None:
+        self.elastic, self.step = elastic, step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.world_size > 1:
+            self.elastic.request_restart("rank 1 is slow", exclude=[1])
+
+
 def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
     """Return what saves and restarts, and what writes it down."""
     checkpoint = LayerwiseCheckpoint(
@@ -89,7 +100,9 @@ def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
     if not link.is_symlink():
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(checkpoint.places.memory_dir)
-    return [checkpoint, ElasticRestart(), Record(checkpoint)]
+    elastic = ElasticRestart()
+    asks = AsksForRestart(elastic, settings.get("restart_at", -1))
+    return [checkpoint, elastic, Record(checkpoint), asks]
 
 
 def train() -> None:
@@ -98,14 +111,16 @@ def train() -> None:
     L.seed_everything(3, verbose=False)
     callbacks = elastic_callbacks(settings)
     arm(settings.get("faults", []), FOLDER, NODE)
-    plan = ParallelPlan.even(world_size=2, num_layers=NUM_LAYERS)
+    world_size = int(os.environ["WORLD_SIZE"])
+    plan = ParallelPlan.even(world_size=world_size, num_layers=NUM_LAYERS)
     strategy = HeteroStrategy(plan=plan, num_microbatches=2, timeout=timedelta(minutes=2))
     trainer = L.Trainer(
         strategy=strategy,
         callbacks=callbacks,
         **{**quiet(max_steps=settings["steps"]), "enable_checkpointing": True},
     )
-    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=SAMPLES_PER_STEP // 2, shuffle=True)
+    batch_size = SAMPLES_PER_STEP // world_size
+    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=batch_size, shuffle=True)
     trainer.fit(ToyModule(ToyOptions(num_layers=NUM_LAYERS)), loader)
 
 

@@ -23,11 +23,17 @@ class Nodes:
 
     Args:
         folder: Where they write.
+        nnodes: As torchrun's option.
+        missed_beats: After so many, of 5 s each, torchrun takes a node for lost.
         settings: What every training process is told; see `tests.callbacks.agent`.
     """
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, *, nnodes: str = "2", missed_beats: int = 1000, **settings: Any
+    ) -> None:
         self.folder = folder
+        self.nnodes = nnodes
+        self.missed_beats = missed_beats
         self.settings = settings
         self.agents: dict[str, mp.Process] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,12 +44,13 @@ class Nodes:
     def __enter__(self) -> "Nodes":
         for name in "ab":
             command = [
-                "-m", "tests.callbacks.agent", "--nnodes=2",
+                "-m", "tests.callbacks.agent", f"--nnodes={self.nnodes}",
                 "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d",
                 f"--rdzv-endpoint=127.0.0.1:{self._port}",
                 "--rdzv-id=run",
-                # No node is lost because a machine under load is late.
-                "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_max_attempt=1000",
+                # By default no node is lost because a machine under load is late.
+                "--rdzv-conf=is_host=false,last_call_timeout=2,"
+                f"keep_alive_max_attempt={self.missed_beats}",
                 "--local-addr=127.0.0.1", "--monitor-interval=0.1",
             ]  # fmt: skip
             self.agents[name] = start_python(

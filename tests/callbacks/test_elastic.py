@@ -107,3 +107,22 @@ def test_killed_at_any_moment_it_trains_on_bit_for_bit(folders: Path, uninterrup
         check(nodes, uninterrupted)
     tier = Tier(kind=TierKind.REMOTE, store=LocalStore(remote))
     assert verify(look([tier]), [tier]) == []
+
+
+def test_a_restart_without_a_slow_node_trains_on_with_the_others(
+    folders: Path, uninterrupted: Steps
+) -> None:
+    settings = {"steps": NUM_STEPS, "every": EVERY, "replicas": 2, "restart_at": 11}
+    with Nodes(folders / "restart", nnodes="1:2", missed_beats=3, **settings) as nodes:
+        codes = nodes.wait_for_end()
+        slow = next(n for n in "ab" if [i["rank"] for i in nodes.records(n) if "rank" in i] == [1])
+        (other,) = {*"ab"} - {slow}
+        begun = [(i["begin"], i["rank"]) for i in nodes.records(other) if "begin" in i]
+        trained = {name: steps_of(nodes.records(name)) for name in "ab"}
+    assert codes["ab".index(other)] == 0, nodes.logs()
+    assert begun == [(0, 0), (12, 0)], "the step after the request is saved, and none is repeated"
+    assert [step for (step, _), _ in trained[slow]] == [*range(1, 13)]
+    assert [step for (step, _), _ in trained[other]] == [*range(1, NUM_STEPS + 1)]
+    for (step, _), (loss, _) in trained[other]:
+        expected = float.fromhex(uninterrupted[step, 0][0])
+        assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5), step
