@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.exchange import transfers
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.exchange import transfers
 from lightning_hetero.exchange.owners import assign_owners
 from lightning_hetero.exchange.slices import Ownership, ParameterSpec
 from lightning_hetero.exchange.transfers import ExchangeKind, TransferTable
