@@ -117,8 +117,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         type=int,
         choices=[0, 1],
         default=0,
-        help="ranks beside its owner that keep a copy of each weight and its optimizer state, as in "
-        "HeteroStrategy(redundancy=...) (default: 0)",
+        help="ranks beside its owner that keep a copy of each weight and its optimizer state, as "
+        "in HeteroStrategy(redundancy=...) (default: 0)",
     )
     parser.add_argument(
         "--profile",

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rejecting = actions.add_parser(
         "reject",
         help="mark a checkpoint as bad, so that no run resumes from it",
-        description="Mark the checkpoint of a step as bad, so that no run resumes from it: the next "
-        "start takes an older one. Give the folders of all nodes.",
+        description="Mark the checkpoint of a step as bad, so that no run resumes from it: the "
+        "next start takes an older one. Give the folders of all nodes.",
     )
     rejecting.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
     rejecting.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")

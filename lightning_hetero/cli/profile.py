@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure the layers of a model on this machine's device and write a profile. Started by "
         "torchrun on several ranks (torchrun --nproc-per-node 2 -m lightning_hetero.cli profile "
-        "...), it also measures messages inside a node and between nodes. Rank 0 measures the layers."
+        "...), it also measures messages inside a node and between nodes. Rank 0 measures the "
+        "layers."
     )
     add_model_argument(parser)
     parser.add_argument("--output", metavar="FILE", required=True, help="JSON file to write")

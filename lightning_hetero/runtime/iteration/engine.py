@@ -209,8 +209,8 @@ class Engine:
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients)
                 # Agree: rows are sent now and read after the push. With standbys they are sent only
-                # after the push: a rank that has all rows knows that all ranks have their gradients,
-                # so after a loss either all make the optimizer step or none does.
+                # then: a rank that has all rows knows that all ranks have their gradients, so after
+                # a loss either all make the optimizer step or none.
                 begin = partial(self._begin_agreement, key.phase, results, passes)
                 agreement = None if is_training and self.store.has_standbys else begin()
                 # Push.
@@ -299,8 +299,7 @@ class Engine:
         return agreement
 
     def _speaks(self) -> bool:
-        """Whether this rank reports for its tensor-parallel group, whose ranks have equal
-        values."""
+        """Whether this rank reports for its tensor-parallel group, where all have the same."""
         return self.place is None or self.place.tp_rank == 0
 
     def _keep_gradients(
