@@ -15,10 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.autoplan.facts import NUM_STATES, RunFacts, RunPlans
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Holding, ParameterSpec, PlanHolders, Slice
-from lightning_hetero.core.transfers import ExchangeKind, TransferTable
+from lightning_hetero.exchange.holders import Holding, PlanHolders
+from lightning_hetero.exchange.owners import find_standbys
+from lightning_hetero.exchange.slices import ParameterSpec, Slice
+from lightning_hetero.exchange.transfers import ExchangeKind, TransferTable
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.runtime.setup.detect import cluster_of
@@ -186,11 +187,11 @@ def _gain(
     width, straight_s, by_node_s = 4 / facts.compute_bytes, 0.0, 0.0
     kinds = Counter(unit.kind for unit in TransferTable(specs, slices, plan).trainable_units)
     for kind, number in kinds.items():
-        for circle in kind.circles(push=True) or ():
-            sizes = zip(circle.held, kind.row_numels, strict=True)
+        for shard_group in kind.shard_groups(push=True) or ():
+            sizes = zip(shard_group.held, kind.row_numels, strict=True)
             held = facts.compute_bytes * sum((end - start) * numel for (start, end), numel in sizes)
-            straight_s += number * push_straight_s(links, circle.members, held)
-            by_node_s += number * push_by_node_s(links, circle.members, held, width=width)
+            straight_s += number * push_straight_s(links, shard_group.members, held)
+            by_node_s += number * push_by_node_s(links, shard_group.members, held, width=width)
     return straight_s / by_node_s if by_node_s else 1.0
 
 
@@ -226,7 +227,7 @@ def state_memory(
             used[holding.global_rank][1] += rows * gradient_bytes
     for items, (owned_bytes,) in owned.values():
         for item in items:
-            for rank in item.keepers:
+            for rank in item.ranks:
                 if not facts.owned_device.is_on_host(plan, rank):
                     used[rank][2] += (item.stop - item.start) * owned_bytes
     return [MemoryTerms(*terms) for terms in used]

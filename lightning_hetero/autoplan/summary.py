@@ -16,10 +16,10 @@ from lightning_hetero.autoplan.facts import AutoPlanned, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import ParameterSpec, Slice
 from lightning_hetero.core.texts import format_table
+from lightning_hetero.exchange.owners import list_owners
+from lightning_hetero.exchange.slices import ParameterSpec, Slice
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.runtime.setup.sizes import infer_model_spec

@@ -1,7 +1,7 @@
 """The state that one rank saves, asks for and gets back.
 
-A rank saves the slices that it owns (`core.slices`), each with its optimizer state, and asks for
-the slices that it owns after the restart, whatever the plan and the world size are then.
+A rank saves the slices that it owns (see `exchange.slices`), each with its optimizer state. After a
+restart it asks for the slices that it owns then, under whatever plan and world size there is.
 """
 
 import math

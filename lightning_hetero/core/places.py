@@ -6,10 +6,19 @@ times: in a loop (Narayanan et al. 2021, "interleaved") or there and back, as a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from lightning_hetero.core.errors import PlanError
 
-__all__ = ["RankPlace", "find_places", "stages_by_worker", "usual_held", "workers_of"]
+__all__ = [
+    "RankPlace",
+    "check_owners",
+    "check_owners_exist",
+    "find_places",
+    "stages_by_worker",
+    "usual_held",
+    "workers_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +86,43 @@ def usual_held(workers: Sequence[int]) -> tuple[int, ...]:
     """
     count = len({*workers})
     return tuple(range(count, 0, -1)) if count == len(workers) else (count,) * count
+
+
+def check_owners(
+    shares: Sequence[float] | None, host_owners: Sequence[int], last_rank: int
+) -> None:
+    """Check a plan's `owner_shares` and `host_owners`.
+
+    Raises:
+        PlanError: Not every rank up to the plan's last has a share, none is above 0, or a rank that
+            owns on its host is named twice or below 0.
+    """
+    if len(set(host_owners)) < len(host_owners) or any(rank < 0 for rank in host_owners):
+        raise PlanError(
+            f"host_owners are ranks {list(host_owners)}; name each once, ranks start at 0."
+        )
+    if shares is None:
+        return
+    if not all(0 <= share < inf for share in shares) or not any(shares):
+        raise PlanError(f"owner_shares are {list(shares)}; give numbers of 0 or more, one above 0.")
+    if len(shares) <= last_rank:
+        raise PlanError(
+            f"owner_shares has {len(shares)} entries but the plan names rank {last_rank}. Give one "
+            "for each rank."
+        )
+
+
+def check_owners_exist(
+    shares: Sequence[float] | None, host_owners: Sequence[int], world_size: int
+) -> None:
+    """Raise PlanError unless a plan's owners are the ranks that run."""
+    if shares is not None and len(shares) != world_size:
+        raise PlanError(
+            f"The plan's owner_shares are for {len(shares)} ranks but {world_size} processes run. "
+            "Start as many, or leave owner_shares out."
+        )
+    if any(rank >= world_size for rank in host_owners):
+        raise PlanError(
+            f"The plan's host_owners name rank {max(host_owners)} but {world_size} processes run "
+            f"(ranks 0 to {world_size - 1}). Leave it out."
+        )

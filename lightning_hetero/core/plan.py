@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.ownership import check_owners, check_owners_exist
-from lightning_hetero.core.places import RankPlace, find_places, workers_of
+from lightning_hetero.core.places import (
+    RankPlace,
+    check_owners,
+    check_owners_exist,
+    find_places,
+    workers_of,
+)
 from lightning_hetero.core.reading import LayerRange, build, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.texts import format_table, load_file, parse_json

@@ -180,7 +180,7 @@ class CostModel(ClusterLinks, ABC):
         """Return the seconds in which an activation or its gradient goes to the next stage.
 
         Each rank sends to its counterpart. A larger group gets it in pieces, several from one
-        sender, and puts them together over its own links; see `core.neighbours`.
+        sender, and puts them together over its own links; see `exchange.neighbours`.
         """
         if sender.ranks == receiver.ranks:
             return 0.0  # They keep it.
@@ -340,7 +340,7 @@ class CostModel(ClusterLinks, ABC):
         if found is None:
             on_host = shape.owns_on_host or self.layout.host_owned
             step_s = self.host_step_s if on_host else self.step_s
-            found = self._updates[key] = step_s(shape, owned_params * self.layout.num_keepers)
+            found = self._updates[key] = step_s(shape, owned_params * self.layout.num_copies)
         return found
 
     def host_step_s(self, shape: StageShape, num_owned: float) -> float:

@@ -8,8 +8,8 @@ long one layer takes.
 
 from collections.abc import Sequence
 
-from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.exchange.owner_shares import OwnedUnit, spread_ownership
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.unit_times import (
     Holders,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from lightning_hetero.core.devices import Arithmetic
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.exchange.transfers import ExchangeKind
 
 __all__ = ["PRECISIONS", "StageShape", "StateLayout"]
 
@@ -66,14 +66,14 @@ class StateLayout:
         return self.sharded and not self.host_owned
 
     @property
-    def num_keepers(self) -> int:
-        """Ranks that keep each slice: its owner and its standbys."""
+    def num_copies(self) -> int:
+        """Number of ranks that keep each slice: its owner and its standby."""
         return 1 + self.redundancy if self.sharded else 1
 
     @property
     def pushed_bytes(self) -> int:
-        """Gradients on their way to all keepers of a slice, bytes per parameter."""
-        return self.gradient_bytes * self.num_keepers
+        """Gradients on their way to the owner and the standby of a slice, bytes per parameter."""
+        return self.gradient_bytes * self.num_copies
 
     @property
     def pulls_into_views(self) -> bool:
@@ -85,8 +85,8 @@ class StateLayout:
 
     @property
     def kept_bytes(self) -> int:
-        """The states that all keepers of a slice have, bytes per parameter."""
-        return self.owned_bytes * self.num_keepers
+        """The states on the owner and the standby of a slice together, bytes per parameter."""
+        return self.owned_bytes * self.num_copies
 
     @property
     def device_kept_bytes(self) -> int:

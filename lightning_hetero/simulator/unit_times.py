@@ -5,16 +5,16 @@ same holders. Let f_q be the share of a unit that rank q owns, and S the shard o
 holds. In a push the rank sends S·f_q to every owner q outside of its stage, and itself receives its
 own share from every other pipeline; a pull goes the same way back. A unit takes as long as the
 slower of both. If D pipelines own equal parts of what they hold, the default, f is 1/D for each of
-a circle of D ranks, and both are equal. With owner shares f comes from `spread_ownership`; what a
-rank owns of units that it doesn't hold, it receives in addition (`foreign_s`).
+a shard group of D ranks, and both are equal. With owner shares f comes from `spread_ownership`;
+gradients of units that a rank owns but doesn't hold, it receives in addition (`foreign_s`).
 
 Prices are those of what `runtime.exchange` calls. If all holders of a segment have one TP degree,
-those of the same part form a circle (`core.transfers.Circle`):
+those of the same part form a shard group (`exchange.transfers.ShardGroup`):
 
-- A pull is an all-gather around the circle's ring, and one of norms in each stage, if holders own
+- A pull is a ring all-gather of the shard group, and one of norms in each stage, if holders own
   about equal parts, use a collective (`are_collective`: AUTO on NCCL, or for many holders) and may
   gather into their weights (`StateLayout.pulls_into_views`).
-- A push of equal parts may be summed on each node first (BY_NODE), or be a ring's reduce-scatter
+- A push of equal parts may be summed on each node first (BY_NODE), or be a ring reduce-scatter
   (REDUCE_SCATTER).
 
 All else is pairwise: messages, or an all-to-all, which NCCL makes of messages. Pieces are taken to
@@ -32,7 +32,7 @@ import numpy as np
 from lightning_hetero.core.arrays import BoolArray, FloatArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.transfers import MOST_PADDING, ExchangeKind, are_collective
+from lightning_hetero.exchange.transfers import MOST_PADDING, ExchangeKind, are_collective
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.links import Peers, push_by_node_s, rings_inside_s, rings_s
 
@@ -123,7 +123,7 @@ class UnitTimes:
         self.params = np.array([float(segment.params_per_unit) for segment in segments])
 
     @cached_property
-    def are_circles(self) -> BoolArray:
+    def have_shard_groups(self) -> BoolArray:
         """[G] whether all stages of the segment have one degree."""
         found: BoolArray = (self.degrees == self.degrees[0]).all(axis=0)
         return found
@@ -133,7 +133,7 @@ class UnitTimes:
         """[G] whether the segment is pulled by an all-gather if its parts are equal."""
         layout, backend = self.cost.layout, self.cost.cluster.backend
         is_able = are_collective(layout.exchange, backend, len(self.nodes))
-        return self.are_circles & (is_able and not layout.pulls_into_views)
+        return self.have_shard_groups & (is_able and not layout.pulls_into_views)
 
     def pull_and_push_s(self) -> tuple[FloatArray, FloatArray]:
         """Return [holders, G] seconds of a pull and of a push."""
@@ -170,10 +170,10 @@ class UnitTimes:
             pull = np.where(self.are_gathered, gathered, pull)
         if layout.exchange is ExchangeKind.REDUCE_SCATTER:
             rings = rings_s(cost, nodes, layout.pushed_bytes * shards[0])
-            push = np.where(self.are_circles, rings, push)
+            push = np.where(self.have_shard_groups, rings, push)
         if layout.exchange is ExchangeKind.BY_NODE:
             width = _SUM_BYTES / layout.gradient_bytes
-            for index in np.flatnonzero(self.are_circles):
+            for index in np.flatnonzero(self.have_shard_groups):
                 ranks = [cost.first_rank_of_node[node] for node in nodes[:, index]]
                 held = layout.pushed_bytes * float(shards[0, index])
                 push[:, index] = push_by_node_s(cost, ranks, held, width=width)

@@ -17,7 +17,7 @@ from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.reading import parse_range
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.layout import ModelLayout

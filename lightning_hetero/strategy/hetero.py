@@ -38,10 +38,10 @@ from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.autoplan.planning import PlanRequest
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership
-from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.exchange.slices import Ownership
+from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients

@@ -22,10 +22,11 @@ from lightning_hetero.autoplan.facts import NUM_STATES, BatchSizes, RunFacts, Ru
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec, PlanHolders
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.exchange.holders import PlanHolders
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
+from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.exchange.by_node import relays_of
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
@@ -247,7 +248,7 @@ def counted_one_by_one(specs, plan, slices, world_size: int) -> list[tuple[float
             found[holding.global_rank][1] += 4 * numel * spec.requires_grad
         for item in slices[spec.name]:
             numel = spec.row_numel * (item.stop - item.start)
-            for rank in item.keepers:
+            for rank in item.ranks:
                 found[rank][2] += 4 * numel * (NUM_STATES if spec.requires_grad else 1)
     return [tuple(terms) for terms in found]
 

@@ -15,7 +15,7 @@ from lightning_hetero.autoplan.out_of_memory import (
     requested_bytes,
 )
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.setup.profile_cache import CorrectionFile
 from lightning_hetero.simulator import MemoryCorrection
 from tests.autoplan import restarted

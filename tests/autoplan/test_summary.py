@@ -12,9 +12,9 @@ from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec

@@ -36,7 +36,7 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from tests.benchmarks.harness import Row, median_times_s
 from tests.benchmarks.spot_replay import replay_rows
 from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, ParallelPlan
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
-from tests.core.message_lists import pulls_of, pushes_of
+from tests.exchange.message_lists import pulls_of, pushes_of
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import quantize
 from tests.runtime.runs import pipeline, plan_of, stage

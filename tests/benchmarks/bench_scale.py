@@ -3,7 +3,7 @@
 The engine's figures are those of `lone_rank`: the peer of a figure at 1,024 ranks is the same at
 64, and the note has all sizes. Rank 0 watches for stragglers by made-up times.
 
-Where a unit has no circles a rank's table grows with the ranks; it is computed here by itself.
+Where a unit has no shard groups a rank's table grows with the ranks; it is computed here by itself.
 
 `--only "TP 8"` takes the plans whose name holds that, `--only control` what has no plan, `--only
 tables` those tables, `--only fits` what a whole `Trainer.fit` adds to the engine (`lone_fit`).
@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec
-from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
+from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.straggler.locate import probe_rounds, suspect
 from lightning_hetero.straggler.paces import Observation, RankHistory, RankNote
 from lightning_hetero.straggler.watch import RunWatch, WatchConfig
@@ -138,7 +138,7 @@ def _rows_of(plan: str, figures: dict[int, Figures]) -> list[Row]:
 
 
 def _tables() -> list[Row]:
-    """Seconds for what one rank sends, gets and keeps, where ranks are no circles."""
+    """Seconds for what one rank sends, gets and keeps, where ranks are no shard groups."""
     cases: dict[str, tuple[Callable[[int], ParallelPlan], Ownership, int]] = {
         "all ranks own alike": (partial(_equal, tp_degree=1), Ownership.EVEN, 1),
         "TP degrees 8 and 4": (_mixed, Ownership.HOLDERS, 1),
@@ -150,7 +150,7 @@ def _tables() -> list[Row]:
         for size in SIZES[1:]:
             work = partial(_make_table, plan_of(size), _specs(blocks), size, ownership)
             found[size] = statistics.median(_cpu_s(work) for _ in range(REPEATS))
-        rows.append(_row_of_sizes(f"table without circles, {name}", "CPU s", found, 0.2))
+        rows.append(_row_of_sizes(f"table without shard groups, {name}", "CPU s", found, 0.2))
     return rows
 
 
@@ -161,7 +161,7 @@ def _make_table(
     table = TransferTable(specs, slices, plan)
     for kind in {unit.kind for unit in table.units if 0 in unit.kind.members}:
         for push in (False, True):
-            assert kind.circles(push=push) is None
+            assert kind.shard_groups(push=push) is None
             assert kind.moves(0, push=push)
 
 

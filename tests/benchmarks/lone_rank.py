@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hetero import ParallelPlan
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.exchange.slices import Ownership
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration import running_plan
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase

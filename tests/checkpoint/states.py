@@ -22,10 +22,10 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice
-from lightning_hetero.core.transfers import unit_of
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec, Slice
+from lightning_hetero.exchange.transfers import unit_of
 from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore, peers_in_threads
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def contents(
                 },
                 scalars={"lr_scale": 0.5, "seen": step},
             )
-            for rank in piece.keepers:
+            for rank in piece.ranks:
                 pieces[rank].append(content)
     return [
         CheckpointContent(

@@ -13,9 +13,9 @@ from lightning_hetero.checkpoint.live import (
     recover_live,
 )
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.exchange.owners import find_standbys
+from lightning_hetero.exchange.slices import Ownership
 from tests.checkpoint.states import (
     PLANS,
     assert_is_state,

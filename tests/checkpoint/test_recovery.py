@@ -15,7 +15,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.exchange.slices import Ownership
 from tests.checkpoint.states import (
     PLANS,
     Nodes,

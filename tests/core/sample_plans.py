@@ -4,7 +4,7 @@ from itertools import pairwise
 from random import Random
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 
 
 def random_plan(

@@ -21,10 +21,11 @@ from lightning_hetero.core.errors import (
     ProfileError,
 )
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, LinkTimes, Profile
-from lightning_hetero.core.slices import Ownership, ParameterSpec, holdings_of
+from lightning_hetero.exchange.holders import holdings_of
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
 
 NODE = Node(device="A10", count=2)
 TWO = ParallelPlan.even(world_size=2, num_layers=3)

@@ -20,10 +20,10 @@ from random import Random
 
 from lightning_hetero.core.actions import Action, ActionKind, most_held
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbours
 from lightning_hetero.core.places import RankPlace
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.exchange.neighbours import Neighbour, SentPiece, find_neighbours
+from lightning_hetero.exchange.transfers import TransferTable, Unit
 from lightning_hetero.runtime.stage.messages import HEADER_BYTES
 from lightning_hetero.schedules import Edge, ScheduleProblem, as_actions, usual_actions
 from lightning_hetero.schedules.problem import Dispatch, Rule

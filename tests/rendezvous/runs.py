@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.runtime.exchange import by_node
 from lightning_hetero.runtime.exchange.pull import Pull
 from tests.rendezvous.operations import (

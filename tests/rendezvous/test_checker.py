@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.actions import most_held
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership
-from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership
+from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.schedules import usual_actions
 from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.checker import RendezvousError, check_rendezvous

@@ -19,7 +19,7 @@ from lightning_hetero.models.huggingface import (
     packed_inputs,
     use_packed_attention,
 )
-from tests.core.message_lists import pulls_of, pushes_of
+from tests.exchange.message_lists import pulls_of, pushes_of
 from tests.runtime.huggingface_runs import (
     SEED,
     VOCABULARY,

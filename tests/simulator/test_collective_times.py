@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core import transfers
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec
-from lightning_hetero.core.transfers import ExchangeKind, TransferTable
+from lightning_hetero.exchange import transfers
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
+from lightning_hetero.exchange.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import (
     RooflineCost,
     StateLayout,
@@ -64,27 +64,30 @@ def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, k
             assert table.push_s[index] == pytest.approx([expected] * len(ranks))
 
 
-def are_circles(plan: ParallelPlan, cost: RooflineCost) -> list[bool]:
+def have_shard_groups(plan: ParallelPlan, cost: RooflineCost) -> list[bool]:
     table = table_of(plan, cost)
     holders = [Holders.of([pipeline]) for pipeline in plan.pipelines]
-    return UnitTimes(holders, table.segments, cost).are_circles.tolist()
+    return UnitTimes(holders, table.segments, cost).have_shard_groups.tolist()
 
 
 @given(plans(), costs())
 @settings(max_examples=40)
-def test_segments_are_circles_where_the_runtimes_tables_have_them(plan, cost):
+def test_segments_have_shard_groups_where_the_runtimes_tables_have_them(plan, cost):
     specs = [
         ParameterSpec(name=f"layers.{layer}.weight", shape=(64, 8), layer=layer, tp_dim=0)
         for layer in range(plan.num_layers)
     ]
     slices = assign_owners(specs, plan, world_size=32, ownership=Ownership.HOLDERS)
     found = [
-        u.kind.circles(push=False) is not None for u in TransferTable(specs, slices, plan).units
+        u.kind.shard_groups(push=False) is not None
+        for u in TransferTable(specs, slices, plan).units
     ]
     table = table_of(plan, cost)
     expected = [
-        is_circle
-        for segment, is_circle in zip(table.segments, are_circles(plan, cost), strict=True)
+        has_shard_groups
+        for segment, has_shard_groups in zip(
+            table.segments, have_shard_groups(plan, cost), strict=True
+        )
         for _ in range(segment.is_layers * segment.num_units)
     ]
     assert found == expected[::-1]
@@ -176,7 +179,7 @@ def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_deg
         exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
     )
     # Layers 4 and 5 and the head have stages of two ranks and of one.
-    assert are_circles(plan, cost) == [False, False, True, True, True]
+    assert have_shard_groups(plan, cost) == [False, False, True, True, True]
     assert by_node.push_s[:2] == straight.push_s[:2]
     # Nobody shares a node, or all do, so nothing is summed on it first.
     for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.simulator import RooflineCost, StateLayout
 from lightning_hetero.simulator.exchange import ExchangeTable, exchange_of
 from lightning_hetero.simulator.unit_times import cut_segments

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec
-from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
+from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.straggler import Finding, FindingKind, Mitigation
 from lightning_hetero.straggler.mitigation import (
     WatchedPlans,

@@ -44,7 +44,7 @@ from lightning_hetero.checkpoint.live import (
     NothingYet,
     recover_live,
 )
-from lightning_hetero.core.owners import serve_without
+from lightning_hetero.exchange.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.strategy.run import run_of
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
 from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec, kept_rows
-from lightning_hetero.core.transfers import unit_of
+from lightning_hetero.exchange.slices import Interval, Ownership, ParameterSpec, kept_rows
+from lightning_hetero.exchange.transfers import unit_of
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.weights import local_rows, narrow_rows
 from lightning_hetero.strategy.run import run_of

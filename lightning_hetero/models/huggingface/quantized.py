@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.model_config import read_quantization
-from lightning_hetero.core.slices import PackedSize
+from lightning_hetero.exchange.slices import PackedSize
 from lightning_hetero.models.stored import StoredTensor
 
 __all__ = ["Quantizer", "WholeReader"]

@@ -29,7 +29,7 @@ __all__ = ["NodeWay", "SummedByNode", "groups_on_nodes", "relays_of"]
 
 
 def relays_of(nodes: Sequence[int], node: int) -> list[int]:
-    """Return for each member of a circle which member on `node` relays to it: there, itself.
+    """Return for each member of a shard group which member on `node` relays to it: there, itself.
 
     Args:
         nodes: The node of each member.
@@ -52,15 +52,15 @@ class NodeWay(EvenWay):
     """How any unit of a kind is pushed by node; `pieces` are ordered by relay on this node."""
 
     near: tuple[int, ...]
-    """The circle's ranks on this rank's node, ascending, itself included."""
+    """The shard group's ranks on this rank's node, ascending, itself included."""
     near_group: dist.ProcessGroup | None
     """Their communicator; None if this rank is alone there."""
     num_pieces: list[int]
     """The number of ranks that each of `near` relays to."""
     sends: list[int]
-    """For each rank of the circle, ascending: 1 if this rank relays to it, else 0."""
+    """For each rank of the shard group, ascending: 1 if this rank relays to it, else 0."""
     receives: list[int]
-    """For each rank of the circle, ascending: 1 if it relays to this rank, else 0."""
+    """For each rank of the shard group, ascending: 1 if it relays to this rank, else 0."""
 
 
 @dataclass(eq=False)

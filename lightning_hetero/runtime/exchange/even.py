@@ -1,14 +1,14 @@
-"""Pull and push units that the ranks of a circle divide evenly: by all-gather and its reverse.
+"""Pull and push by collectives the units that a shard group's ranks divide evenly among them.
 
-Pieces that differ by a row are padded to one size if that costs little. A unit is then a rectangle
-with a row for each member: a pull is one all-gather; a push is one all-to-all of rows and a sum
-over them in pipeline order, or one reduce-scatter. Packing takes a few operations per parameter,
-whatever the number of ranks.
+Pieces that differ by a row are padded to one size if that costs little (`MOST_PADDING`). A unit is
+then a matrix with one row for each member. A pull is one all-gather. A push is one all-to-all,
+after which the owner adds up what it got in pipeline order, or one reduce-scatter. Packing takes a
+few operations per parameter, whatever the number of ranks.
 
-A circle is all holders of a unit, or under tensor parallelism those of the same part. Parameters
-that every rank of a stage holds whole, such as norms, are then divided among the stage's circles,
-and after a pull the stage's ranks gather them from each other. So with 128 pipelines of degree 8 a
-rank exchanges with 127 and 7 others, not with 1,023.
+For shard groups see `exchange.transfers.ShardGroup`. Under tensor parallelism, parameters that
+every rank of a stage holds whole, such as norms, are divided among the stage's shard groups; after
+a pull the stage's ranks gather them from each other. So with 128 pipelines of degree 8 a rank
+exchanges with 127 and 7 others, not with 1,023.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import ExchangeKind, Unit
+from lightning_hetero.exchange.slices import Interval, ParameterSpec
+from lightning_hetero.exchange.transfers import ExchangeKind, Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, sum_dtype, wait_for_all
 from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 from lightning_hetero.runtime.slices.host_memory import end_to_end
@@ -148,13 +148,13 @@ class EvenPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class EvenWay:
-    """How any unit of a kind travels in this rank's circle, and then between its stage's ranks."""
+    """How units of one kind travel in this rank's shard group, then between its stage's ranks."""
 
     group: dist.ProcessGroup
-    """The communicator of the circle."""
+    """The communicator of the shard group."""
     pieces: EvenPieces
     held: tuple[Interval, ...]
-    """For each parameter the rows of this rank's weight that the circle exchanges."""
+    """For each parameter the rows of this rank's weight that the shard group exchanges."""
     parts: EvenPieces | None = None
     """The layout of parameters that all ranks of the stage hold; None if there are none."""
     part_indices: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ class EvenWay:
     """The communicator of the stage, on which nothing else travels while a layer waits."""
 
     def narrow(self, tensors: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return the rows that the circle exchanges, as views of tensors shaped like weights."""
+        """Return views of the rows that the shard group exchanges, in tensors shaped as weights."""
         return [
             item
             if spec.shape and item.shape[spec.cut_dim] == stop - start
@@ -238,7 +238,7 @@ class GatheredUnit(_EvenUnit):
 
     @cached_property
     def _shared(self) -> list[Tensor]:
-        """The rows of the compute weights that the circle gathers."""
+        """The rows of the compute weights that the shard group gathers."""
         return self.way.narrow(self._views[1], self.unit.specs)
 
     @cached_property

@@ -1,11 +1,11 @@
 """What pull and push have in common: options, the stream that packs, waiting for messages.
 
-All pieces of one unit travel together (see `core.transfers`), in the compute dtype, so a rank moves
-one stage's worth of bytes each way per iteration, as reduce-scatter and all-gather do (Hydraulis
-§5.2; AutoHet's layer-wise synchronisation, §III).
+All pieces of one unit travel together (see `exchange.transfers`), in the compute dtype, so a rank
+moves one stage's worth of bytes each way per iteration, as reduce-scatter and all-gather do
+(Hydraulis §5.2; AutoHet's layer-wise synchronisation, §III).
 
-Floor: with D equal pipelines of stage bytes S each rank sends S·(D-1)/D and receives as much, for
-push and for pull. Receive buffers take the same memory while the exchange lasts.
+With D equal pipelines and S bytes in a stage, each rank sends S·(D-1)/D bytes and receives as many,
+in push and in pull; no exchange can move fewer. Receive buffers take the same memory meanwhile.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.runtime.clock import ComputeClock
 
 __all__ = [

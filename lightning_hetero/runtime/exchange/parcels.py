@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import Unit
+from lightning_hetero.exchange.slices import Interval, ParameterSpec
+from lightning_hetero.exchange.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     split_works,
@@ -77,7 +77,7 @@ class Parcels:
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
         rank = store.global_rank
         names = [spec.name for spec in unit.specs]
-        by_rank = [lot.holders.by_rank for lot in unit.kind.lots]
+        by_rank = [placement.holders.by_rank for placement in unit.kind.placements]
         holdings = [found.get(rank) for found in by_rank]
         held_rows = [() if item is None else item.intervals for item in holdings]
         kept_rows = [store.kept[name] for name in names]

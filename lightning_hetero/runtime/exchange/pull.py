@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.transfers import Unit
+from lightning_hetero.exchange.transfers import Unit
 from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
 from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.exchange.messages import sum_dtype
 from lightning_hetero.runtime.exchange.parcels import Parcel, ParcelUnit, Part, SentPart
 from lightning_hetero.runtime.slices.weights import narrow_rows

@@ -1,21 +1,27 @@
 """Choose how each unit travels to and from this rank: by messages, or collectives of its members.
 
-If the holders own a unit, it takes one collective of each circle, or one of the circle's ranks on
-each node and then one of the circle (BY_NODE). All other units go as parcels to
-each peer, by messages or one collective.
+A unit with shard groups (see `exchange.transfers`) takes one collective in each group; under
+BY_NODE the group's ranks on each node first sum their gradients in a collective of their own. All
+other units are sent in parcels, one for each peer, by messages or by one all-to-all.
 
-A collective needs a communicator of exactly the ranks of a circle, or of a unit's members if it has
-no circles. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per rank; units
-without one go by messages. On gloo few ranks use messages, because these are quicker there and tell
-which peer was late (`MOST_BY_MESSAGES`).
+A collective needs a communicator of exactly the ranks of a shard group, or of a unit's members if
+it has no shard groups. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per
+rank; units without one go by messages. Few ranks on gloo use messages, which are quicker there and
+tell which peer was late (`MOST_BY_MESSAGES`).
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import Circle, ExchangeKind, TransferTable, Unit, UnitKind
+from lightning_hetero.exchange.slices import Interval, ParameterSpec
+from lightning_hetero.exchange.transfers import (
+    ExchangeKind,
+    ShardGroup,
+    TransferTable,
+    Unit,
+    UnitKind,
+)
 from lightning_hetero.runtime.exchange.by_node import (
     NodeWay,
     SummedByNode,
@@ -123,28 +129,28 @@ class Routes:
 
     def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
         """Return how a kind of unit travels by `even`; None if it can't; the same on all ranks."""
-        circles = unit.kind.circles(push=push)
-        if circles is None or any(self.options.group_of(i.members) is None for i in circles):
+        found = unit.kind.shard_groups(push=push)
+        if found is None or any(self.options.group_of(i.members) is None for i in found):
             return None
         rank = self._store.global_rank
-        circle = next(item for item in circles if rank in item.members)
+        shard_group = next(item for item in found if rank in item.members)
         held, parts = [], []
-        for index, (spec, rows) in enumerate(zip(unit.specs, circle.held, strict=True)):
+        for index, (spec, rows) in enumerate(zip(unit.specs, shard_group.held, strict=True)):
             holding = self.table.holders(spec.name)[rank]
             local = local_rows(holding.intervals, *rows)
             assert local is not None
             held.append(local)
             if holding.intervals != holding.pushes and not push:
                 parts.append(index)
-        group = self.options.group_of(circle.members)
+        group = self.options.group_of(shard_group.members)
         assert group is not None
         if push and self.options.kind is ExchangeKind.BY_NODE:
-            by_node = self._node_way(unit, circle, group, tuple(held))
+            by_node = self._node_way(unit, shard_group, group, tuple(held))
             if by_node is not None:
                 return by_node
         return EvenWay(
             group=group,
-            pieces=EvenPieces(unit.specs, circle.members, circle.pieces, self._store),
+            pieces=EvenPieces(unit.specs, shard_group.members, shard_group.pieces, self._store),
             held=tuple(held),
             parts=self._parts_of_stage([unit.specs[i] for i in parts]) if parts else None,
             part_indices=tuple(parts),
@@ -152,10 +158,14 @@ class Routes:
         )
 
     def _node_way(
-        self, unit: Unit, circle: Circle, group: dist.ProcessGroup, held: tuple[Interval, ...]
+        self,
+        unit: Unit,
+        shard_group: ShardGroup,
+        group: dist.ProcessGroup,
+        held: tuple[Interval, ...],
     ) -> NodeWay | None:
-        """Return how a circle pushes by node; None if it can't; the same on all ranks."""
-        members, node_of_rank = circle.members, self.options.node_of_rank
+        """Return how a shard group pushes by node; None if it can't; the same on all ranks."""
+        members, node_of_rank = shard_group.members, self.options.node_of_rank
         groups = groups_on_nodes(members, node_of_rank)
         if not groups or any(self.options.group_of(ranks) is None for ranks in groups):
             return None
@@ -165,7 +175,7 @@ class Routes:
         relays_on = {node: relays_of(nodes, node) for node in {*nodes}}
         relays = relays_on[nodes[own]]
         order = sorted(range(len(members)), key=lambda place: (relays[place], place))
-        rows = [[pieces[place] for place in order] for pieces in circle.pieces]
+        rows = [[pieces[place] for place in order] for pieces in shard_group.pieces]
         return NodeWay(
             group=group,
             pieces=EvenPieces(unit.specs, [members[i] for i in order], rows, self._store),

@@ -6,11 +6,11 @@ from enum import IntEnum
 
 import torch
 
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.reading import Choice
-from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
-from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec, Slice
+from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.stage.recomputation import LayerOptions

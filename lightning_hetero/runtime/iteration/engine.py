@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.places import RankPlace
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import stage_edges
 from lightning_hetero.core.places import RankPlace
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.slices import OuterRole
-from lightning_hetero.core.transfers import (
+from lightning_hetero.exchange.neighbours import stage_edges
+from lightning_hetero.exchange.slices import OuterRole
+from lightning_hetero.exchange.transfers import (
     ExchangeKind,
     TransferTable,
     UnitKind,
@@ -227,8 +227,8 @@ class PlanSwitch:
         """Return the ranks that sum gradients of a kind of units together, node by node."""
         if self._options.kind is not ExchangeKind.BY_NODE:
             return set()
-        circles, nodes = kind.circles(push=True) or (), self._options.node_of_rank
-        return set().union(*(groups_on_nodes(item.members, nodes) for item in circles))
+        shard_groups, nodes = kind.shard_groups(push=True) or (), self._options.node_of_rank
+        return set().union(*(groups_on_nodes(item.members, nodes) for item in shard_groups))
 
     def _are_collective(self, members: Sequence[int]) -> bool:
         if self._comms.exchange is None:

@@ -22,8 +22,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, HeteroError
-from lightning_hetero.core.neighbours import Edge
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.exchange.neighbours import Edge
 from lightning_hetero.runtime.ranks.connections import Connections
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.slices.frozen import (
     STAYS_FROZEN,
     is_opaque,

@@ -127,7 +127,7 @@ def _check_owners(kept: Mapping[str, StandIn], comms: Communicators) -> None:
         rank
         for item in kept.values()
         for slices in item.store.slices[item.parameter]
-        for rank in slices.keepers
+        for rank in slices.ranks
     }
     if any(owner >= comms.world_size for owner in owners):
         raise ConfigurationError(

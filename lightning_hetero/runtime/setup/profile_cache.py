@@ -29,8 +29,8 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.core.reading import build
-from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.texts import load_file, parse_json
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profiling import (

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.model_config import FineTuning
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
 __all__ = ["infer_model_spec"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.models.stored import Box
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.owners import list_owners
+from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
@@ -92,7 +92,7 @@ class StandbyCheck:
         shared: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
         for names, items in list_owners(self._store.slices):
             for item in items:
-                if item.standby is None or self._store.global_rank not in item.keepers:
+                if item.standby is None or self._store.global_rank not in item.ranks:
                     continue
                 shared[item.owner, item.standby] |= {
                     f"{name} {item.start}": self._store.rows(

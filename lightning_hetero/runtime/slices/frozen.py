@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import Interval, PackedSize, ParameterSpec, Slice
+from lightning_hetero.exchange.slices import Interval, PackedSize, ParameterSpec, Slice
 from lightning_hetero.models.stored import Box
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 

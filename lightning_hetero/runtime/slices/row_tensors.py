@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.slices import Interval
+from lightning_hetero.exchange.slices import Interval
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.reductions import Reduction, sum_of_powers
 from lightning_hetero.runtime.unknown import tensors_in

@@ -189,6 +189,6 @@ def _part_of(store: SliceStore, name: str, ranks: Ranks) -> Part:
         is_uncut=len(store.slices[name]) == 1,
         num_whole=prod(spec.shape),
         dim=spec.cut_dim,
-        copies=len(store.slices[name][0].keepers) if store.slices[name] else 1,
+        copies=len(store.slices[name][0].ranks) if store.slices[name] else 1,
         frozen=store.frozen,
     )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.owners import list_owners
+from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.owners import list_owners
-from lightning_hetero.core.slices import Interval, ParameterSpec, Slice, kept_rows
-from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.exchange.owners import list_owners
+from lightning_hetero.exchange.slices import Interval, ParameterSpec, Slice, kept_rows
+from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.frozen import FrozenWeights, is_opaque
 from lightning_hetero.runtime.slices.host_memory import PinnedBlocks

@@ -4,8 +4,8 @@ Each sender and receiver have a communicator of their own for each direction, wh
 micro-batches in the order of the schedule. So under NCCL's rules (in order per communicator, a send
 ends with its receive) no message queues behind one that waits for another stage.
 
-Only the sender knows what its layers made of a micro-batch, so a header goes with each activation:
-shapes, dtypes and what layers left.
+Only the sender knows what its layers returned for a micro-batch, so a header goes with each
+activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
 
 * Among CPUs it is the beginning of the activation's own message, together with the side tensors: a
   micro-batch costs one message forward and one backward at each boundary, in buffers as long as the
@@ -21,8 +21,8 @@ accelerators, of their headers) are posted for as many micro-batches as the stag
 between forward and backward, since it can't be further ahead.
 
 All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
-the other stage's group, and the groups may differ in size (`core.neighbours`). If a larger group
-receives pieces, headers are messages of their own among CPUs, too.
+the other stage's group, and the groups may differ in size (`exchange.neighbours`). If a larger
+group receives pieces, headers are messages of their own among CPUs, too.
 
 What is sent is freed once it has arrived: at most as many are kept as the schedule has in flight,
 and older ones have arrived by then, so waiting for them costs nothing. In forward-only passes at
@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
-from lightning_hetero.core.neighbours import Neighbour, SentPiece
+from lightning_hetero.exchange.neighbours import Neighbour, SentPiece
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.stage.messages import (

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.core.neighbours import find_neighbours
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
+from lightning_hetero.exchange.neighbours import find_neighbours
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage.activations import ActivationLink, Mailbox

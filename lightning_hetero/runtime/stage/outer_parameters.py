@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.unknown import Unknown, tensors_in, written_by
 
 __all__ = ["OuterRoles", "ReadWatch"]

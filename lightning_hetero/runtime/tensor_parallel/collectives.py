@@ -6,7 +6,7 @@ backward does the conjugate to the gradient: the gradient of a whole tensor that
 of weights is partial, the gradient of a sum is whole (Megatron-LM's operators f and g, and their
 versions for sharded tokens). All ranks of the group call them in the same order.
 
-A length need not be divisible by the group's size: see `core.slices.piece_of`. Under sequence
+A length need not be divisible by the group's size: see `exchange.slices.piece_of`. Under sequence
 parallelism an activation is cut along its tokens where a stage begins, and gathered where it ends.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import piece_of
+from lightning_hetero.exchange.slices import piece_of
 from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 
 __all__ = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
 from lightning_hetero.runtime.slices.frozen import Opaque, is_opaque
 from lightning_hetero.runtime.slices.known_by_shape import Awaited, KnownByShape, StandIn

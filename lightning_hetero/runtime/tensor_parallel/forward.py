@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import ParameterSpec, piece_of
+from lightning_hetero.exchange.slices import ParameterSpec, piece_of
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
 from lightning_hetero.runtime.tensor_parallel.collectives import (
     TOKENS,

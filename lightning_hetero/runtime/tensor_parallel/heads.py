@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.tensor_parallel.styles import layer_of
 
 __all__ = ["Heads", "find_heads", "with_heads"]

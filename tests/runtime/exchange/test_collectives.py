@@ -150,7 +150,7 @@ ON_NODES = {
     "aabb": (Case(plan=plan_of(*(pipeline(stage(i, 0, 3)) for i in range(4))), num_rows=16), 1 / 2),
     # Straight, of 5 pieces two ranks send 3, three send 2: 12. By node 2 relays of 3, 3 of 2: 5.
     "abbba": (Case(plan=FIVE, width=64, num_rows=20), 5 / 12),
-    # Each part of a stage is a circle of two, with one rank on each node: nothing is summed there.
+    # Each shard group has two ranks, one on each node: nothing is summed on a node.
     "abab": (Case(plan=TWICE, width=32, options=(("tp_plan", TP_PLAN),), num_rows=8), 1),
 }
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec
-from lightning_hetero.core.transfers import Circle, TransferTable, Unit
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
+from lightning_hetero.exchange.transfers import ShardGroup, TransferTable, Unit
 from lightning_hetero.runtime.exchange.even import EvenPieces
 from lightning_hetero.runtime.slices.weights import narrow_rows
 
@@ -33,14 +33,14 @@ def unit_of_layer(specs: list[ParameterSpec], world_size: int, weights: Any = No
     return unit
 
 
-def circle_of(unit: Unit) -> Circle:
-    (circle,) = unit.kind.circles(push=False) or ()
-    return circle
+def shard_group_of(unit: Unit) -> ShardGroup:
+    (shard_group,) = unit.kind.shard_groups(push=False) or ()
+    return shard_group
 
 
 def even_pieces(unit: Unit, rank: int) -> EvenPieces:
-    circle = circle_of(unit)
-    return EvenPieces(unit.specs, circle.members, circle.pieces, store_of(rank))
+    shard_group = shard_group_of(unit)
+    return EvenPieces(unit.specs, shard_group.members, shard_group.pieces, store_of(rank))
 
 
 @given(
@@ -64,7 +64,7 @@ def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, sha
     specs.append(MANY_ROWS)
     weights = [1.0 + shift * (rank % 2) for rank in range(world_size)]
     unit = unit_of_layer(specs, world_size, weights)
-    circle = circle_of(unit)
+    shard_group = shard_group_of(unit)
     wholes = [torch.randn(spec.shape) for spec in specs]
     pieces = [even_pieces(unit, rank) for rank in range(world_size)]
     packed = pieces[0].pack_wholes(wholes, torch.float32)
@@ -72,7 +72,7 @@ def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, sha
     for rank, even in enumerate(pieces):
         expected = [
             narrow_rows(whole, spec, *rows[rank])
-            for whole, spec, rows in zip(wholes, specs, circle.pieces, strict=True)
+            for whole, spec, rows in zip(wholes, specs, shard_group.pieces, strict=True)
         ]
         taken = even.own_rows_of(wholes, specs)
         for found in (even.unpack_own(packed[rank]), taken):
@@ -89,7 +89,7 @@ def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, sha
 @pytest.mark.parametrize(("rows", "is_even"), [(64, True), (63, True), (20, False), (17, False)])
 def test_pieces_are_padded_to_one_size_where_that_costs_little(rows, is_even):
     unit = unit_of_layer([ParameterSpec(name="x", shape=(rows, 4), layer=0)], 8)
-    assert (unit.kind.circles(push=False) is not None) == is_even
+    assert (unit.kind.shard_groups(push=False) is not None) == is_even
 
 
 class Counting(TorchFunctionMode):

@@ -63,7 +63,7 @@ class Look(L.Callback):
             values = {"weight": master.detach(), **states.get(master, {})}
             like = {key: value for key, value in values.items() if value.shape == master.shape}
             for item in items:
-                if store.global_rank in item.keepers:
+                if store.global_rank in item.ranks:
                     is_own = item.owner == store.global_rank
                     into = self.kept.owned if is_own else self.kept.stood_by
                     for key, value in like.items():

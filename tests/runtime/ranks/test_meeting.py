@@ -10,7 +10,7 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import BatchError, ConfigurationError, HeteroError
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.models.batches import fingerprint_of
 from lightning_hetero.runtime.ranks import meeting
 from tests.processes import ProcessPool

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.slices import OuterRole
+from lightning_hetero.exchange.slices import OuterRole
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout, find_layers
 from tests.toy import GPT, ToyModule, ToyOptions

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.models.huggingface import load_pretrained
 from lightning_hetero.runtime.ranks.communicators import Communicators

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.slices import Slice
+from lightning_hetero.exchange.slices import Slice
 from lightning_hetero.runtime.slices.step_trial import (
     Likeness,
     check_steps,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec
 from lightning_hetero.runtime.slices import wholes
 from lightning_hetero.runtime.slices.weights import narrow_rows
 from lightning_hetero.runtime.slices.wholes import gather_everywhere, gather_on_rank_0

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.neighbours import find_neighbours, stage_edges
+from lightning_hetero.exchange.neighbours import find_neighbours, stage_edges
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage import activations

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.tensor_parallel.heads import Heads
 
 

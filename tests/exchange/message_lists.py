@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.exchange.transfers import TransferTable, Unit
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,8 @@ which makes the sum of distances least.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 
-from lightning_hetero.core.errors import PlanError
-
-__all__ = ["OwnedUnit", "check_owners", "check_owners_exist", "spread_ownership"]
+__all__ = ["OwnedUnit", "spread_ownership"]
 
 _NOTHING = 1e-12
 """Shares of a unit below this are rounding errors."""
@@ -27,46 +24,6 @@ class OwnedUnit:
     """Number of parameters, above 0."""
     holders: tuple[tuple[int, ...], ...]
     """For each pipeline the global ranks that hold the unit, each an equal part."""
-
-
-def check_owners(
-    shares: Sequence[float] | None, host_owners: Sequence[int], last_rank: int
-) -> None:
-    """Check a plan's `owner_shares` and `host_owners`.
-
-    Raises:
-        PlanError: Not every rank up to the plan's last has a share, none is above 0, or a rank that
-            owns on its host is named twice or below 0.
-    """
-    if len(set(host_owners)) < len(host_owners) or any(rank < 0 for rank in host_owners):
-        raise PlanError(
-            f"host_owners are ranks {list(host_owners)}; name each once, ranks start at 0."
-        )
-    if shares is None:
-        return
-    if not all(0 <= share < inf for share in shares) or not any(shares):
-        raise PlanError(f"owner_shares are {list(shares)}; give numbers of 0 or more, one above 0.")
-    if len(shares) <= last_rank:
-        raise PlanError(
-            f"owner_shares has {len(shares)} entries but the plan names rank {last_rank}. Give one "
-            "for each rank."
-        )
-
-
-def check_owners_exist(
-    shares: Sequence[float] | None, host_owners: Sequence[int], world_size: int
-) -> None:
-    """Raise PlanError unless a plan's owners are the ranks that run."""
-    if shares is not None and len(shares) != world_size:
-        raise PlanError(
-            f"The plan's owner_shares are for {len(shares)} ranks but {world_size} processes run. "
-            "Start as many, or leave owner_shares out."
-        )
-    if any(rank >= world_size for rank in host_owners):
-        raise PlanError(
-            f"The plan's host_owners name rank {max(host_owners)} but {world_size} processes run "
-            f"(ranks 0 to {world_size - 1}). Leave it out."
-        )
 
 
 def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> list[dict[int, float]]:

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.owners import assign_owners, list_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice, holdings_of
+from lightning_hetero.exchange.holders import holdings_of
+from lightning_hetero.exchange.owners import assign_owners, list_owners
+from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec, Slice
 from tests.core.sample_plans import random_plan, small_model
 
 RULES = [Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER]

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.owners import assign_owners
-from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.exchange.owner_shares import OwnedUnit, spread_ownership
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import Ownership
 from tests.core.sample_plans import random_plan, small_model
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.owners import assign_owners, find_standbys, serve_without
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec, holdings_of, kept_rows
-from lightning_hetero.core.transfers import TransferTable
-from tests.core.message_lists import pulls_of, pushes_of
+from lightning_hetero.exchange.holders import holdings_of
+from lightning_hetero.exchange.owners import assign_owners, find_standbys, serve_without
+from lightning_hetero.exchange.slices import Ownership, ParameterSpec, kept_rows
+from lightning_hetero.exchange.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
+from tests.exchange.message_lists import pulls_of, pushes_of
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER, Ownership.MEMORY])
 random = st.randoms(use_true_random=False)
@@ -71,13 +72,13 @@ def test_without_any_lost_ranks_rows_are_served_by_who_is_left_or_missing(rng, r
     for spec in specs:
         rows = [0] * spec.cut_length
         for item in served.slices[spec.name]:
-            assert not lost & set(item.keepers)
+            assert not lost & set(item.ranks)
             for row in range(item.start, item.stop):
                 rows[row] += 1
         gone = {r for start, stop in served.missing.get(spec.name, ()) for r in range(start, stop)}
         assert rows == [int(row not in gone) for row in range(spec.cut_length)]
         for item in slices[spec.name]:
-            is_gone = set(item.keepers) <= lost
+            is_gone = set(item.ranks) <= lost
             assert is_gone == (item.start in gone)
     if not any({rank, standby} <= lost for rank, standby in enumerate(standbys)):
         assert not served.missing or world_size == 1
@@ -109,12 +110,12 @@ def test_a_push_brings_each_gradient_to_both_and_a_pull_takes_own_rows_first(rng
     for spec in specs:
         for item, holding in product(slices[spec.name], holdings_of(spec, plan)):
             holder = holding.global_rank
-            # The next of the keepers, around the circle of ranks.
-            source = min(item.keepers, key=lambda keeper: (keeper - holder) % world_size)
+            # The next of its ranks, going around the ranks.
+            source = min(item.ranks, key=lambda keeper: (keeper - holder) % world_size)
             for row in rows_within(item, holding.intervals):
                 wanted_pulls[spec.name, row, source, holder] += 1
             for row in rows_within(item, holding.pushes if spec.requires_grad else ()):
-                wanted_pushes.update((spec.name, row, holder, keeper) for keeper in item.keepers)
+                wanted_pushes.update((spec.name, row, holder, keeper) for keeper in item.ranks)
     assert pulled == wanted_pulls
     assert pushed == wanted_pushes
 

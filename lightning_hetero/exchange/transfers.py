@@ -1,19 +1,24 @@
 """Decide which bytes move between which ranks under a plan: the pull and push tables.
 
-A pull sends weights from the owners of slices to the holders, a push gradients from the holders to
-the owners (Hydraulis §5.2; the LNK operators). Both use one table, in opposite directions. All
-pieces of one *unit* (a layer, or the parameters before or after the layers) travel together. Either
-each peer gets one message: if owners are among the holders, with D pipelines and k layers in a
-stage, a rank sends about k·(D-1) messages and one stage's worth of bytes each way. Or a `Circle`
-uses one collective per unit, k in all. Small neighbours with the same holders are one unit, like
-DDP's buckets, because a message costs as much as many kilobytes. With redundancy a push goes to
-owner and standby of each slice; in a pull either serves a holder, so that few ranks serve each.
+A pull sends weights from the owners of slices to the holders, a push sends gradients from the
+holders to the owners (Hydraulis §5.2, "LNK operators"). Both use one table, in opposite directions.
+Example: rank 0 owns rows 0 to 4 of a weight of 10 rows, rank 1 the others, and both hold all of it.
+In a pull rank 0 sends rows 0 to 4 to rank 1 and gets rows 5 to 9; in a push it sends its gradient
+of rows 5 to 9 to rank 1, gets rank 1's of rows 0 to 4, and adds these to its own.
+
+All pieces of one *unit* (a layer, or the parameters before or after the layers) travel together, in
+one of two ways. By messages, a rank sends one to each peer: if owners are among the holders, with D
+pipelines and k layers in a stage, about k·(D-1) messages and one stage's worth of bytes each way.
+By collectives, a `ShardGroup` uses one for each unit, k in all. Small layers next to each other
+with the same holders form one unit, as in DDP's buckets, since a message takes as long as many
+kilobytes. With redundancy a push goes to the owner and to the standby of each slice, and a pull
+comes from either.
 
 Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and all
-arithmetic is done once per kind: 80 layers on 1,024 equal pipelines are one. If owners aren't the
-holders (`Ownership.EVEN`), TP degrees differ, blocks are sharded one by one, or owners have whole
-parameters, there are no circles: a rank exchanges rows with every rank that keeps or holds any of
-them, and the table grows with their number.
+arithmetic is done once per kind: the 80 layers of 1,024 equal pipelines are of one kind. There are
+no shard groups if owners aren't the holders (`Ownership.EVEN`), if TP degrees differ, if blocks are
+sharded one by one, or if owners have whole parameters. Then a rank exchanges rows with every rank
+that keeps or holds any of them, and the table grows with the number of these ranks.
 """
 
 from collections import Counter, defaultdict
@@ -24,22 +29,15 @@ from typing import NamedTuple
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.reading import Choice
-from lightning_hetero.core.slices import (
-    Holding,
-    Interval,
-    Lot,
-    OuterRole,
-    ParameterSpec,
-    PlanHolders,
-    Slice,
-)
+from lightning_hetero.exchange.holders import Holding, ParameterPlacement, PlanHolders
+from lightning_hetero.exchange.slices import Interval, OuterRole, ParameterSpec, Slice
 
 __all__ = [
     "MOST_BY_MESSAGES",
     "MOST_PADDING",
-    "Circle",
     "ExchangeKind",
     "Move",
+    "ShardGroup",
     "TransferTable",
     "Unit",
     "UnitKind",
@@ -52,7 +50,7 @@ class ExchangeKind(Choice):
     """How units travel between their owners and their holders."""
 
     AUTO = "auto"
-    """MESSAGES on gloo among few ranks, else COLLECTIVES, or BY_NODE where that is faster."""
+    """MESSAGES for few ranks on gloo, else COLLECTIVES, or BY_NODE where that is faster."""
     MESSAGES = "messages"
     """One message for each unit and peer."""
     COLLECTIVES = "collectives"
@@ -60,23 +58,23 @@ class ExchangeKind(Choice):
     BY_NODE = "by-node"
     """COLLECTIVES, but each node first sums the gradients of its ranks."""
     REDUCE_SCATTER = "reduce-scatter"
-    """COLLECTIVES, but the backend sums gradients, in the compute dtype and in its own order, if
-    all ranks of a unit hold it whole."""
+    """COLLECTIVES, but the backend sums the gradients of units that all their ranks hold whole, in
+    the compute dtype and in the backend's own order."""
 
 
 MOST_BY_MESSAGES = 8
-"""Most ranks of a unit that use messages on gloo, unless the kind of exchange is named."""
+"""Up to this many ranks of a unit use messages on gloo under `ExchangeKind.AUTO`."""
 
 
 def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
-    """Return whether ranks exchange units by a collective, if there is a group for it.
+    """Return whether ranks exchange units by a collective rather than by messages.
 
-    Runtime and simulator both ask here.
+    The runtime and the simulator both use this rule.
 
     Args:
         kind: How units travel.
         backend: The ranks' backend: "gloo", "nccl", …
-        num_members: The ranks of a circle, or of a unit without circles.
+        num_members: Number of ranks of the shard group, or of the unit if it has no shard groups.
     """
     if num_members == 1 or kind is ExchangeKind.MESSAGES:
         return False
@@ -92,9 +90,9 @@ def unit_of(spec: ParameterSpec, num_layers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """All pieces of a unit that go from one rank to another; in a local copy both are the same.
+    """All pieces of a unit that go from one rank to another, or are copied on one rank.
 
-    The same for any unit of a kind, so parameters are named by index.
+    Moves are the same for all units of a kind, so parameters are named by index.
     """
 
     source: int
@@ -104,15 +102,17 @@ class Move:
 
 
 MOST_PADDING = 1 / 8
-"""Most bytes that padding pieces to one size may add, as a share of the unit's bytes. R rows among
-D ranks need a share of at most D/R, so it always suffices if R is 8·D or more."""
+"""Most padding in the pieces of a shard group, as a share of the unit's bytes. Pieces of R rows in
+all among D ranks need at most D/R of padding, so R = 8·D rows always suffice."""
 
 
-class Circle(NamedTuple):
-    """Ranks that hold the same rows of a unit's parameters, of which each row is kept by one.
+class ShardGroup(NamedTuple):
+    """Ranks that hold the same rows of a unit's parameters, and own exactly these rows together.
 
-    These are all holders, or under tensor parallelism all holders of the same part. A weight that
-    all ranks of a stage hold, such as a norm's, is divided: each rank pushes a part in its circle.
+    In a pull each rank gathers the pieces of the others, as in FSDP; in a push each gets the
+    gradients of its own piece. The group consists of all holders of the unit, or under tensor
+    parallelism of those with the same `tp_rank`. Weights that are whole on all ranks of a stage,
+    such as a norm's, are divided among the stage's shard groups.
     """
 
     members: tuple[int, ...]
@@ -124,7 +124,7 @@ class Circle(NamedTuple):
     first row held."""
 
     def fits(self, row_numels: Sequence[int]) -> bool:
-        """Whether padding pieces to one size adds at most `MOST_PADDING`, and no row is empty."""
+        """Whether all rows have elements, and equal pieces need at most `MOST_PADDING`."""
         padded = exact = 0
         for pieces, row_numel in zip(self.pieces, row_numels, strict=True):
             sizes = [stop - start for start, stop in pieces]
@@ -134,68 +134,68 @@ class Circle(NamedTuple):
 
 
 class UnitKind:
-    """The common part of all units whose parameters have the same owners, holders and rows.
+    """What all units have in common whose parameters have the same owners, holders and rows.
 
     Args:
-        lots: Owners and holders of each parameter.
+        placements: Owners and holders of each parameter.
         row_numels: Elements in a row of each parameter.
     """
 
-    def __init__(self, lots: Sequence[Lot], row_numels: Sequence[int]) -> None:
-        self.lots = tuple(lots)
+    def __init__(self, placements: Sequence[ParameterPlacement], row_numels: Sequence[int]) -> None:
+        self.placements = tuple(placements)
         self.row_numels = tuple(row_numels)
-        self._circles: dict[bool, tuple[Circle, ...] | None] = {}
+        self._shard_groups: dict[bool, tuple[ShardGroup, ...] | None] = {}
 
     @cached_property
     def members(self) -> tuple[int, ...]:
         """Ranks that hold or keep any rows of a unit, ascending."""
-        return tuple(sorted(frozenset().union(*(lot.members for lot in set(self.lots)))))
+        return tuple(sorted(frozenset().union(*(item.members for item in {*self.placements}))))
 
     @cached_property
     def holders(self) -> frozenset[int]:
         """Ranks that hold any rows of a unit."""
-        return frozenset().union(*(lot.holders.by_rank for lot in set(self.lots)))
+        return frozenset().union(*(item.holders.by_rank for item in {*self.placements}))
 
     @cached_property
     def has_standbys(self) -> bool:
         """Whether any row is kept by two ranks."""
-        return any(lot.has_standbys for lot in self.lots)
+        return any(item.has_standbys for item in self.placements)
 
-    def circles(self, *, push: bool) -> tuple[Circle, ...] | None:
-        """Return the circles in which units are pulled or pushed; each member is in one of them.
+    def shard_groups(self, *, push: bool) -> tuple[ShardGroup, ...] | None:
+        """Return the shard groups in which units are pulled or pushed; each member is in one.
 
-        None unless all parameters have the same circles, with pieces of about one size in each.
+        None unless all parameters have the same groups, with pieces of about one size in each.
         """
         key = push and self.has_standbys
-        if key not in self._circles:
-            self._circles[key] = self._find_circles(push=key)
-        return self._circles[key]
+        if key not in self._shard_groups:
+            self._shard_groups[key] = self._find_shard_groups(push=key)
+        return self._shard_groups[key]
 
-    def _find_circles(self, *, push: bool) -> tuple[Circle, ...] | None:
-        by_lot = {lot: lot.circles(push=push) for lot in set(self.lots)}
-        found = [item for lot in self.lots if (item := by_lot[lot]) is not None]
-        if len(found) < len(self.lots) or any(item.keys() != found[0].keys() for item in found):
+    def _find_shard_groups(self, *, push: bool) -> tuple[ShardGroup, ...] | None:
+        by_placement = {item: item.shard_groups(push=push) for item in {*self.placements}}
+        rows = [found for item in self.placements if (found := by_placement[item]) is not None]
+        if len(rows) < len(self.placements) or any(i.keys() != rows[0].keys() for i in rows):
             return None
-        circles = tuple(
-            Circle(members, *zip(*(item[members] for item in found), strict=True))
-            for members in found[0]
+        groups = tuple(
+            ShardGroup(members, *zip(*(item[members] for item in rows), strict=True))
+            for members in rows[0]
         )
-        return circles if all(item.fits(self.row_numels) for item in circles) else None
+        return groups if all(item.fits(self.row_numels) for item in groups) else None
 
     @cached_property
     def groups(self) -> frozenset[tuple[int, ...]]:
         """The sets of ranks that need a communicator to exchange units by collectives."""
         found: set[tuple[int, ...]] = set()
-        for circles in (self.circles(push=False), self.circles(push=True)):
-            found |= {self.members} if circles is None else {item.members for item in circles}
+        for groups in (self.shard_groups(push=False), self.shard_groups(push=True)):
+            found |= {self.members} if groups is None else {item.members for item in groups}
         return frozenset(found)
 
     def moves(self, global_rank: int, *, push: bool) -> list[Move]:
         """Return the moves that a rank sends, receives or copies, by (owner, holder)."""
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        by_lot = {lot: [*lot.overlaps(global_rank, push=push)] for lot in set(self.lots)}
-        for index, lot in enumerate(self.lots):
-            for owner, holder, start, stop in by_lot[lot]:
+        by_placement = {i: [*i.overlaps(global_rank, push=push)] for i in {*self.placements}}
+        for index, placement in enumerate(self.placements):
+            for owner, holder, start, stop in by_placement[placement]:
                 pieces = found[owner, holder]
                 if pieces and pieces[-1][0] == index and pieces[-1][2] == start:
                     start = pieces.pop()[1]
@@ -273,7 +273,7 @@ class TransferTable:
         holders = PlanHolders(plan)
         self._holders = {spec.name: holders.of(spec) for spec in specs}
         self._slices = slices
-        self._lots: dict[Hashable, Lot] = {}
+        self._placements: dict[Hashable, ParameterPlacement] = {}
         self._kinds: dict[Hashable, UnitKind] = {}
         members: dict[int, list[ParameterSpec]] = defaultdict(list)
         for spec in specs:
@@ -305,14 +305,16 @@ class TransferTable:
         return tuple(Unit(item.indices, item.specs, self._kind_of(item.specs)) for item in bundles)
 
     def _kind_of(self, specs: Sequence[ParameterSpec]) -> UnitKind:
-        lots = tuple(self._lot_of(spec.name) for spec in specs)
+        placements = tuple(self._placement_of(spec.name) for spec in specs)
         row_numels = tuple(spec.row_numel for spec in specs)
-        return self._kinds.setdefault((lots, row_numels), UnitKind(lots, row_numels))
+        return self._kinds.setdefault((placements, row_numels), UnitKind(placements, row_numels))
 
-    def _lot_of(self, parameter: str) -> Lot:
+    def _placement_of(self, parameter: str) -> ParameterPlacement:
         holders, slices = self._holders[parameter], self._slices[parameter]
         # By identity, as `assign_owners` gives one object to all parameters that are cut alike.
-        return self._lots.setdefault((holders, id(slices)), Lot(holders, slices))
+        return self._placements.setdefault(
+            (holders, id(slices)), ParameterPlacement(holders, slices)
+        )
 
     def holdings(self, parameter: str) -> tuple[Holding, ...]:
         """Return a parameter's holdings, in pipeline order."""

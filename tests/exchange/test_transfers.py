@@ -5,17 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, holdings_of
-from lightning_hetero.core.transfers import TransferTable, unit_of
-from tests.core.message_lists import (
+from lightning_hetero.exchange.holders import holdings_of
+from lightning_hetero.exchange.owners import assign_owners
+from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec
+from lightning_hetero.exchange.transfers import TransferTable, unit_of
+from tests.core.sample_plans import random_plan, small_model
+from tests.exchange.message_lists import (
     Message,
     messages_of,
     pulls_of,
     pushes_of,
 )
-from tests.core.sample_plans import random_plan, small_model
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER, Ownership.MEMORY])
 random = st.randoms(use_true_random=False)
@@ -140,27 +141,27 @@ def test_the_table_tells_holders_and_sizes():
 
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
-def test_members_of_a_unit_are_who_takes_part_and_circles_share_what_they_own(rng, tied, rule):
+def test_members_of_a_unit_are_who_takes_part_and_shard_groups_share_what_they_own(rng, tied, rule):
     plan, world_size = random_plan(rng, has_chunks=True)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     for unit in TransferTable(specs, slices, plan).units:
         kind, members = unit.kind, unit.kind.members
         assert list(members) == [r for r in range(world_size) if messages_of(unit, r, push=False)]
-        circles = kind.circles(push=True)
-        if circles is None:
+        shard_groups = kind.shard_groups(push=True)
+        if shard_groups is None:
             continue
-        assert sorted(rank for circle in circles for rank in circle.members) == list(members)
-        for circle in circles:
+        assert sorted(rank for item in shard_groups for rank in item.members) == list(members)
+        for shard_group in shard_groups:
             for spec, (start, stop), pieces in zip(
-                unit.specs, circle.held, circle.pieces, strict=True
+                unit.specs, shard_group.held, shard_group.pieces, strict=True
             ):
                 pushed = {h.global_rank: h.pushes for h in holdings_of(spec, plan)}
-                assert {pushed[rank] for rank in circle.members} == {((start, stop),)}
+                assert {pushed[rank] for rank in shard_group.members} == {((start, stop),)}
                 owners = {row: i.owner for i in slices[spec.name] for row in range(i.start, i.stop)}
                 found = {
                     start + row: rank
-                    for rank, piece in zip(circle.members, pieces, strict=True)
+                    for rank, piece in zip(shard_group.members, pieces, strict=True)
                     for row in range(*piece)
                 }
                 assert found == {row: owners[row] for row in range(start, stop)}
@@ -178,11 +179,11 @@ def test_ranks_with_the_same_part_of_a_stage_exchange_among_themselves(num_stage
     ]
     slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
     (unit,) = TransferTable(specs, slices, plan).units
-    circles = unit.kind.circles(push=push)
-    assert circles is not None
+    shard_groups = unit.kind.shard_groups(push=push)
+    assert shard_groups is not None
     by_part = [{p.stages[0].ranks[tp_rank] for p in plan.pipelines} for tp_rank in range(tp_degree)]
-    assert sorted(map(sorted, by_part)) == sorted(list(circle.members) for circle in circles)
-    assert unit.kind.groups == {circle.members for circle in circles}
+    assert sorted(map(sorted, by_part)) == sorted(list(item.members) for item in shard_groups)
+    assert unit.kind.groups == {item.members for item in shard_groups}
 
 
 @pytest.mark.parametrize("degrees", [{}, {"num_stages": 8}, {"num_stages": 8, "tp_degree": 8}])

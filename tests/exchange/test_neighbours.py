@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.neighbours import SentPiece, deal_pieces, find_neighbours
+from lightning_hetero.exchange.neighbours import SentPiece, deal_pieces, find_neighbours
 from tests.core.sample_plans import random_plan
 
 

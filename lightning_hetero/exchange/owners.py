@@ -14,17 +14,10 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import (
-    Holders,
-    Holding,
-    Interval,
-    Ownership,
-    ParameterSpec,
-    PlanHolders,
-    Slice,
-)
+from lightning_hetero.exchange.holders import Holders, Holding, PlanHolders
+from lightning_hetero.exchange.owner_shares import OwnedUnit, spread_ownership
+from lightning_hetero.exchange.slices import Interval, Ownership, ParameterSpec, Slice
 
 __all__ = [
     "ServedRows",
@@ -201,7 +194,7 @@ def serve_without(slices: Mapping[str, tuple[Slice, ...]], lost: Collection[int]
     left: dict[str, tuple[Slice, ...]] = {}
     missing: dict[str, tuple[Interval, ...]] = {}
     for names, items in list_owners(slices):
-        kept = {item: [rank for rank in item.keepers if rank not in lost] for item in items}
+        kept = {item: [rank for rank in item.ranks if rank not in lost] for item in items}
         served = tuple(
             Slice(ranks[0], item.start, item.stop, ranks[1] if len(ranks) > 1 else None)
             for item, ranks in kept.items()
