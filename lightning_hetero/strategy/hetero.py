@@ -56,7 +56,7 @@ from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import Run
 from lightning_hetero.strategy.sliced_state import SlicedState
 from lightning_hetero.strategy.steps import Steps
-from lightning_hetero.strategy.trainable import check_trainable
+from lightning_hetero.strategy.trainable import check_quantized, check_trainable
 
 __all__ = ["HeteroStrategy"]
 
@@ -307,6 +307,13 @@ class HeteroStrategy(HookedStrategy):
     def _configure_launcher(self) -> None:
         check = self._request.check_world_size
         self._launcher = launcher_of(self, self._start_method, self.num_nodes, check)
+
+    @override
+    def check_before_start(self) -> None:
+        plan, options = self._request.plan, self.options
+        if (module := self._lightning_module) is not None:
+            given = plan if isinstance(plan, ParallelPlan) else None
+            check_quantized(module, given, layers=options.layers, tp_plan=options.tp_plan)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -125,6 +125,9 @@ class HookedStrategy(ConnectedStrategy):
         with self._slices.whole_shapes():
             super().setup_optimizers(trainer)
 
+    def check_before_start(self) -> None:
+        """Refuse what needs no other process to be known; the launcher calls it first."""
+
     # -- data and steps -------------------------------------------------------------------------
 
     @property

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -50,7 +50,7 @@ def launcher_of(
     start_method: "StartMethod",
     num_nodes: int,
     check_world_size: Callable[[int], None],
-) -> "_MultiProcessingLauncher | HeteroLauncher":
+) -> "_CheckedLauncher | HeteroLauncher":
     """Return the launcher of this node's other processes, which starts them if nobody else has.
 
     Args:
@@ -66,7 +66,7 @@ def launcher_of(
     if starts_others and not is_joiner():
         check_world_size(num_nodes * strategy.num_processes)
     if start_method != "popen":
-        return _MultiProcessingLauncher(strategy, start_method=start_method)
+        return _CheckedLauncher(strategy, start_method=start_method)
     num_processes = len(strategy.parallel_devices or ())
     has_script = sys.argv[0] not in _NO_SCRIPT or num_processes * num_nodes == 1
     if starts_others and (hasattr(sys, "ps1") or not has_script):
@@ -76,6 +76,13 @@ def launcher_of(
             'start_method="fork"), or write the code into a file and run that.'
         )
     return HeteroLauncher(strategy, num_processes, num_nodes)
+
+
+class _CheckedLauncher(_MultiProcessingLauncher):
+    @override
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        cast("HookedStrategy", self._strategy).check_before_start()
+        return super().launch(*args, **kwargs)
 
 
 class HeteroLauncher(_SubprocessScriptLauncher):
@@ -101,6 +108,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
+        self._strategy.check_before_start()
         work = partial(function, *args, **kwargs)
         rule = _rule_of(trainer)
         if is_joiner() and (rule is None or trainer.state.fn != TrainerFn.FITTING):

@@ -5,17 +5,47 @@ parameters are this rank's slices.
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch import nn
 
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.slices.frozen import STAYS_FROZEN, is_quantized
 from lightning_hetero.runtime.stage.recomputation import is_compiled
+from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
 
-__all__ = ["check_parameter_hooks", "check_trainable", "facts_of_fit"]
+__all__ = ["check_parameter_hooks", "check_quantized", "check_trainable", "facts_of_fit"]
+
+
+def check_quantized(
+    module: nn.Module,
+    plan: ParallelPlan | None,
+    *,
+    layers: str | None,
+    tp_plan: Mapping[str, str] | None,
+) -> None:
+    """Refuse to train or cut weights that are quantized already, before processes are started.
+
+    Args:
+        module: The user's module; what `configure_model` adds is checked when the run is set up.
+        plan: The given plan; None if it is made later.
+        layers: See `HeteroStrategy`.
+        tp_plan: See `HeteroStrategy`.
+
+    Raises:
+        ModelError: A quantized weight is to be trained, or the plan cuts it.
+    """
+    found = {name: item for name, item in module.named_parameters() if is_quantized(item)}
+    for name, parameter in found.items():
+        if parameter.requires_grad:
+            raise ModelError(STAYS_FROZEN.format(name))
+    if found and plan is not None and plan.has_tensor_parallelism:
+        ModelCuts.of(module, ModelLayout.of(module, layers=layers), tp_plan)
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:

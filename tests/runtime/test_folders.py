@@ -1,5 +1,7 @@
 """Folders of models and adapters, quantized or not, are read layer by layer and train alike."""
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,13 +74,20 @@ def test_a_change_of_plan_reads_what_a_rank_lacks(
 LORA = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
 
 
-def write_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Write an adapter of the model that `write` writes, with values of its own; return these."""
-    adapted = peft.get_peft_model(make_model("llama"), LORA)
+def rename_base(adapter: Path, base: str | None, revision: str | None = None) -> None:
+    config = peft.PeftConfig.from_pretrained(adapter)
+    config.base_model_name_or_path, config.revision = base, revision
+    config.save_pretrained(adapter)
+
+
+def write_adapter(folder: Path, base: str | None = None) -> dict[str, torch.Tensor]:
+    """Write an adapter with values of its own, and the name of its base; return these values."""
+    adapted = peft.get_peft_model(make_model("llama"), copy(LORA))
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(weight)
     adapted.save_pretrained(folder)
+    rename_base(folder, base)
     return {n: w.detach() for n, w in adapted.named_parameters() if "lora_" in n}
 
 
@@ -109,6 +118,56 @@ def test_an_adapter_of_another_base_is_refused(
     base = load_pretrained(tmp_path / "other", quantization_config=quantization("nf4"))
     with pytest.raises(ModelError, match=f"doesn't fit.*{said}.*Read the model that it was"):
         add_adapters(base, tmp_path / "adapter")
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Returns the folder of a revision of a model in Hugging Face's cache, with its reference."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def make(name: str, revision: str) -> Path:
+        model = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "refs").mkdir(parents=True, exist_ok=True)
+        (model / "refs" / revision).write_text(f"{revision:0>40}")
+        return model / "snapshots" / f"{revision:0>40}"
+
+    return make
+
+
+ADAPTED = ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight", "norm.weight"]
+
+
+@pytest.mark.parametrize("changed", [None, *ADAPTED])
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_an_adapter_knows_its_base_by_its_weights(
+    tmp_path: Path, cached: Callable[[str, str], Path], changed: str | None, kind: str | None
+) -> None:
+    """Of equal shapes, in another precision and under another name, in a folder or in the cache."""
+    base = make_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    base.save_pretrained(cached("maker/base", "main"))
+    if changed is not None:
+        base.model.get_parameter(changed).data *= 1.5
+    base.bfloat16().save_pretrained(tmp_path / "mine")
+    base.save_pretrained(cached("maker/base", "other"))
+    how = None if kind is None else quantization(kind)
+    for name in (str(tmp_path / "base"), "maker/base"):
+        write_adapter(tmp_path / "adapter", name)
+        model = load_pretrained(tmp_path / "mine", quantization_config=how)
+        if changed is None:
+            assert add_adapters(model, tmp_path / "adapter") is not None
+            continue
+        with pytest.raises(ModelError, match=rf"trained on {name}, where model.{changed} has oth"):
+            add_adapters(model, tmp_path / "adapter")
+    rename_base(tmp_path / "adapter", "maker/base", "other")
+    model = load_pretrained(tmp_path / "mine", quantization_config=how)
+    assert add_adapters(model, tmp_path / "adapter") is not None
+
+
+def test_a_base_that_isn_t_here_may_be_another(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter", "maker/base")
+    with pytest.warns(UserWarning, match="ensure that the correct base model is loaded"):
+        add_adapters(load_pretrained(write(tmp_path)), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError, ModelError
 from lightning_hetero.runtime.ranks.communicators import check_queues
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
@@ -87,3 +87,71 @@ def test_a_device_with_one_hardware_queue_is_refused():
         check_queues(cuda, one)
     check_queues(torch.device("cpu"), one)
     check_queues(cuda, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+
+
+class NoOtherProcess(Exception):
+    """Raised where other processes would be started."""
+
+
+KINDS = ("nf4", "int8", "torchao", "folder")
+UNITED = {"pipelines": [{"stages": [{"ranks": [0, 1], "layers": [0, 4]}]}]}
+STAGES = {
+    "pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 4]}]}]
+}
+
+
+def trainer_that_starts_nobody(
+    monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], start_method: Any
+) -> L.Trainer:
+    def start(*_: Any, **__: Any) -> None:
+        raise NoOtherProcess
+
+    for name in ("subprocess.Popen", "torch.multiprocessing.start_processes"):
+        monkeypatch.setattr(name, start)
+    strategy = HeteroStrategy(plan, start_method=start_method)
+    return L.Trainer(**quiet(), strategy=strategy, devices=2)
+
+
+def adapted(kind: str, folder: Path) -> Any:
+    """Return a module whose base is quantized, with LoRA; "folder" is read when the run starts."""
+    pytest.importorskip("peft")
+    pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
+    from tests.runtime.huggingface_runs import make_model
+    from tests.runtime.peft_runs import PeftCase, PeftModule
+
+    more: dict[str, Any] = {"quantized": kind}
+    if kind == "folder":
+        make_model("llama").save_pretrained(folder)
+        more = {"folder": str(folder), "while_loading": "nf4"}
+    return PeftModule(PeftCase(plan=UNITED, **more))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_base_is_cut_by_no_plan_before_processes_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, start_method: Any
+) -> None:
+    module = adapted(kind, tmp_path)
+    trainer = trainer_that_starts_nobody(monkeypatch, UNITED, start_method)
+    with pytest.raises(ModelError, match=r"_proj\S*weight is quantized.*plan with degree 1"):
+        trainer.fit(module)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_a_quantized_weight_that_is_to_train_is_refused_before_processes_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: torch.dtype
+) -> None:
+    """torchao's, and bitsandbytes' bits that are stored as floats, as FSDP needs them."""
+    module = adapted("torchao" if storage is torch.uint8 else "nf4", tmp_path)
+    weight = module.model.base_model.model.model.layers[2].mlp.up_proj.weight
+    if storage is not torch.uint8:
+        weight.data = weight.data.view(-1).view(storage)[:, None]
+    weight.requires_grad_(True)
+    trainer = trainer_that_starts_nobody(monkeypatch, STAGES, "popen")
+    with pytest.raises(ModelError, match=r"2.mlp.up_proj.weight is quantized.*adapters beside"):
+        trainer.fit(module)
+    weight.requires_grad_(False)
+    with pytest.raises(NoOtherProcess):
+        trainer.fit(module)

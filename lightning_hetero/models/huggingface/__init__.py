@@ -4,13 +4,13 @@ Needs the extra `hf`: `pip install 'lightning-hetero[hf]'`. The rest of the pack
 if transformers has been imported already, so other models are trained without it.
 """
 
+from lightning_hetero.models.huggingface.adapters import add_adapters
 from lightning_hetero.models.huggingface.packed import packed_inputs, use_packed_attention
 from lightning_hetero.models.huggingface.pretrained import (
     PretrainedWeights,
     export_pretrained,
     load_pretrained,
 )
-from lightning_hetero.models.huggingface.quantized import add_adapters
 
 __all__ = [
     "PretrainedWeights",

@@ -6,9 +6,7 @@ attribute `whole_reader`.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,7 +20,7 @@ from lightning_hetero.core.model_config import read_quantization
 from lightning_hetero.exchange.slices import PackedSize
 from lightning_hetero.models.stored import StoredTensor
 
-__all__ = ["Quantizer", "WholeReader", "add_adapters"]
+__all__ = ["Quantizer", "WholeReader"]
 
 _TORCHAO = "torchao"
 _RUN_NUMEL = 2**18
@@ -220,91 +218,3 @@ class Quantizer:
             )
             parameter.requires_grad_(False)
         return {key: item for key, item in left.items() if not key.endswith(".weight_format")}
-
-
-def add_adapters(model: PreTrainedModel, config: Any) -> Any:
-    """Return PEFT's model around one on the meta device, with adapters that are drawn on the CPU.
-
-    Like `peft.get_peft_model`, which would leave them on the meta device, without values.
-
-    Args:
-        model: What `load_pretrained` returned; its own weights are frozen.
-        config: PEFT's config, such as a `LoraConfig`; or the folder of an adapter, to train it on.
-
-    Raises:
-        ModelError: The adapters' first values depend on those of weights, or those of the folder
-            don't fit the model.
-    """
-    import peft
-
-    folder = config if isinstance(config, str | Path) else None
-    if folder is not None:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        config.inference_mode = False
-    options = {name: getattr(config, name, None) for name in ("use_dora", "modules_to_save")}
-    init = getattr(config, "init_lora_weights", True)
-    if isinstance(init, str) and init != "gaussian":
-        options["init_lora_weights"] = init
-    if any(options.values()):
-        given = {name: value for name, value in options.items() if value}
-        raise ModelError(
-            f"Adapters with {given} begin with values of weights, which are read only when the run "
-            "starts. Leave these options out, or load the model whole with from_pretrained."
-        )
-    with _on_cpu_without_values(model):
-        if folder is None:
-            adapted = peft.get_peft_model(model, config)
-        else:
-            adapted = _with_stored(model, config, folder)
-    source = vars(model)["weight_source"]
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    before = {name: name.replace(".base_layer", "") for name in names}
-    tensors = {n: source.tensors[own] for n, own in before.items() if own in source.tensors}
-    vars(model)["weight_source"] = replace(source, tensors=tensors)
-    return adapted
-
-
-def _with_stored(model: PreTrainedModel, config: Any, folder: str | Path) -> Any:
-    """Return PEFT's model with the adapters of a folder; ModelError if they don't fit."""
-    import peft
-
-    base = config.base_model_name_or_path or "another model"
-    try:
-        adapted = peft.get_peft_model(model, config)
-        stored = peft.load_peft_weights(str(folder), device="cpu")
-        result: Any = peft.set_peft_model_state_dict(adapted, stored)
-    except (RuntimeError, ValueError) as error:  # Of other sizes, or without such modules.
-        text = " ".join(" ".join(str(error).splitlines()[:2]).split())
-    else:
-        trained = {name for name, item in adapted.named_parameters() if item.requires_grad}
-        others = sorted({*trained.intersection(result.missing_keys), *result.unexpected_keys})
-        if not others:
-            return adapted
-        text = f"{others[:3]} and {max(len(others) - 3, 0)} more are only in one of them."
-    raise ModelError(
-        f"The adapter in {folder} was trained on {base}, and doesn't fit "
-        f"this {type(model).__name__}: {text} Read the model that it was trained on."
-    )
-
-
-@contextmanager
-def _on_cpu_without_values(model: nn.Module) -> Iterator[None]:
-    """Put CPU tensors that take no memory in the place of parameters on the meta device."""
-    before = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_meta
-    ]
-    for module, name, parameter in before:
-        empty = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
-        kind = type(parameter)
-        stand_in = torch.Tensor._make_subclass(kind, empty, False)
-        vars(stand_in).update(vars(parameter))
-        module._parameters[name] = stand_in
-    try:
-        yield
-    finally:
-        for module, name, parameter in before:
-            parameter.requires_grad = False
-            module._parameters[name] = parameter

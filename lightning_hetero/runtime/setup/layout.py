@@ -19,7 +19,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
-from lightning_hetero.runtime.slices.frozen import STAYS_FROZEN, is_opaque, packed_size
+from lightning_hetero.runtime.slices.frozen import (
+    STAYS_FROZEN,
+    is_opaque,
+    is_quantized,
+    packed_size,
+)
 
 __all__ = ["ModelLayout", "Slot", "find_layers"]
 
@@ -192,7 +197,7 @@ def _spec(
         raise ModelError(
             f"Parameter {name} has no shape yet. Run one batch through lazy modules first."
         )
-    if parameter.requires_grad and hasattr(parameter, "__tensor_flatten__"):
+    if parameter.requires_grad and is_quantized(parameter):
         raise ModelError(STAYS_FROZEN.format(name))
     if parameter.requires_grad or not is_opaque(parameter):
         _check_dtype(name, parameter.dtype)

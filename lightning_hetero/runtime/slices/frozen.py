@@ -27,6 +27,7 @@ __all__ = [
     "Reader",
     "fingerprint_of",
     "is_opaque",
+    "is_quantized",
     "packed_size",
 ]
 
@@ -40,6 +41,8 @@ STAYS_FROZEN = (
     "(requires_grad_(False)), and train adapters beside it."
 )
 """The error of who would train or cut a quantized parameter, which it names."""
+_QUANTIZED = ("whole_reader", "__tensor_flatten__", "quant_state", "SCB")
+"""Attributes of weights to be read, of torchao's, and of bitsandbytes' in 4 and 8 bits."""
 _LOOKED_AT = 256
 """Values of a weight that its fingerprint depends on."""
 
@@ -77,6 +80,11 @@ class Opaque:
 def is_opaque(parameter: Tensor) -> bool:
     """Return whether a parameter is of a class of its own, as quantized weights are."""
     return type(parameter) not in (nn.Parameter, Tensor)
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Return whether a parameter is of a class whose values are, or will be, quantized."""
+    return any(hasattr(parameter, name) for name in _QUANTIZED)
 
 
 def packed_size(parameter: Tensor) -> PackedSize | None:
