@@ -8,7 +8,6 @@ from typing import assert_type
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_hetero import (
@@ -69,7 +68,7 @@ def train() -> None:
         activation_checkpointing="full",
         timeout=timedelta(minutes=1),
     )
-    callbacks: list[Callback] = [
+    callbacks: list[L.Callback] = [
         LayerwiseCheckpoint("s3://bucket/run", local_dir="/nvme/run", replicas=2),
         ElasticRestart(AwsSpotNotice(), in_place=True),
         StragglerMonitor(dry_run=True),
@@ -86,7 +85,7 @@ def train() -> None:
         assert_type(strategy.change_plan(plan), int)
     except PlanError as error:
         failed: HeteroError = error
-        print(failed)
+        raise SystemExit(str(failed)) from None
 
 
 def plan_ahead() -> PlanningResult:
