@@ -1,5 +1,6 @@
 """What is handed to others: the wheel, its types, and the archive of sources."""
 
+import importlib
 import subprocess
 import sys
 import tarfile
@@ -37,6 +38,18 @@ def test_a_users_script_is_typed_by_what_the_wheel_installs(tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("missing", ["huggingface_hub", "transformers"])
+def test_an_extra_that_is_not_installed_is_named(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = "lightning_hetero.models.huggingface"
+    for name in [name for name in sys.modules if name.startswith(room)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-hetero\[hf\]'"):
+        importlib.import_module(room)
 
 
 @pytest.mark.slow
