@@ -86,6 +86,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
             "averages": [dict(average.named_buffers()) for average in average_models(trainer)],
             "seed": 0 if strategy is None else strategy.engine.config.seed,
             "frozen": owned.frozen_fingerprints(),
+            "trains": _changed_freezing(trainer, owned),
         },
         **dump_changing(trainer),
     }
@@ -139,6 +140,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     owned = OwnedState(trainer)
     if owned.own_all_saved(own):
         owned = OwnedState(trainer)
+    owned.freeze(own.get("trains", {}))
     if own["averages"]:
         # Averages are slices, too: they come with these, not from that callback's own entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
@@ -227,6 +229,15 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
         _make_up_validation(trainer)
+
+
+def _changed_freezing(trainer: pl.Trainer, owned: OwnedState) -> dict[str, bool]:
+    """Return whether parameters train that were frozen or unfrozen since the first fit began.
+
+    Callbacks do that once, such as at the start of an epoch that a restart doesn't begin again.
+    """
+    first = run_of(trainer).trained_at_first or {}
+    return {n: trains for n, trains in owned.trains().items() if trains is not first.get(n, trains)}
 
 
 def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
