@@ -89,15 +89,17 @@ def test_it_trains_on_from_a_file_as_plain_lightning_does(
         check(found, expected)
 
 
-@pytest.mark.parametrize("until", [UNFREEZES, UNFREEZES + 1])
+@pytest.mark.parametrize("until", [pytest.param(UNFREEZES, marks=slow), UNFREEZES + 1])
 def test_it_trains_on_from_layers_as_if_nothing_had_happened(
     pool: ProcessPool, tmp_path: Path, until: int
 ) -> None:
-    case = case_of("stages", whole=False)
-    expected = pool.run_alone(train, case.on_single_device())
-    pool.run(train, 2, case, until, None, tmp_path)
-    other = case_of("beside a copy", whole=False)
-    for found in pool.run(train, 3, other, NUM_EPOCHS, None, tmp_path):
-        found = replace(found, losses=expected.losses[: 2 * until] + found.losses)
-        found = replace(found, rates=expected.rates[:until] + found.rates)
-        check(found, expected)
+    case, other = (case_of(plan, whole=False) for plan in ("stages", "beside a copy"))
+    alone = case.on_single_device()
+    expected = pool.run_alone(train, alone)
+    for first, then in ((case, other), (alone, alone), (other, alone)):
+        folder = tmp_path / f"{first.world_size}-{then.world_size}"
+        pool.run(train, first.world_size, first, until, None, folder)
+        for found in pool.run(train, then.world_size, then, NUM_EPOCHS, None, folder):
+            assert found.rates == expected.rates[until:]
+            losses = expected.losses[: 2 * until] + found.losses
+            check(replace(found, losses=losses, rates=expected.rates), expected)

@@ -6,12 +6,13 @@ and all of it must be readable with `weights_only=True`, so no objects are pickl
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -148,6 +149,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
     connector._loaded_checkpoint = checkpoint
     if strategy is None:
+        _refit_optimizers(trainer, checkpoint["callbacks"])
         connector._loaded_checkpoint = restored.whole()
         _restore_modules(trainer)  # On a single device Lightning does it before `on_fit_start`.
         restored.load_averages()
@@ -158,6 +160,15 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     connector.restore_loops()
     # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
     trainer.fit_loop._combined_loader = None
+
+
+def _refit_optimizers(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
+    """Let callbacks add their groups to the optimizers, whose state has these, too."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning) and callback.state_key in states:
+            callback.load_state_dict(deepcopy(states[callback.state_key]))
+            callback.on_fit_start(trainer, trainer.lightning_module)
 
 
 def _restore_modules(trainer: pl.Trainer) -> None:
