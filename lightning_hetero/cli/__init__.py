@@ -15,17 +15,18 @@ from typing import Any
 
 from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.process import installed_version
+from lightning_hetero.core.texts import nearest
 
 __all__ = ["main"]
 
 _COMMANDS = {
     "plan": "plan pipelines, layers and micro-batches for a cluster",
     "simulate": "predict the iteration time of a plan and draw its timeline",
-    "compare": "say where the seconds and bytes of two plans differ",
+    "compare": "say in which seconds and bytes two plans differ",
     "profile": "measure layer times and memory on this machine",
-    "checkpoint": "list, verify, convert and prune checkpoints",
-    "report": "write one page of a run",
-    "stragglers": "find what slowed a run, or any job, in its log or trace",
+    "checkpoint": "list, inspect, verify, export, reject and prune checkpoints",
+    "report": "write an HTML page about a run",
+    "stragglers": "find in a log or trace what slowed a run or any other job",
 }
 _EXIT_BAD_INPUT = 2
 
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
-        description="Plan, simulate and look after training on unequal GPUs.",
+        description="Plan and simulate training on unequal GPUs, and inspect what a run left.",
+        epilog="The formats of files are described in docs/files.md of the sources.",
     )
     version = installed_version("lightning-hetero")
     parser.add_argument("--version", action="version", version=f"lightning-hetero {version}")
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"{__name__}.{name}")
             module.add_arguments(subparser)
             run = getattr(module, f"run_{name}")
+            _refuse_unknown_options(subparser, words[1:])
     parsed = parser.parse_args(words)
     assert run is not None, "argparse accepts only the chosen command here"
     try:
@@ -66,6 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """End with an error for a misspelled option; argparse would first ask for required ones."""
+    known = parser._option_string_actions
+    for word in words if parser._subparsers is None else ():
+        option = word.partition("=")[0]
+        if option.startswith("--") and not any(name.startswith(option) for name in known):
+            parser.error(f"There is no option {option}.{nearest(option, known)}")
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -57,8 +57,8 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         metavar="FORMAT",
         choices=list(QUANTIZATIONS),
-        help=f"store the matrices of layers in this format, frozen: {', '.join(QUANTIZATIONS)} "
-        "(default: as the model's quantization_config says)",
+        help="freeze the matrices of layers and store them in this format: "
+        f"{', '.join(QUANTIZATIONS)} (default: what the model's quantization_config says)",
     )
     parser.add_argument(
         "--lora-rank",
@@ -108,14 +108,17 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         "--schedule",
         choices=[str(schedule) for schedule in Schedule],
         default=str(Schedule.ONE_F_ONE_B),
-        help="the order of passes, as HeteroStrategy(schedule=...) runs them (default: 1f1b)",
+        help="order of forward and backward passes, as in HeteroStrategy(schedule=...): 1f1b "
+        "(default); split: solved, gradients of weights wait for idle time; deep: split, and more "
+        "micro-batches in flight; auto: deep where that saves 1 %%, else 1f1b",
     )
     parser.add_argument(
         "--redundancy",
         type=int,
         choices=[0, 1],
         default=0,
-        help="standbys of each slice: HeteroStrategy's redundancy (default: 0)",
+        help="ranks beside its owner that keep a copy of each weight and its optimizer state, as "
+        "in HeteroStrategy(redundancy=...) (default: 0)",
     )
     parser.add_argument(
         "--profile",
@@ -129,8 +132,8 @@ def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help=f"draw {what} into this .svg, .png or .pdf file, or an .html page whose bars say "
-        "their numbers",
+        help=f"draw {what} into this .svg, .png or .pdf file, or an .html page that shows the "
+        "numbers of each bar",
     )
 
 

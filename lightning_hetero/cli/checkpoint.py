@@ -30,45 +30,53 @@ _EXIT_DAMAGED = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `checkpoint list|inspect|verify|export|reject|prune`."""
     parser.description = (
-        "Look at checkpoints, check them, convert them, delete old ones. A PATH is a local folder "
-        "or any URL that fsspec knows. Give several PATHs to look at the folders of all nodes, or "
-        "at copies, together."
+        "List, inspect, verify, export, reject and prune checkpoints. A PATH is a local folder or "
+        "any URL that fsspec knows. A checkpoint may be spread over the folders of several nodes: "
+        "give all of them."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "print one line for each checkpoint, the newest first"),
-        ("inspect", "print how much of each layer each place has"),
-        ("verify", "read everything and compare the checksums"),
+        ("inspect", "print how much of each layer is in which folder"),
+        ("verify", "read all files and compare their checksums"),
         ("export", "write one file that plain Lightning reads"),
     ):
         sentence = f"{summary[0].upper()}{summary[1:]}."
         command = actions.add_parser(name, help=summary, description=sentence)
         command.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
         if name != "list":
-            command.add_argument("--step", type=int, help="this step; else the newest complete one")
+            command.add_argument(
+                "--step", type=int, help="step of the checkpoint (default: the newest complete one)"
+            )
         if name == "export":
-            command.add_argument("--output", required=True, metavar="FILE", help="such as m.ckpt")
+            command.add_argument(
+                "--output", required=True, metavar="FILE", help="file to write, such as m.ckpt"
+            )
     rejecting = actions.add_parser(
         "reject",
-        help="leave one out from now on",
-        description="Mark a step's checkpoints in the given places, so that no run goes on from "
-        "them: the next start takes an older one. Give the folders of all nodes.",
+        help="mark a checkpoint as bad, so that no run resumes from it",
+        description="Mark the checkpoint of a step as bad, so that no run resumes from it: the "
+        "next start takes an older one. Give the folders of all nodes.",
     )
-    rejecting.add_argument("step", type=int, metavar="STEP", help="the step")
+    rejecting.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
     rejecting.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
     pruning = actions.add_parser(
         "prune",
-        help="delete old ones",
-        description="Delete what is older than the newest complete checkpoints of a place; or, "
-        "with --memory, what your runs have left in this machine's shared memory.",
+        help="delete old checkpoints",
+        description="Delete all but the newest complete checkpoints in a folder (--keep); or what "
+        "runs of yours that have ended left in this machine's shared memory (--memory).",
     )
-    pruning.add_argument("paths", nargs="*", metavar="PATH", help="a place with all ranks' parts")
-    pruning.add_argument("--keep", type=int, help="how many to keep there, 1 or more")
+    pruning.add_argument(
+        "paths", nargs="*", metavar="PATH", help="a folder or URL that has the parts of all ranks"
+    )
+    pruning.add_argument(
+        "--keep", type=int, metavar="NUMBER", help="checkpoints to keep, 1 or more"
+    )
     pruning.add_argument(
         "--memory",
         type=float,
         metavar="HOURS",
-        help="free shared memory of runs that have written nothing for so long",
+        help="free the shared memory of runs that have written nothing for so many hours",
     )
 
 

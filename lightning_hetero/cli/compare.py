@@ -24,7 +24,7 @@ _GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.description = "Say where the seconds and bytes of two plans differ."
+    parser.description = "Say in which seconds and bytes two plans differ."
     parser.add_argument("plans", metavar="PLAN", nargs=2, help="JSON files of two plans")
     add_workload_arguments(parser, size="what the plans' numbers say")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")

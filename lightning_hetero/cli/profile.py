@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure the layers of a model on this machine's device and write a profile. Started by "
         "torchrun on several ranks (torchrun --nproc-per-node 2 -m lightning_hetero.cli profile "
-        "...), it also measures messages inside a node and between nodes; rank 0 measures layers."
+        "...), it also measures messages inside a node and between nodes. Rank 0 measures the "
+        "layers."
     )
     add_model_argument(parser)
     parser.add_argument("--output", metavar="FILE", required=True, help="JSON file to write")
@@ -94,21 +95,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--device-name",
             "NAME",
-            "device type as cluster files name it (default: what CUDA reports, or cpu)",
+            "name of the device type in cluster files (default: what CUDA reports, or cpu)",
         ),
         ("--device", "DEVICE", "where to measure (default: cuda if there is one)"),
-        ("--merge", "FILE", "a profile of other device types to write together with this one"),
+        (
+            "--merge",
+            "FILE",
+            "profile of other device types, whose measurements are written into the same file",
+        ),
     ):
         parser.add_argument(name, metavar=metavar, help=what)
     for name, metavar, default, what in (
-        ("--sequence-lengths", "TOKENS", [512, 1024, 2048, 4096], "lengths of the sequences"),
+        (
+            "--sequence-lengths",
+            "TOKENS",
+            [512, 1024, 2048, 4096],
+            "lengths of the sequences to measure",
+        ),
         ("--tp-degrees", "DEGREE", [1], "TP degrees to measure"),
     ):
         text = f"{what} (default: {' '.join(map(str, default))})"
         parser.add_argument(name, metavar=metavar, type=int, nargs="+", default=default, help=text)
     for name, metavar, most, what in (
-        ("--max-block", "LAYERS", 8, "largest block of layers"),
-        ("--repeats", "NUMBER", 5, "repeats, of which the median is taken"),
+        ("--max-block", "LAYERS", 8, "most layers that are timed together"),
+        ("--repeats", "NUMBER", 5, "repeats of each measurement; the median counts"),
     ):
         text = f"{what} (default: {most})"
         parser.add_argument(name, metavar=metavar, type=int, default=most, help=text)

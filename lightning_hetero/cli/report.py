@@ -1,4 +1,4 @@
-"""`lightning-hetero report FOLDER [--output run.html]`: one page of a run."""
+"""`lightning-hetero report FOLDER [--output run.html]`: write one page about a run."""
 
 import argparse
 import statistics
@@ -17,20 +17,24 @@ _STATES = {
     "silent": "Nothing was written for more than ten minutes, and no end: the run has died.",
     "failed": "Failed; the last event says why.",
     "ended": "Ended as planned.",
-    "recorded": "From recordings of iteration times.",
+    "recorded": "Made from recordings of iteration times.",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = (
-        "Write one self-contained HTML page of a run, from what RunLog, StragglerMonitor, "
+        "Write one self-contained HTML page about a run, from what RunLog, StragglerMonitor, "
         "RunMetrics or lightning_hetero.straggler.record() wrote to a folder, and from operation "
         "traces there. It also works while the run goes on."
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the run's folder")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=Path("run.html"), help="default: run.html"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("run.html"),
+        help="page to write (default: run.html)",
     )
 
 

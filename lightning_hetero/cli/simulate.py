@@ -37,7 +37,7 @@ _GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.description = "Predict what one iteration of a plan takes, and what limits it."
+    parser.description = "Predict the time of one iteration of a plan, and what limits it."
     parser.add_argument(
         "plan",
         metavar="PLAN",

@@ -34,21 +34,29 @@ __all__ = ["add_arguments", "run_stragglers", "summarise"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = (
-        "Show change points, causes and mitigations of a run. A FILE is an event log of "
-        "StragglerMonitor, or what was recorded of one rank of any job: a torch profiler's trace, "
-        "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote, or a list "
-        "of iteration times in seconds."
+        "Show when a run became slower or faster, why, and what was done. A FILE is an event log "
+        "of StragglerMonitor, or a recording of one rank of any job: a torch profiler's trace, an "
+        "NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote, or a list of "
+        "iteration times in seconds."
     )
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="a log or recording")
+    parser.add_argument(
+        "files", metavar="FILE", type=Path, nargs="+", help="event log or recording"
+    )
     parser.epilog = (
-        "`stragglers explain TRACE` says why a run is slow: TRACE is an operation trace (Parquet "
-        "or JSON lines) with columns step, rank, dp_rank, stage, optype, start_ts, duration, mb_id."
+        "`lightning-hetero stragglers explain TRACE` says why a run is slow. TRACE is a folder "
+        "that TraceOperations wrote, or an operation trace (Parquet or JSON lines) with columns "
+        "step, rank, dp_rank, stage, optype, start_ts, duration, mb_id."
     )
-    explaining = parser.add_argument_group("for explain")
+    explaining = parser.add_argument_group("options of explain")
     explaining.add_argument(
-        "--layout", metavar="META.yaml", type=Path, help="how the job was laid out"
+        "--layout",
+        metavar="META.yaml",
+        type=Path,
+        help="YAML file about the job, such as {tp_size: 4, layers: [8, 8], nodes: {0: a, 1: b}}",
     )
-    explaining.add_argument("--json", metavar="FILE", type=Path, help="write the shares as JSON")
+    explaining.add_argument(
+        "--json", metavar="FILE", type=Path, help="write each cause's share as JSON"
+    )
 
 
 def run_stragglers(arguments: argparse.Namespace) -> int:

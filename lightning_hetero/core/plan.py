@@ -1,8 +1,8 @@
 """Plans as data: which ranks run which layers of which pipeline.
 
-A `ParallelPlan` is what AutoHet calls an asymmetric 3D parallel structure (§III) and Hydraulis a
-heterogeneous strategy S (§5). It is plain data: the planner makes it, the simulator times it, the
-runtime executes it, and it can be written to JSON and read back.
+A `ParallelPlan` is plain data: the planner makes it, the simulator times it, the runtime executes
+it, and it can be written to JSON and read back. AutoHet calls it an asymmetric 3D parallel
+structure (§III), Hydraulis a heterogeneous strategy S (§5).
 """
 
 import json
@@ -35,13 +35,15 @@ class StagePlan:
     layers: LayerRange
     """Indices of the stage's layers; consecutive, at least one."""
     recomputed_layers: int | None = None
-    """How many of the stage's layers, from its first on, recompute their activations in backward;
-    None leaves it to the budget, or to the strategy's option."""
+    """Number of the stage's layers, counted from its first, that recompute their activations in
+    backward; None leaves it to the budget, or to the strategy's option."""
     selective_layers: int | None = None
-    """How many after these recompute all but matrix products and attention, or all if compiled."""
+    """Number of layers after the `recomputed_layers` that recompute all but matrix products and
+    attention; a compiled layer among them recomputes everything."""
     activation_budget_bytes: int | None = None
-    """Most bytes of the stage's activations that each rank keeps. Each micro-batch recomputes only
-    as many layers as are needed for that; None sets no limit."""
+    """Most bytes that the activations of all micro-batches in flight may take on each of the
+    stage's ranks. Each micro-batch recomputes only as many layers as that needs; None sets no
+    limit."""
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -75,12 +77,13 @@ class PipelinePlan:
     """One model replica: stages that cover every layer once and in order."""
 
     stages: tuple[StagePlan, ...]
-    """Stages in the order in which activations flow. Ranks may run several, their chunks: then each
-    of these names the same ranks."""
+    """Stages in the order in which activations flow. If a group of ranks runs several of them, its
+    chunks, each of these names the same ranks in the same order."""
     num_microbatches: int | None = None
     """Micro-batches of this pipeline in an iteration; None leaves it to the strategy."""
     microbatch_size: int | None = None
-    """Samples of each micro-batch, relative to those of the other pipelines; None is 1."""
+    """Relative size of a micro-batch: with 2 here and 1 in another pipeline, this one's have twice
+    as many samples; None is 1."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -116,17 +119,17 @@ class PipelinePlan:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of the stages, each group once."""
+        """The ranks of each stage; groups that run several stages once."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """For each stage the index of its ranks in `groups`."""
+        """For each stage the index in `groups` of the group that runs it."""
         return workers_of([stage.ranks for stage in self.stages])
 
     @property
     def has_chunks(self) -> bool:
-        """Whether any ranks run several stages."""
+        """Whether any group runs several stages."""
         return len(self.groups) < self.num_stages
 
     @property
@@ -158,11 +161,11 @@ class ParallelPlan:
     pipelines: tuple[PipelinePlan, ...]
     """The model replicas; they may differ in stages, layer splits and TP degrees."""
     owner_shares: tuple[float, ...] | None = None
-    """Share of all masters, optimizer states and summed gradients that each global rank owns, idle
-    ranks included, relative to their sum; None leaves ownership to the strategy."""
+    """For each global rank, idle ones included, how much it owns of all master weights, optimizer
+    states and summed gradients: (3, 1) are three quarters and one quarter. None leaves ownership to
+    the strategy."""
     host_owners: tuple[int, ...] = ()
-    """Global ranks that keep the slices they own in host memory, and run their optimizer step on
-    the host."""
+    """Global ranks that keep their own slices in host memory and run the optimizer step there."""
     _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -197,7 +200,7 @@ class ParallelPlan:
 
     @property
     def works_by_layers(self) -> bool:
-        """Whether the plan needs a list of layers: it has stages, or recomputes layers."""
+        """Whether the module must have a list of layers: for several stages, or to recompute."""
         parts = (stage.recomputation.values() for _, _, stage in self.iter_stages())
         return self.max_stages > 1 or any(map(any, parts))
 
@@ -223,7 +226,8 @@ class ParallelPlan:
         """Return the micro-batches of each pipeline in a full iteration.
 
         Args:
-            unnamed: Number for pipelines for which the plan names none; None takes the default.
+            unnamed: Number for pipelines whose `num_microbatches` is None; None here takes each
+                pipeline's `usual_num_microbatches`.
         """
         return tuple(
             item.num_microbatches
@@ -272,7 +276,7 @@ class ParallelPlan:
         num_stages: int = 1,
         tp_degree: int | Sequence[int] = 1,
     ) -> Self:
-        """Return equal pipelines of `num_stages` stages whose layer counts differ by one at most.
+        """Return equal pipelines, whose stages differ by at most one layer.
 
         Args:
             world_size: Number of ranks; all get a place.

@@ -208,6 +208,15 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
 _CHECKPOINT = [f"checkpoint {action}" for action in ("list", "verify", "export", "reject")]
 
 
+@pytest.mark.parametrize("word", ["--sequence-lenth=8", "--sequence-lenth"])
+def test_a_misspelled_option_is_named_before_the_required_ones(capsys, word):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--clus", "c.yaml", word])  # Options may be shortened.
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("There is no option --sequence-lenth. Did you mean --sequence-length?")
+
+
 @pytest.mark.parametrize(
     "command",
     ["plan", "simulate", "compare", "profile", "checkpoint", "stragglers", *_CHECKPOINT],

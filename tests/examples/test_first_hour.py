@@ -16,17 +16,10 @@ from tests.first_hour import MISTAKES, Mistake
 from tests.wheel import Stranger, unpack_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
-BLOCKS = [
-    pytest.param(
-        block,
-        id=f"{page.stem}-{index}",
-        marks=[] if page.stem == "README" else pytest.mark.slow,
-    )
-    for page in PAGES
-    for index, block in enumerate(
-        re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
-    )
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "examples").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 NO_KEYS = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
 STAND_INS = '''
@@ -58,6 +51,49 @@ class Blocks(L.LightningModule):
 
 model, datamodule = Blocks(), DataLoader(torch.randn(24, 4), batch_size=4)
 '''
+MORE_STAND_INS = {
+    "quantized": """
+folder = "Qwen/Qwen3-0.6B"
+""",
+    "tensor-parallel": '''
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sizes = dict(vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=32)
+heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+base = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+
+
+class Tuned(L.LightningModule):
+    """The `module` of the page, which has its `model`."""
+
+    def configure_model(self):
+        self.model = model
+
+    def training_step(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randint(3, 32, (8, 6)), batch_size=2)
+
+
+module = Tuned()
+''',
+}
+"""What else stands for the names that a page leaves open, by page."""
+BLOCKS = [
+    pytest.param(
+        MORE_STAND_INS.get(page.stem, "") + block,
+        id=f"{page.stem}-{index}",
+        marks=[] if page.stem == "README" else pytest.mark.slow,
+    )
+    for page in PAGES
+    for index, block in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
+    )
+]
 
 
 def save_tiny_model(folder: Path) -> None:
@@ -97,7 +133,7 @@ def test_a_block_runs_as_it_stands(
 ) -> None:
     if '"cuda"' in block and not torch.cuda.is_available():
         pytest.skip("what other strategies need CUDA for")
-    if "_pretrained(" in block:
+    if "_pretrained(" in block or "folder" in block:
         save_tiny_model(tmp_path / "Qwen/Qwen3-0.6B")
     script = tmp_path / "block.py"
     # The one folder that is no test's to write.

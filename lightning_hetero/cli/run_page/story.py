@@ -108,10 +108,10 @@ def read_story(folder: Path) -> Story:
     """Read all logs, recordings and traces of a folder.
 
     Raises:
-        ConfigurationError: It is no folder, or holds nothing that callbacks write.
+        ConfigurationError: It isn't a folder, or holds nothing that callbacks write.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is no folder. Give the folder that the run wrote to.")
+        raise ConfigurationError(f"{folder} isn't a folder. Give the folder that the run wrote to.")
     story = Story(str(folder))
     found = {path for pattern in _TRACES for path in folder.rglob(pattern)}
     # Files of the ranks of one run are one trace.

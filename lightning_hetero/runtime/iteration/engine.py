@@ -124,16 +124,18 @@ class Engine:
         self.gradients = StepGradients(self.store, device, config)
         """What the last training iteration has left for the optimizer."""
         self.fingerprint = 0
-        """Fingerprint of the next batch, taken before it went to the device."""
+        """Hash of the next batch, taken before it went to the device, so that ranks can compare."""
         self._is_leaving = self._sees_joiners = False
         self.leaving: frozenset[int] = frozenset()
-        """The ranks that were leaving in the last iteration; the same on every rank."""
+        """Ranks whose machines are about to be taken away, as told in the last iteration; the same
+        on every rank."""
         self.has_joiners = False
-        """Whether processes waited in it to be let in; the same on every rank."""
+        """Whether other processes were waiting to join in the last iteration; the same on every
+        rank."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this rank's machine is about to be taken away, as `tell` was last told."""
+        """Whether this rank's machine is about to be taken away, as last given to `tell`."""
         return self._is_leaving
 
     def tell(self, *, is_leaving: bool, sees_joiners: bool = False) -> None:
@@ -141,7 +143,7 @@ class Engine:
 
         Args:
             is_leaving: Whether this rank's machine is about to be taken away.
-            sees_joiners: Whether processes wait to be let in.
+            sees_joiners: Whether other processes wait to join.
         """
         self._is_leaving, self._sees_joiners = is_leaving, sees_joiners
 
@@ -150,17 +152,18 @@ class Engine:
     def run(
         self, step: Callable[[Any], Any], batch: Any, key: IterationKey
     ) -> tuple[Tensor | None, Records]:
-        """Run one iteration; collective over all ranks.
+        """Run one iteration. Called by all ranks together.
 
-        Training leaves the gradient of each slice in `self.gradients`.
+        In training, the gradient of each slice is in `self.gradients` afterwards.
 
         Args:
-            step: The user's step, of one micro-batch.
-            batch: This rank's; the same on all ranks of a pipeline.
-            key: Which iteration it is. Its phase decides whether there is a backward.
+            step: Runs the user's step on one micro-batch.
+            batch: This rank's batch; the same on all ranks of a pipeline.
+            key: Phase, epoch and number of the iteration. Only in training there is a backward.
 
         Returns:
-            The loss, the same on every rank, None outside of training; and the steps' records.
+            The loss, the same on every rank, None outside of training; and what the steps returned
+            and recorded, by pipeline.
 
         Raises:
             StepError, BatchError, ModelError: Step, batch or model break the contract.
@@ -205,8 +208,9 @@ class Engine:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients)
-                # Agree: rows are sent now, and read after the push. With standbys they are sent
-                # after it: then all ranks have their gradients, and either all step or none.
+                # Agree: rows are sent now and read after the push. With standbys they are sent only
+                # then: a rank that has all rows knows that all ranks have their gradients, so after
+                # a loss either all make the optimizer step or none.
                 begin = partial(self._begin_agreement, key.phase, results, passes)
                 agreement = None if is_training and self.store.has_standbys else begin()
                 # Push.
@@ -215,7 +219,7 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        # Not before: a rank that raises here has sent all that others need to raise the same.
+        # Not earlier: before a rank may raise, it has sent all that the others need to do the same.
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
@@ -225,7 +229,7 @@ class Engine:
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         if is_training:
             self.schedules.learn(running)
-        del running, passes, begin  # They hold the plan's weights, and another plan may come next.
+        del running, passes, begin  # Free the plan's weights: another plan may run next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         self._recomputation.learn(agreed.reports.measured)
         return loss, records_of(
@@ -233,7 +237,7 @@ class Engine:
         )
 
     def _cut(self, batch: Any) -> tuple[list[Any], int]:
-        """Return this rank's micro-batches, and the index of the first among all pipelines'."""
+        """Return this rank's micro-batches, and the first one's index among those of all ranks."""
         if isinstance(batch, AssignedBatch):
             return list(batch.microbatches), batch.first_index
         if self.place is None:
@@ -243,7 +247,7 @@ class Engine:
 
     @contextmanager
     def _stage_ready(self, running: RunningPlan) -> Iterator[None]:
-        """Let steps run inside this context: weights arrive, and logs are recorded."""
+        """Context in which steps can run: weights arrive, and logs are recorded."""
         with (
             PreservedRandomState(),
             self.logs.recording(is_last=running.is_last),
@@ -256,7 +260,7 @@ class Engine:
     def _check_split(
         self, step: Callable[[Any], Any], batches: Sequence[Any], seed: tuple[int, ...]
     ) -> None:
-        """Check how losses count, in few iterations of training; collective."""
+        """Check whether the loss is a sum or a mean; called by all ranks, in few iterations."""
         running = self.plans.running
 
         with self._stage_ready(running):
@@ -266,7 +270,7 @@ class Engine:
     def _begin_agreement(
         self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
-        """Send this rank's row of the agreement, without waiting for the others'."""
+        """Send this rank's row of the agreement, without waiting for the others."""
         place, running = self.place, self.plans.running
         is_first = place is not None and place.stage_index == place.tp_rank == 0
         header = Header(
@@ -295,7 +299,7 @@ class Engine:
         return agreement
 
     def _speaks(self) -> bool:
-        """Whether this rank reports for its tensor-parallel group, whose ranks have the same."""
+        """Whether this rank reports for its tensor-parallel group, where all have the same."""
         return self.place is None or self.place.tp_rank == 0
 
     def _keep_gradients(
@@ -306,10 +310,12 @@ class Engine:
         return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, str(key))
 
     def settle(self) -> None:
-        """Judge the last iteration's late numbers; called by every rank alike.
+        """Check the last iteration's sums, which a host reads from its device one iteration late.
+
+        Called by all ranks together.
 
         Raises:
-            StepError: Its numbers break the contract; see `LateNumbers`.
+            StepError: The sums break the contract; see `LateNumbers`.
         """
         self.gradients.settle()
 

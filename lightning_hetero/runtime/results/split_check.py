@@ -1,21 +1,22 @@
 """Judge by gradients how the losses of a micro-batch's halves combine into its own loss.
 
-A micro-batch m and its halves a and b run through the step. Of their losses' gradients G, of a few
-small parameters behind or in the last layer, the check asks which weights give
+A micro-batch m and its halves a and b run through the step. Let G be the gradients of their losses
+with respect to a few small parameters in the last layer and behind it. The check finds the weights
+for which
 
     G_m = w_a · G_a + w_b · G_b.
 
-A sum has weights (1, 1), a mean over targets their shares of the targets. Where no weights fit,
-samples affect each other, in layers or in the loss, and no plan gives the gradient of one device.
-Gradients, because values are blind: at initialisation every part's loss is about the same.
+If the loss is a sum, they are (1, 1); if it is a mean over targets, the halves' shares of the
+targets. If no weights fit, samples affect each other, in layers or in the loss, and no plan gives
+the gradient of one device. The check compares gradients, since before training the losses of all
+parts are about the same.
 
 Ranks exchange only `Evidence`: the products of the three gradients, and counts of targets.
 
-Run a step on copies of what it may change, so that nothing of it is left.
-
-Inside the context each module works with copies of its buffers, tensors, lists, dicts and random
-generators, torchmetrics' states among them. Afterwards it has its own again. What a step changes
-elsewhere, such as a global, isn't undone: a step counts no calls.
+The check must leave no trace, so `Spared` lets each module work with copies of its buffers,
+tensors, lists, dicts, random generators and torchmetrics' states, and gives it back its own
+afterwards. Changes elsewhere, such as of a global, aren't undone: a step that counts its own calls
+would count these.
 """
 
 import copy
@@ -41,7 +42,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class Spared:
-    """The context.
+    """Context in which steps change only copies of a module's state.
 
     Args:
         module: The LightningModule.

@@ -1,9 +1,10 @@
 """Recompute a layer except for its matrix products and attention, by torch's own checkpointing.
 
-They take nearly all of a layer's time, and are about half of what autograd keeps of it. Outputs of
-batched matrix products aren't kept: they are the scores of attention that isn't one operation.
+Matrix products and attention take nearly all of a layer's time, and their outputs are about half of
+what autograd keeps. Outputs of batched matrix products aren't kept: where attention isn't a single
+operation, they are its scores.
 
-Count the bytes that autograd saves for the backward pass, on any kind of device alike.
+`SavedBytes` counts the bytes that autograd saves for the backward pass, on any kind of device.
 """
 
 import functools

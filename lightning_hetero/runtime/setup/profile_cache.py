@@ -6,11 +6,10 @@ of other versions is measured again. The times of an emulated device are its har
 slowdown. The folder is `$LIGHTNING_HETERO_CACHE`, else `lightning-hetero` in the user's cache
 folder.
 
-Keep memory corrections, learnt from running out of memory, on disk beside measured profiles.
-
-There is one file for each device type and model, in the folder of `core.process`. A start on
-the same machine reads it before anything is planned, and shares it with the other ranks. Files that
-are older than 30 days, broken or of other versions are ignored.
+`CorrectionFile` keeps, beside the profiles, how far the prediction of memory was off when a device
+ran out of it: one file for each device type and model. A later start on the same machine reads it
+before anything is planned, and shares it with the other ranks. Files that are older than 30 days,
+broken or of other versions are ignored.
 """
 
 import contextlib

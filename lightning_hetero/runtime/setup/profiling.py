@@ -1,14 +1,11 @@
 """Measure layers on this device: times of blocks, memory of one layer, the optimizer's step.
 
-AutoHet §III-D: blocks of 1, 2, 4, 8, ... layers at some micro-batches and TP degrees, forward and
-backward separately; embedding and head separately. One rank measures its device type, so a TP shard
-is measured without its traffic, which the cost model adds for the cluster's links. Layers are the
-reference model's.
-
-Cut a few layers of the reference model to what one rank of a tensor-parallel group computes.
-
-They are measured on one device, so there is no group: each sharded module becomes a smaller one.
-A model without a gate in its MLP gets a gated one of as many parameters.
+As in AutoHet §III-D, blocks of 1, 2, 4, 8, ... layers are timed for several micro-batches and TP
+degrees, forward and backward separately, and so are embedding and head. The layers are those of the
+reference model. One rank measures its device type alone, so there is no tensor-parallel group:
+`ModelShard` has what one rank of such a group computes, each sharded module a smaller one. The cost
+model adds the group's traffic for the links of the cluster. A model whose MLP has no gate is
+measured with a gated MLP of as many parameters.
 """
 
 import datetime

@@ -1,8 +1,8 @@
 """Find weights that a module can read, such as those of a pretrained model's folder.
 
-A module names what it can read by an attribute `weight_source`; names are relative to that module.
-
-Find the weights that never train, and where each rank reads them.
+A module has an attribute `weight_source` if its weights can be read; the source's names are
+relative to that module. `find_frozen` finds the weights that never train, and where each rank reads
+them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,37 +1,38 @@
 """Carry activations forward and their gradients backward between the stages of a pipeline.
 
-Each sender and receiver have a communicator of their own for each direction, which carries
-micro-batches in the order of the schedule. So under NCCL's rules (in order per communicator, a send
-ends with its receive) no message queues behind one that waits for another stage.
+Each pair of ranks that exchange activations has one communicator for each direction, which carries
+micro-batches in the order of the schedule. Under NCCL's rules operations of a communicator run in
+order, and a send ends only with its receive. So no message waits behind one to another stage.
 
 Only the sender knows what its layers returned for a micro-batch, so a header goes with each
 activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
 
-* Among CPUs it is the beginning of the activation's own message, together with the side tensors: a
-  micro-batch costs one message forward and one backward at each boundary, in buffers as long as the
-  longest message so far; what doesn't fit follows in a message of its own (see `messages`).
-* On accelerators the header stays on the CPUs, because a host that reads it from the device would
-  wait for all that the device has yet to compute. It leaves when the sender's host has *enqueued*
-  the forward pass, so hosts run as far ahead of their devices as without it. A micro-batch costs
-  one more message, the header, and side tensors are packed into another one each way.
+* Among CPUs, header, activation and side tensors are one message: a micro-batch costs one message
+  forward and one backward at each boundary. For the lengths of buffers see `messages`.
+* On accelerators, headers are messages among hosts, because a host that reads a header from its
+  device would wait for all that the device has yet to compute. The header leaves when the sender's
+  host has *enqueued* the forward pass, so hosts run as far ahead of their devices as without it. A
+  micro-batch costs one more message for the header, and one more each way if there are side
+  tensors.
 
-A send never waits for what its receiver computes. The receive of a gradient, whose form is that of
-what was sent, is posted as soon as the activation has left. Receives of activations (on
-accelerators, of their headers) are posted for as many micro-batches as the stage before may hold
-between forward and backward, since it can't be further ahead.
+A send never waits until its receiver is ready to compute, because receives are posted early. The
+receive of a gradient is posted as soon as the activation has left: it has the activation's shape.
+Receives of activations (on accelerators, of their headers) are posted for as many micro-batches as
+the stage before may hold between forward and backward, since it can't be further ahead.
 
 All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
 the other stage's group, and the groups may differ in size (`exchange.neighbours`). If a larger
 group receives pieces, headers are messages of their own among CPUs, too.
 
-What is sent is freed once it has arrived: at most as many are kept as the schedule has in flight,
-and older ones have arrived by then, so waiting for them costs nothing. In forward-only passes at
-most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running ahead.
+A tensor that is sent must stay alive until it has arrived. At most as many are kept as the schedule
+has micro-batches in flight; older ones have arrived by then, so waiting for them costs nothing. In
+forward-only passes at most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running
+ahead.
 
-A rank that runs several stages has a link for each; its edges' channels tell apart what goes to the
-same rank. Between neighbouring stages it hands copies to itself, see `Mailbox`.
+A rank that runs several stages has a link for each; channels tell apart what it sends to one and
+the same rank. Between neighbouring stages of its own it hands itself copies, see `Mailbox`.
 
-Measure how long messages between two neighbouring stages take, by messages there and back.
+`measure_edges` measures how long messages between neighbouring stages take, by a round trip.
 """
 
 import time

@@ -1,10 +1,11 @@
 """Turn the user's whole model into one stage of it, micro-batch by micro-batch.
 
-Every layer's `forward` is wrapped once. While a micro-batch passes, layers before the stage return
-unknown tensors, the stage's first layer takes the activation received from the previous stage, and
-its last layer ends the user's step with `StageEnd`, unless it is the model's last one: then the
-step goes on, and the user's own code computes the loss. Nothing of the model's own forward is
-replaced, so whatever it computes before the layers (masks, rotary tables) is there on every stage.
+Every layer's `forward` is wrapped once. Example: a stage that has layers 4 to 7 of 12. In the
+user's step layers 0 to 3 don't run and return unknown tensors (see `runtime.unknown`). Layer 4
+takes the activation that was received from the previous stage. After layer 7 the exception
+`StageEnd` ends the step. Only on the last stage the step goes on behind the layers, where the
+user's own code computes the loss. Nothing of the model's own forward is replaced, so whatever it
+computes before the layers (masks, rotary tables) is there on every stage.
 
 Random numbers are seeded before the step, at each layer and after the last one, from the iteration
 and the micro-batch, so that they don't depend on which stage draws them.
@@ -12,10 +13,9 @@ and the micro-batch, so that they don't depend on which stage draws them.
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.
 
-Refuse calls of a module outside its steps, where its parameters are a rank's slices.
-
-The usual case is a hook that generates a few words. Without this it would fail somewhere inside the
-model, with shapes that tell the user nothing.
+Between steps the module's parameters are only this rank's slices, so `ModuleCalls` refuses to call
+it there, as a hook does that generates a few words. Without this the call would fail somewhere
+inside the model, because of shapes that tell the user nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,12 +39,12 @@ __all__ = ["ModuleCalls", "StageBoundary"]
 
 
 class ModuleCalls:
-    """Watches the calls of a module and of its children.
+    """Context in which a module and its children may be called; elsewhere calls are refused.
 
     Args:
         module: The LightningModule.
-        has_slices: Whether its parameters are whole only inside this context; else it may be called
-            anywhere.
+        has_slices: Whether its parameters are whole only inside this context; if False, it may be
+            called anywhere.
     """
 
     def __init__(self, module: nn.Module, *, has_slices: bool) -> None:

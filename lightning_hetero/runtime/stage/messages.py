@@ -1,9 +1,10 @@
 """Pack tensors end to end as bytes, and unpack them by their forms (shape, dtype and the like).
 
-Messages that begin with a header, from which the receiver learns what they hold.
-
-A buffer is as long as the longest message before it was posted. The sender knows how many are
-posted ahead, so it knows how long each is; what doesn't fit follows in a message of its own.
+A message begins with a `Header`, from which the receiver learns what the message holds. A receive
+must be posted before its message's length is known, so its buffer is as long as the longest message
+so far. The sender knows how many receives are posted ahead, hence how long each buffer is; what
+doesn't fit follows in a message of its own. Example: after messages of 8 KB, one of 10 KB goes as
+8 KB and 2 KB, and buffers that are posted from then on have 10 KB.
 """
 
 import pickle

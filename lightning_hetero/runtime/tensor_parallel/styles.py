@@ -1,9 +1,10 @@
 """Tensor-parallel plans: name patterns of modules and parameters, and the styles that shard them.
 
-A plan maps name patterns to styles. The first of these is used: the strategy's option, a Hugging
-Face model's own `_tp_plan` (with a `*` in some pattern), a module's attribute `tp_plan`, a known
-plan for the model's family. Patterns match whole names or their ends (`self_attn.q_proj`), a
-`*` matches one component; of several patterns that match a name the last one is used.
+A plan maps name patterns to styles. It comes from the first of these that there is: the strategy's
+option `tp_plan`, a Hugging Face model's own `_tp_plan` (with a `*` in some pattern), a module's
+attribute `tp_plan`, a known plan for the model's family. A pattern matches a whole name or the end
+of one (`self_attn.q_proj`), and `*` matches one component. If several patterns match, the last one
+counts.
 
 =============================  ====================================================================
 style                          what happens to the module (or the bare parameter) of that name
@@ -23,7 +24,7 @@ local_sizes:a,b                attributes that count sharded features, local whi
 replicate, local_params        nothing
 =============================  ====================================================================
 
-Shard PEFT's adapters with the layers that they adapt.
+PEFT's adapters are sharded with the layers that they adapt:
 
 =================  ==================================  ==================================
 the layer's style  what is cut with it                 what every rank holds whole
@@ -33,10 +34,11 @@ row-parallel       `lora_A`, the scales of inputs      `lora_B`, the scales of o
 embedding          nothing                             both matrices
 =================  ==================================  ==================================
 
-A column-parallel `lora_B` sums the gradient of its input, of LoRA's rank, over the group; a
-row-parallel `lora_A` sums its output. So the other matrix gets the same gradient on all ranks. The
-scales of outputs are IA3's and DoRA's magnitudes. Layers of `modules_to_save` are sharded like
-those that they replace. All other adapters of sharded layers are refused by name.
+A column-parallel `lora_B` sums the gradient of its input over the group, a row-parallel `lora_A`
+sums its output: for each token as many numbers as LoRA's rank. So the other matrix gets the same
+gradient on all ranks. "Scales of outputs" are IA3's, and DoRA's magnitudes. Layers of
+`modules_to_save` are sharded like those that they replace. All other adapters of sharded layers are
+refused by name.
 """
 
 import re
