@@ -171,7 +171,10 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._phases["fetch"] = time.time()
-        goes_on, needs = _goes_on(trainer), OwnedState(trainer).needs()
+        run, owned = run_of(trainer), OwnedState(trainer)
+        if run.trained_at_first is None:
+            run.trained_at_first = owned.trains()
+        goes_on, needs = _goes_on(trainer), owned.needs()
         live = self._live.recover(needs, self._peers) if goes_on else None
         why_not_live = live.why if isinstance(live, NothingLive) else None
         self._access = access = Access(

@@ -124,6 +124,8 @@ class Run:
         """Callbacks that save slices."""
         self.restarters: list[RestartsRun] = []
         """Callbacks that can restart the run without some of its machines."""
+        self.trained_at_first: dict[str, bool] | None = None
+        """Whether each parameter trained when the first fit began; None before that."""
         self._has_joiners = True
 
     @property

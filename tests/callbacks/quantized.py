@@ -5,27 +5,28 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from tests.runtime.huggingface_runs import make_model
 from tests.runtime.peft_runs import PeftCase, quantize, with_adapters
-from tests.toy import VOCABULARY
+from tests.toy import ADAM_EPS, VOCABULARY
 
 
 class Quantized(L.LightningModule):
     """A llama of four layers with LoRA, on the toy's batches.
 
     Args:
-        kind: Of quantization.
+        kind: Of quantization; None leaves it out.
         folder: Its weights, which are quantized while they are read; None builds it in memory.
         is_planned: Whether each rank reads the weights of its layers.
     """
 
-    def __init__(self, kind: str, folder: Path | None, *, is_planned: bool) -> None:
+    def __init__(self, kind: str | None, folder: Path | None, *, is_planned: bool) -> None:
         super().__init__()
         torch.manual_seed(5)
         base = make_model("llama", vocab_size=VOCABULARY)
-        if folder is None:
+        if folder is None and kind is not None:
             quantize(base.model.layers, kind)
         plan: Any = {} if is_planned else None
         path = None if folder is None else str(folder)
@@ -40,3 +41,22 @@ class Quantized(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Unfrozen(Quantized):
+    """The same without quantization; Lightning's callback unfreezes base layers in epoch 1."""
+
+    def __init__(self, *, is_planned: bool) -> None:
+        super().__init__(None, None, is_planned=is_planned)
+
+    @property
+    def backbone(self) -> nn.Module:
+        found = (getattr(part, "base_layer", None) for part in self.model.modules())
+        return nn.ModuleList(part for part in found if part is not None)
+
+    def configure_callbacks(self) -> Any:
+        return [BackboneFinetuning(1, backbone_initial_lr=0.05)]
+
+    def configure_optimizers(self) -> Any:
+        trained = [weight for weight in self.parameters() if weight.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)

@@ -1,4 +1,4 @@
-"""Ranks with quantized weights are lost, and the others go on in place."""
+"""Ranks of models with quantized or unfrozen weights are lost, and the others go on in place."""
 
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from lightning_hetero.callbacks.run_log import read_log
 from tests.callbacks.in_place import playing, undisturbed
-from tests.callbacks.quantized import Quantized
+from tests.callbacks.quantized import Quantized, Unfrozen
 from tests.callbacks.test_in_place import trained
 from tests.runtime.huggingface_runs import make_model
 from tests.toy import VOCABULARY
@@ -58,3 +58,23 @@ def test_survivors_read_the_quantized_layers_that_they_lack(
         assert losses == pytest.approx([expected[step - 1]] * size, rel=1e-5), step
     recovered = [item for item in events if item["event"] == "recovered"]
     assert [(item["is_live"], item["lost_steps"]) for item in recovered] == [(True, 0)] * 2
+
+
+def test_what_a_callback_has_unfrozen_trains_on(tmp_path: Path) -> None:
+    """A rank is lost after the epoch began in which the base was unfrozen."""
+    expected = undisturbed(2, 36, make_module=partial(Unfrozen, is_planned=False))
+    assert len({round(loss, 3) for loss in expected[30:]}) > 3
+    options = {"num_steps": 36, "every": 100, "redundancy": 1, "num_stages": 2}
+    options["make_module"] = partial(Unfrozen, is_planned=True)
+    with playing(tmp_path / "run", NUM_RANKS, **options) as node:
+        node.let_go_on_to(32)
+        for rank in range(NUM_RANKS):
+            node.wait_for_step(rank, 32)
+        node.strike(0)
+        node.let_go_on_to(36)
+        assert node.wait_for_end() == 0, node.log()
+        steps = trained(node)
+    assert {step for _, step in steps} == set(range(1, 37))
+    for (size, step), items in steps.items():
+        losses = [item["loss"] for item in items]
+        assert losses == pytest.approx([expected[step - 1]] * size, rel=1e-5), step

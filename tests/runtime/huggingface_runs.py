@@ -212,7 +212,7 @@ def fit(
 
 def run(
     module: HuggingFaceModule, case: HuggingFaceCase, *callbacks: L.Callback, **how: Any
-) -> None:
+) -> L.Trainer:
     """Train a case's module; `how` are more options of the Trainer and of its `fit`."""
     strategy: dict[str, Any] = {"devices": 1}
     if case.plan is not None:
@@ -220,7 +220,12 @@ def run(
         options: dict[str, Any] = {"num_microbatches": 2, "whole_after_run": True}
         options |= dict(case.options)
         strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
-    fits = {name: how.pop(name) for name in ("val_dataloaders", "ckpt_path") if name in how}
+    fits = {
+        name: how.pop(name)
+        for name in ("val_dataloaders", "ckpt_path", "weights_only")
+        if name in how
+    }
     silent = quiet(max_epochs=1, precision=case.precision, callbacks=list(callbacks))
     trainer = L.Trainer(**{**silent, **strategy, **how}, use_distributed_sampler=False)
     trainer.fit(module, **fits)
+    return trainer

@@ -138,6 +138,18 @@ class OwnedState:
             for spec, rows in kept
         ]
 
+    def trains(self) -> dict[str, bool]:
+        """Return whether each parameter trains now, by name."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {item.spec.name: item.parameter.requires_grad for item in self._all}
+
+    def freeze(self, trains: Mapping[str, bool]) -> None:
+        """Freeze or unfreeze parameters, by name, as callbacks did in the run that was saved."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for item in self._all:
+                if item.spec.name in trains:
+                    item.parameter.requires_grad = trains[item.spec.name]
+
     def frozen_fingerprints(self) -> dict[str, int]:
         """Return a fingerprint of each weight that nobody owns, so that it isn't saved."""
         if self._engine is None:

@@ -6,12 +6,13 @@ and all of it must be readable with `weights_only=True`, so no objects are pickl
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -86,6 +87,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
             "averages": [dict(average.named_buffers()) for average in average_models(trainer)],
             "seed": 0 if strategy is None else strategy.engine.config.seed,
             "frozen": owned.frozen_fingerprints(),
+            "trains": _changed_freezing(trainer, owned),
         },
         **dump_changing(trainer),
     }
@@ -139,6 +141,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     owned = OwnedState(trainer)
     if owned.own_all_saved(own):
         owned = OwnedState(trainer)
+    owned.freeze(own.get("trains", {}))
     if own["averages"]:
         # Averages are slices, too: they come with these, not from that callback's own entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
@@ -146,6 +149,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
     connector._loaded_checkpoint = checkpoint
     if strategy is None:
+        _refit_optimizers(trainer, checkpoint["callbacks"])
         connector._loaded_checkpoint = restored.whole()
         _restore_modules(trainer)  # On a single device Lightning does it before `on_fit_start`.
         restored.load_averages()
@@ -156,6 +160,15 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     connector.restore_loops()
     # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
     trainer.fit_loop._combined_loader = None
+
+
+def _refit_optimizers(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
+    """Let callbacks add their groups to the optimizers, whose state has these, too."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning) and callback.state_key in states:
+            callback.load_state_dict(deepcopy(states[callback.state_key]))
+            callback.on_fit_start(trainer, trainer.lightning_module)
 
 
 def _restore_modules(trainer: pl.Trainer) -> None:
@@ -227,6 +240,15 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
         _make_up_validation(trainer)
+
+
+def _changed_freezing(trainer: pl.Trainer, owned: OwnedState) -> dict[str, bool]:
+    """Return whether parameters train that were frozen or unfrozen since the first fit began.
+
+    Callbacks do that once, such as at the start of an epoch that a restart doesn't begin again.
+    """
+    first = run_of(trainer).trained_at_first or {}
+    return {n: trains for n, trains in owned.trains().items() if trains is not first.get(n, trains)}
 
 
 def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
