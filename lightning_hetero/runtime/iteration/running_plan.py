@@ -98,7 +98,7 @@ class RunningPlan:
         return frozenset(name for name in self.weights.shards if specs[name].layer is None)
 
     def parameters_of(self, chunk: Chunk) -> frozenset[str]:
-        """Return this rank's parameters of a chunk's layers; at a pipeline's ends, outer ones too."""
+        """Return this rank's parameters of a chunk's layers; at both ends, outer ones too."""
         specs, layers = self.weights.store.specs, chunk.stage.layers
         own = frozenset(name for name in self.weights.shards if specs[name].layer in layers)
         return own | self.outer if chunk.is_last or chunk.index == 0 else own

@@ -45,8 +45,7 @@ from lightning_hetero.runtime.unknown import check_known, tensors_in
 __all__ = ["SplitRun", "copy_of"]
 
 _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
-"""Most elements of all parameters whose gradients are compared, and most such parameters; one
-parameter is compared, however large it is."""
+"""Most elements, and most parameters, whose gradients are compared; at least one parameter is."""
 Step = Callable[[Any], Any]
 
 
@@ -368,10 +367,9 @@ def copy_of(part: Any) -> Any:
 def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
     """Return a batch and its halves; empty if there is nothing to cut or to put together.
 
-    The batch is the micro-batch with the most samples. If each has one sample, it is two of them
-    put together. If there is only one sample, it is this sample twice, and only one half is
-    returned, since both are equal. A batch of two samples is followed by its first sample twice:
-    this tells a sum from a sum of means over groups, where each sample is a group.
+    The batch is the largest micro-batch; if each has one sample, two of them together; if there is
+    only one sample, this sample twice, and a single half, since both are equal. A batch of two
+    samples is followed by its first sample twice: this tells a sum from a sum of group means.
     """
     if not microbatches:
         return []

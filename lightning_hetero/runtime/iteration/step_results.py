@@ -129,8 +129,8 @@ class StepResults:
         self.losses.add(loss, weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
-        # A count on an accelerator isn't read: the host would wait for the forward pass. If it is 0,
-        # so is the gradient; a loss that divides by it is found out by gradients of NaN.
+        # A count on an accelerator isn't read: the host would wait for the forward pass. If it is
+        # 0, so is the gradient; a loss that divides by it is found out by gradients of NaN.
         is_known = not isinstance(count, Tensor) or count.device.type == "cpu"
         # As a number: a comparison of tensors would make another tensor.
         has_none = is_known and not float(count) > 0
