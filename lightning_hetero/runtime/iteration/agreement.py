@@ -1,17 +1,17 @@
 """Let all ranks agree on what happened in an iteration, by one small row from each.
 
-A row has a few integers (which show whether anything changed) and sums (loss, target tokens, logged
-values). Rank 0 gathers the rows and sends all of them to all ranks: n rows of
+A row has a few integers, which show whether anything has changed, and sums: loss, target tokens and
+logged values. Rank 0 gathers the rows and sends all of them to all ranks: for n ranks n rows of
 8·(10 + 5 per logged value) bytes. A row is sent as soon as the rank's schedule ends and read after
-the push, so the exchange adds little waiting. Objects are gathered only when a rank reports
+the push, so the exchange adds little waiting. Python objects are gathered only if a rank reports
 something new. On an accelerator the sums are gathered on the device, apart from the integers, so
-the host doesn't wait for it.
+the host doesn't wait for its device.
 
-With standbys a lost rank needn't cost a step. Then a row is sent after the push, for which the host
-waits, so a rank that has all rows knows that all ranks have their gradients. If a rank is lost
-before it has sent its row, no rank steps. If it is lost while rows travel down, some of the others
-may step and others not: then no step is left of which each slice is known, and the run goes on from
-its newest checkpoint.
+With standbys a lost rank needn't cost a step. Rows are then sent only after the push, so a rank
+that has all rows knows that all ranks have their gradients. If a rank is lost before it has sent
+its row, no rank makes the optimizer step. If rank 0 is lost while it sends the rows down, some
+ranks may make the step and others not. Then the slices that are left are of two different steps,
+and the run goes on from its newest checkpoint.
 """
 
 import zlib
@@ -41,38 +41,38 @@ _MAX_KNOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The part of a rank's report on an iteration that seldom changes."""
+    """What one rank reports of an iteration as Python objects; it seldom changes."""
 
     entries: tuple[LogEntry, ...]
-    """Logged by its steps."""
+    """The names, and options, under which its steps logged values."""
     missing: tuple[str, ...]
     """Parameters that it holds and for which its backward made no gradient."""
     buffers: tuple[BufferChange, ...] = ()
     """Buffers that its steps changed."""
     reads: tuple[str, ...] = ()
-    """Parameters outside the layers that it used, if that was watched."""
+    """Parameters outside the layers that it used, in iterations in which that is watched."""
     measured: MeasuredBytes | None = None
-    """The bytes that one of its layers keeps, if they were counted."""
+    """The bytes that one of its layers keeps for backward, if they were counted."""
 
 
 class Reports:
     """The reports of all ranks, merged once and used in many iterations.
 
     Args:
-        reports: By global rank.
+        reports: The report of each global rank.
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.entries = tuple(dict.fromkeys(entry for item in reports for entry in item.entries))
-        """All that was logged, in the same order on all ranks."""
+        """The entries of all ranks, in the same order everywhere."""
         self.num_missing = Counter(name for item in reports for name in item.missing)
-        """How many holders of a parameter have no gradient of it."""
+        """For each parameter the number of holders without a gradient of it."""
         self.buffers = {rank: item.buffers for rank, item in enumerate(reports) if item.buffers}
-        """The buffers that ranks have changed."""
+        """By global rank, the buffers that it has changed."""
         self.reads = {rank: item.reads for rank, item in enumerate(reports) if item.reads}
-        """The outer parameters that ranks have used."""
+        """By global rank, the parameters outside the layers that it has used."""
         self.measured = [item.measured for item in reports if item.measured is not None]
-        """The bytes that ranks have counted in their layers."""
+        """What ranks have counted of their layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +80,16 @@ class Header:
     """The integers of a rank's row."""
 
     num_samples: int
-    """Weight of this rank's samples; only the first rank of a pipeline gives it."""
+    """Weight of the pipeline's samples in an epoch's mean, from its first rank; else 0."""
     pipeline_index: int
     """This rank's pipeline, -1 if idle."""
     fingerprint: int
-    """Of this rank's batch, 0 if idle; must agree inside a pipeline."""
+    """Hash of this rank's batch, 0 if idle; the same on all ranks of a pipeline, or it's an
+    error."""
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
     sees_joiners: bool
-    """Whether this rank knows of processes that wait to be let in."""
+    """Whether this rank knows of processes that wait to join."""
     returns: bool
     """Whether this rank's steps returned, or appended, anything that other ranks must get."""
 
@@ -109,17 +110,18 @@ class Agreed:
     leaving: frozenset[int]
     """Ranks whose machines are about to be taken away."""
     has_joiners: bool
-    """Whether processes wait to be let in."""
+    """Whether processes wait to join."""
     returns: bool
     """Whether any rank's steps returned, or appended, anything that others must get."""
     sums: Tensor
-    """Each rank's sums, (num_ranks, length)."""
+    """The sums of each rank: shape (num_ranks, length), float64."""
 
 
 class Agreement:
-    """The exchange of one phase; remembers what ranks reported, for each plan they ran.
+    """The agreement in iterations of one phase, such as training.
 
-    Called by every rank once per iteration: `begin`, then `finish`.
+    Every rank calls `begin`, then `finish`, once per iteration. Reports are remembered, so that
+    equal ones aren't sent again.
 
     Args:
         comms: The communicators.
@@ -132,7 +134,7 @@ class Agreement:
         self._known: dict[bytes, Reports] = {}
         self._pipelines = b""
         self._first_ranks: IntArray = np.empty(0, np.int64)
-        """By global rank: the first rank of its pipeline, in the plan that ran last."""
+        """For each global rank the first rank of its pipeline, under the plan that ran last."""
         self._entries: tuple[LogEntry, ...] = ()
 
     def begin(
@@ -141,9 +143,9 @@ class Agreement:
         """Send this rank's row, without waiting for the others'.
 
         Args:
-            report: The part that seldom changes.
-            header: The part that changes each time.
-            sums_of: Returns this rank's float64 sums for the given entries.
+            report: This rank's report.
+            header: The integers of its row.
+            sums_of: Returns this rank's float64 sums for the log entries of all ranks.
         """
         self._report, self._sums_of = report, sums_of
         digest = zlib.crc32(repr(report).encode())
@@ -164,10 +166,10 @@ class Agreement:
         self._rows = Rows(integers, self._comms.control)
 
     def finish(self) -> Agreed:
-        """Wait for the rows of all ranks, and return the outcome; collective.
+        """Wait for the rows of all ranks, and return the outcome.
 
         Raises:
-            BatchError: Ranks of one pipeline have different batches; on every rank.
+            BatchError: On every rank, if ranks of one pipeline have different batches.
         """
         rows = self._rows.share()
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
@@ -193,7 +195,7 @@ class Agreement:
         )
 
     def _hear(self, digests: bytes) -> Reports:
-        """Return the ranks' reports, gathered only if their digests are new; collective."""
+        """Return the ranks' reports; they are gathered only if their digests are new."""
         if digests not in self._known:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
@@ -217,7 +219,7 @@ class _DeviceGather:
             self._work = all_gather_single(self._rows, row, comms.values, async_op=True)
 
     def wait(self) -> Tensor:
-        """Return every rank's row, (num_ranks, length)."""
+        """Return the rows of all ranks: shape (num_ranks, length)."""
         if self._work is not None:
             self._work.wait()
         return self._rows
@@ -231,7 +233,7 @@ def _first_ranks(pipelines: IntArray) -> IntArray:
 
 
 def _check_fingerprints(pipelines: IntArray, fingerprints: IntArray, first_ranks: IntArray) -> None:
-    """Compare the batches of each pipeline's ranks; all by global rank."""
+    """Refuse different batches on ranks of one pipeline; arguments are by global rank."""
     wrong = (pipelines >= 0) & (fingerprints != fingerprints[first_ranks])
     if wrong.any():
         global_rank = int(wrong.argmax())

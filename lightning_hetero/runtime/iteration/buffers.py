@@ -1,9 +1,10 @@
-"""Buffers that steps change: whose values are used, when all ranks get them, what is refused.
+"""Decide whose values count for buffers that steps change, and share them with all ranks.
 
 A layer's buffers change on the layer's stage. Buffers outside the layers change on every stage if
-they are changed before the layers, and on last stages if after them. The values of the first
-pipeline that changes a buffer are used: of the layer's stage or, outside the layers, of the first
-stage. All ranks get them before an evaluation, a checkpoint, a change of plan and the end.
+code before the layers changes them, and on last stages if code after the layers does. The values of
+the first pipeline that changes a buffer count; in it, those of the layer's stage or, for a buffer
+outside the layers, of the first stage that changes it. All ranks get these values before an
+evaluation, a checkpoint, a change of plan and the end.
 
 One device changes a buffer once, with the whole batch. A buffer that several micro-batches change,
 or that pipelines change differently, depends on a micro-batch's content, as BatchNorm's statistics
@@ -37,11 +38,11 @@ class BufferChange:
 
     name: str
     is_repeated: bool
-    """Whether more than one action changed it."""
+    """Whether several of the rank's actions changed it."""
     is_versioned: bool
     """Whether changes increment its version; `buffer.data.copy_(...)` doesn't."""
     digest: int
-    """Digest of its new values in the first iteration, or of a cache in any; else 0."""
+    """Digest of the new values, in the first iteration and for caches; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ class _Slot:
 
 
 class BufferWatch:
-    """The buffers of one module on one rank.
+    """Finds out which buffers of a module steps change, and keeps them equal on all ranks.
 
-    Called by every rank alike: `begin` before an iteration of any kind, `look` after each action,
-    `report` and `settle` around the agreement, `share` where all ranks need the same values.
+    Every rank calls `begin` before an iteration, `look` after each action, `report` before the
+    agreement and `settle` after it, and `share` where all ranks need the same values.
 
     Args:
         module: The module; buffers whose first values differ between ranks become rank 0's.
@@ -107,12 +108,12 @@ class BufferWatch:
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
         self._values: dict[str, Tensor] = {}
         self._unversioned: set[str] = set()
-        """Buffers that any rank's first iteration changed without a new version."""
+        """Buffers that changed in any rank's first iteration while their version didn't."""
         self._rewritten: set[str] = set()
-        """Buffers that a first iteration wrote without changing their values."""
+        """Buffers whose version changed in a first iteration while their values didn't."""
         self._counts: Counter[str] = Counter()
         self._sources: dict[str, int] = {}
-        """By name of a buffer that changed since it was shared: the rank whose values are used."""
+        """For each buffer that has changed since it was shared, the rank whose values count."""
         self._share_drawn()
 
     def _share_drawn(self) -> None:
@@ -128,7 +129,7 @@ class BufferWatch:
     # -- an iteration ---------------------------------------------------------------------------
 
     def begin(self, phase: int) -> None:
-        """Remember how the buffers are before an iteration of a phase, such as training."""
+        """Note the buffers' state before an iteration of a phase, such as training."""
         self._is_first = phase not in self._begun
         self._begun.add(phase)
         self._counts.clear()
@@ -166,7 +167,7 @@ class BufferWatch:
         return is_new
 
     def report(self, layers: Container[int]) -> tuple[BufferChange, ...]:
-        """Return the changed buffers of stages with these layers, and of outside the layers."""
+        """Return the changed buffers of these layers, and of modules outside the layers."""
         changes = []
         for name, slot in self._slots.items():
             count = self._counts[name] or name in self._unversioned
@@ -178,10 +179,10 @@ class BufferWatch:
         return tuple(changes)
 
     def settle(self, reports: Mapping[int, Sequence[BufferChange]], plan: ParallelPlan) -> None:
-        """Decide whose buffers are used, the same on every rank.
+        """Decide whose buffers count; all ranks decide the same.
 
         Args:
-            reports: What ranks have changed, by global rank; those that changed none left out.
+            reports: By global rank, the buffers that it has changed, if any.
             plan: The plan that ran.
 
         Raises:
@@ -222,7 +223,7 @@ class BufferWatch:
         return not self._sources and not self._unversioned
 
     def share(self) -> None:
-        """Give all ranks the buffers that have changed; collective where there are any."""
+        """Give all ranks the values of changed buffers; called by every rank."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, source in sorted(self._sources.items()):
             names[source].append(name)
@@ -245,7 +246,7 @@ def _join(prefix: str, attribute: str) -> str:
 
 
 def _mark(buffer: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return what differs after a change: the tensor itself or its version."""
+    """Return a buffer's tensor and version; a change gives it another one of either."""
     return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
 
 

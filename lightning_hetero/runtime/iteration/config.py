@@ -1,4 +1,4 @@
-"""The options of an engine, and the keys of its iterations."""
+"""The options of an `Engine`, and the keys by which it identifies iterations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,16 +65,17 @@ class EngineConfig:
     """Micro-batches of a pipeline for which the plan names no number."""
     ownership: Ownership = Ownership.AUTO
     standbys: tuple[int, ...] = ()
-    """By rank: its standby; empty without redundancy."""
+    """The standby of each global rank; empty without redundancy."""
     standby_check_steps: int = 100
-    """Optimizer steps after which slices and standbys are compared; 0 never compares them."""
+    """Slices and their copies on standbys are compared after this many optimizer steps; 0 never
+    compares them."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """The order of a pipeline's passes."""
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
     node_of_rank: tuple[int, ...] = ()
-    """By rank the first rank on its node, for gradients that are summed by node."""
+    """For each global rank the first rank on its node; used where nodes sum gradients."""
     compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""
@@ -87,16 +88,17 @@ class EngineConfig:
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
     """The answer to gradients that aren't finite."""
     scales_loss: bool = False
-    """Whether losses are scaled for fp16; then an overflow leaves the iteration out silently."""
+    """Whether losses are scaled for fp16. Then gradients that overflow are no error: the optimizer
+    skips the step."""
     loss_reduction: LossReduction | None = None
-    """How losses reduce over their batches; None measures it."""
+    """Whether the loss is a mean or a sum over its batch; None measures it."""
     share_outputs: bool = True
     """Whether every rank gets what steps return and append."""
     allow_mixing: bool = False
     """Whether samples of a micro-batch may affect each other, as in BatchNorm."""
 
     def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
-        """Return the dtype of gradients: at least fp32 for sums over micro-batches, if wanted."""
+        """Return the dtype of gradients: at least fp32 if `fp32_gradients`, for several batches."""
         if num_microbatches > 1 and self.fp32_gradients:
             return torch.promote_types(self.compute_dtype, torch.float32)
         return self.compute_dtype

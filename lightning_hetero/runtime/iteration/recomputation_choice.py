@@ -1,11 +1,11 @@
 """Decide which layers of a rank's stage each micro-batch of an iteration recomputes.
 
-The plan decides; if it says nothing, the strategy's option. Under a budget of bytes
-`core.recomputation` decides, from the micro-batches' tokens and the bytes that a layer keeps. These
-are counted in the first iteration, in which all layers are recomputed but one: the last layer of
-the first micro-batch. Its backward comes before any layer is recomputed, so this takes no more
-memory than the least possible budget. Later iterations count one kept layer each, and the maximum
-per token is used for all.
+The plan decides or, if it says nothing, the strategy's option. Under a budget in bytes
+`core.recomputation` decides, from the number of tokens of each micro-batch and the bytes that a
+layer keeps per token. To count these bytes, the first iteration recomputes all layers but one, the
+last layer of the first micro-batch. Its backward comes before any layer is recomputed, so this
+takes no more memory than the smallest possible budget. Each later iteration counts one layer that
+isn't recomputed, and the largest count is used for all layers.
 """
 
 from collections.abc import Container, Sequence
@@ -45,21 +45,21 @@ class RecomputationChoice:
 
     def __init__(self, options: LayerOptions) -> None:
         self.measured: MeasuredBytes | None = None
-        """This rank's counts of this iteration, for its report."""
+        """What this rank has counted in this iteration, for its report."""
         self._options = options
         self._known: dict[int, LayerBytes] = {}
         self._last: tuple[Sequence[Chunk], dict[int, list[Recomputation]]] | None = None
-        """The chunks that ran last and their choices, if these are the same in every iteration."""
+        """The chunks that ran last, and their choice if it is the same in every iteration."""
 
     def of(
         self, chunks: Sequence[Chunk], microbatches: Sequence[Any], schedule: tuple[Action, ...]
     ) -> dict[int, list[Recomputation]]:
-        """Return by stage which layers each micro-batch of an iteration recomputes.
+        """Return, for each stage, which layers each micro-batch of an iteration recomputes.
 
         Args:
-            chunks: The rank's.
-            microbatches: The rank's.
-            schedule: The rank's training schedule.
+            chunks: The rank's stages.
+            microbatches: The rank's micro-batches.
+            schedule: The rank's actions in training.
 
         Raises:
             PlanError: The budget doesn't even hold one recomputed layer.
@@ -80,7 +80,7 @@ class RecomputationChoice:
         return found
 
     def _budget(self, stage: StagePlan, chunks: Sequence[Chunk]) -> int | None:
-        """Return a stage's budget: the plan's, or its part of that which the options set a rank."""
+        """Return a stage's budget: the plan's, or its part of the rank's budget in the options."""
         whole = self._options.activation_budget_bytes
         if is_said(stage) or whole is None:
             return stage.activation_budget_bytes
@@ -107,14 +107,14 @@ class RecomputationChoice:
         return chosen
 
     def alone(self, chunk: Chunk) -> Recomputation:
-        """Return what a check's parts recompute on a stage: under a budget all layers."""
+        """Return what the batches of the loss check recompute on a stage: under a budget, all."""
         stage = chunk.stage
         if self._budget(stage, [chunk]) is None:
             return self._fixed(stage)
         return Recomputation(layers=stage.layers)
 
     def learn(self, measured: Sequence[MeasuredBytes]) -> None:
-        """Take over all ranks' counts; called by every rank with the same, after the agreement."""
+        """Take over the counts of all ranks, after an agreement."""
         self.measured = None
         for item in measured:
             known = self._known.get(item.tp_degree, item.layer)
@@ -135,7 +135,7 @@ class RecomputationChoice:
         return Recomputation(layers=whole, selective=selective)
 
     def _last_layer(self, window: "_Budget", index: int) -> MeasuredLayer:
-        """Return the last layer of a stage, to be counted while a micro-batch runs it."""
+        """Return the last layer of a stage, whose bytes are to be counted while it runs."""
         stage = window.stage
 
         def report(layer: LayerBytes) -> None:
