@@ -58,7 +58,7 @@ class WholeReader:
     def _found(self) -> dict[str, Tensor]:
         return {name: _read(tensor) for name, tensor in self.stored.items()}
 
-    def _runs(self, most_numel: int = _RUN_NUMEL) -> Iterator[Tensor]:
+    def _runs(self, most_numel: int | None = None) -> Iterator[Tensor]:
         """Yield the values in runs of rows that hold whole blocks of the 4-bit format.
 
         Quantizing takes several times their bytes, so a whole weight would take more memory than
@@ -67,7 +67,7 @@ class WholeReader:
         stored = self.stored["weight"]
         num_rows, num_columns = stored.shape[::-1] if self.is_transposed else stored.shape
         block = getattr(self.like, "blocksize", 1)
-        step = max(1, most_numel // (num_columns * block)) * block
+        step = max(1, (most_numel or _RUN_NUMEL) // (num_columns * block)) * block
         for start in range(0, num_rows, step):
             box = ((start, min(start + step, num_rows)), (0, num_columns))
             values = stored.read(box[::-1] if self.is_transposed else box).to(self.dtype)
@@ -119,20 +119,51 @@ class WholeReader:
 
     def _by_torchao(self) -> nn.Parameter:
         if not self.metadata:
-            from torchao.quantization import quantize_
-
-            alone = nn.Linear(1, 1, bias=False, device="meta")
-            (whole,) = self._runs(self.size.num_values)
-            alone.weight = nn.Parameter(whole, requires_grad=False)
-            del whole
-            quantize_(alone, self.config)
-            return alone.weight
+            by_rows = _quantizes_by_rows(next(self._runs()), self.config)
+            most = None if by_rows else self.size.num_values
+            return _joined([_quantized_by_torchao(run, self.config) for run in self._runs(most)])
         from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
         module = self.name.rpartition(".")[0]
         parts = {f"{module}.{name}": tensor for name, tensor in self._found().items()}
         weights, _ = unflatten_tensor_state_dict(parts, self.metadata)
         return nn.Parameter(weights[self.name], requires_grad=False)
+
+
+def _quantized_by_torchao(values: Tensor, config: Any) -> Any:
+    from torchao.quantization import quantize_
+
+    alone = nn.Linear(1, 1, bias=False, device="meta")
+    alone.weight = nn.Parameter(values, requires_grad=False)
+    del values
+    quantize_(alone, config)
+    return alone.weight
+
+
+def _quantizes_by_rows(values: Tensor, config: Any) -> bool:
+    """Whether each row is quantized as if it were alone; it isn't if rows share a scale."""
+    number = len(values) // 2
+    if number == 0 or not type(config).__name__.startswith("Int8"):
+        return False
+    several, fewer = (_quantized_by_torchao(v, config) for v in (values, values[:number]))
+    names, options = several.__tensor_flatten__()
+    return fewer.__tensor_flatten__() == (names, options) and all(
+        type(part := getattr(several, name)) is Tensor
+        and part.shape[:1] == several.shape[:1]
+        and torch.equal(part[:number], getattr(fewer, name))
+        for name in names
+    )
+
+
+def _joined(runs: list[Any]) -> nn.Parameter:
+    """Return one of torchao's weights out of runs of its rows."""
+    if len(runs) == 1:
+        return nn.Parameter(runs[0], requires_grad=False)
+    names, options = runs[0].__tensor_flatten__()
+    parts = {name: torch.cat([getattr(run, name) for run in runs]) for name in names}
+    shape = torch.Size((sum(map(len, runs)), *runs[0].shape[1:]))
+    whole = type(runs[0]).__tensor_unflatten__(parts, options, shape, None)
+    return nn.Parameter(whole, requires_grad=False)
 
 
 def _read(tensor: StoredTensor) -> Tensor:
@@ -176,10 +207,15 @@ class Quantizer:
             for name, _ in model.named_parameters()
             if self._quantizer.param_needs_quantization(model, name)
         ]
-        if self._method not in ("bitsandbytes", _TORCHAO) or not self._names:
+        if self._method not in ("bitsandbytes", _TORCHAO):
             raise ModelError(
                 f"{type(model).__name__} is quantized by {self._method}, which can't be read "
                 "weight by weight. Use BitsAndBytesConfig or TorchAoConfig."
+            )
+        if not self._names:
+            raise ModelError(
+                f"{type(model).__name__} has no layer that {self._method} quantizes. Use another "
+                "library (bitsandbytes also takes GPT-2's Conv1D), or no quantization."
             )
 
     def take(
