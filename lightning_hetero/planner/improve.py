@@ -24,8 +24,6 @@ __all__ = ["Improver"]
 
 _TRIED = 24
 """Neighbours of a plan that are simulated, the likeliest."""
-_TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
-"""Neighbours of small plans that are simulated, with so many stages together."""
 _WORSE, _OF_STAGES = 1.03, 2.0
 """An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
 stages by this share divided by their number."""
@@ -105,8 +103,7 @@ class Improver:
         estimate_s = self._fill(own, plan.counts)
         if estimate_s is None:
             return []
-        num_stages = sum(map(len, plan.layers))
-        most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
+        most_s = estimate_s[1] * (_WORSE + _OF_STAGES / sum(map(len, plan.layers)))
         rated: dict[Candidate, float] = {}
         most = max(_FEWEST_NEIGHBOURS, min(_MOST_NEIGHBOURS, _ESTIMATED // len(own)))
         neighbours = list(itertools.islice(Neighbourhood(self.judge).of(own), most))
@@ -120,9 +117,8 @@ class Improver:
             filled = self._fill(dealt, counts)
             if filled is not None:
                 rated.setdefault(filled[0], min(filled[1], estimate_s[1]))
-        tried = max(_TRIED, min(_TRIED_IF_SMALL, _TRIED_STAGES // num_stages))
         likeliest = sorted(rated, key=rated.__getitem__)
-        return [item for item in likeliest if item not in seen][:tried]
+        return [item for item in likeliest if item not in seen][:_TRIED]
 
     def _fill(
         self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None
