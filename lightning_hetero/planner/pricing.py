@@ -312,7 +312,8 @@ class Pricing:
         """Return the paths of levels to first stages at positions, walked back from those."""
         levels, positions = np.array(chosen, dtype=np.int64).reshape(-1, 2).T
         places, left = np.arange(self.num_layers + 1), np.full(len(chosen), self.num_layers)
-        stages: list[list[tuple[Option, int]]] = [[] for _ in chosen]
+        options: list[list[Option]] = [[] for _ in chosen]
+        layers: list[list[int]] = [[] for _ in chosen]
         for position in range(positions.max(initial=-1), -1, -1):
             for edge, is_here in (
                 (closing[position], positions == position),
@@ -328,9 +329,11 @@ class Pricing:
                 option = cost[np.arange(len(rows)), :, taken].argmin(axis=1)
                 left[rows] -= taken
                 for row, index, count in zip(rows.tolist(), option, taken.tolist(), strict=True):
-                    stages[row].append((self.stages.options[index], count))
+                    options[row].append(self.stages.options[index])
+                    layers[row].append(count)
         size = self.stages.workload.sequences_per_microbatch
-        return [Column(*zip(*row, strict=True), size) for row in stages]
+        pairs = zip(options, layers, strict=True)
+        return [Column(tuple(row), tuple(counts), size) for row, counts in pairs]
 
 
 def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
