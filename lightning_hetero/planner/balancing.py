@@ -31,6 +31,9 @@ from lightning_hetero.planner.stages import Option
 
 __all__ = ["Splits", "balance_layers", "split_layers", "without_chunks"]
 
+_FINE = 1e7
+"""Parts of the least step by which steps are told apart: more than rounding, less than matters."""
+
 
 def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:
     """Return layers per stage, or None if no split fits.
@@ -47,7 +50,28 @@ def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int,
     slowest = _least_slowest(tables, num_layers)
     if slowest is None:
         return None
-    return split_layers(np.where(tables <= slowest, tables, np.inf), num_layers, np.add)
+    tables = np.where(tables <= slowest, tables, np.inf)
+    return _split_by_steps(tables, num_layers) or split_layers(tables, num_layers, np.add)
+
+
+def _split_by_steps(tables: FloatArray, num_layers: int) -> tuple[int, ...] | None:
+    """Return the split of the least sum; None where a further layer may cost less than the last.
+
+    If none does, one layer each and then the cheapest further ones are the best, wherever they are.
+    """
+    ends = tables[:, 1:]
+    with np.errstate(invalid="ignore"):
+        steps = np.where(np.isfinite(ends[:, 1:]), ends[:, 1:] - ends[:, :-1], np.inf)
+    least = steps.min(initial=np.inf)
+    if not 0 < least < np.inf:
+        return None
+    # Equal stages must not differ by rounding: their layers are dealt to the first of them.
+    steps = np.rint(steps / least * _FINE)
+    if not (steps[:, :-1] <= steps[:, 1:]).all():
+        return None
+    order = np.argsort(steps, axis=None, kind="stable")[: num_layers - len(tables)]
+    more = np.bincount(order // steps.shape[1], minlength=len(tables))
+    return tuple((more + 1).tolist())
 
 
 def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:

@@ -152,35 +152,30 @@ class _Bound:
         cost = np.full((count, size), np.inf)
         cost[:, 0] = 0.0
         price = self.takes @ prices
-        steps, history = [], []
+        steps, costs = [], [cost]
         best = np.full(count, np.inf)
         at = np.zeros(count, dtype=np.int64)
-        rows, places = np.arange(count)[:, None], np.arange(size)[None]
+        rows, padded = np.arange(count)[:, None], np.zeros((count, 2 * size))
         for position in range(self.stages.max_stages):
-            placed = self._placed(time_s, position, whole=whole)
-            better = np.full((count, size), np.inf)
-            choice = np.zeros((count, size), dtype=np.int64)
-            for option in range(len(price)):
-                # A stage that places more than is left places the rest.
-                before = np.maximum(places - placed[option][:, None], 0)
-                reached = np.where(placed[option][:, None] > 0, cost[rows, before], np.inf)
-                reached = reached + price[option]
-                is_less = reached < better
-                better = np.where(is_less, reached, better)
-                choice[is_less] = option
-            better[:, 0] = 0.0
+            placed = self._placed(time_s, position, whole=whole).T
+            # A stage that places more than is left places the rest, which [0] says costs nothing.
+            padded[:, size:] = costs[-1]
+            before = np.lib.stride_tricks.sliding_window_view(padded, size, axis=1)
+            reached = before[rows, size - np.minimum(placed, size)]
+            reached += np.where(placed > 0, price, np.inf)[..., None]
+            cost = reached.min(axis=1)
+            cost[:, 0] = 0.0
             steps.append(placed)
-            history.append(choice)
-            gained = better[:, -1] < best * (1 - 1e-12)
+            costs.append(cost)
+            gained = cost[:, -1] < best * (1 - 1e-12)
             at[gained] = position
-            best = np.minimum(best, better[:, -1])
-            cost = better
+            best = np.minimum(best, cost[:, -1])
             if not gained.any() and position > 0 and not np.isinf(best).all():
                 break
         worth = self.tops / best
         order = np.argsort(-worth, kind="stable")[:4]
         found = [
-            (float(self.tops[i]), self._takes(i, int(at[i]), size - 1, steps, history))
+            (float(self.tops[i]), self._takes(i, int(at[i]), price, steps, costs))
             for i in order.tolist()
             if np.isfinite(best[i])
         ]
@@ -204,17 +199,22 @@ class _Bound:
         self,
         index: int,
         position: int,
-        left: int,
+        price: FloatArray,
         steps: list[IntArray],
-        history: list[IntArray],
+        costs: list[FloatArray],
     ) -> FloatArray:
+        """Return the devices of the cheapest pipeline of one number, from its last stage back."""
         found = np.zeros(len(self.kinds))
+        left = costs[0].shape[1] - 1
         for place in range(position, -1, -1):
-            if left <= 0:
-                break
-            option = int(history[place][index, left])
+            placed = steps[place][index]
+            before = np.maximum(left - placed, 0)
+            cost = np.where(placed > 0, costs[place][index, before] + price, np.inf)
+            option = int(cost.argmin())
             found += self.takes[option]
-            left = max(0, left - int(steps[place][option, index]))
+            left = int(before[option])
+            if not left:
+                break
         return found
 
 

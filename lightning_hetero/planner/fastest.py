@@ -38,7 +38,7 @@ _PLACED = 24
 _IMPROVED = 12
 """Plans that local search begins from."""
 _WORK = 5_000
-"""Stages that local search may simulate and plans that it may estimate at last: 1 s at most."""
+"""Stages that the last local search may simulate and plans that it may estimate; about 2 s."""
 _NUMBERS, _ALIKE = 4, 4
 """Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
 _SIZES_KEPT = 3

@@ -24,15 +24,13 @@ __all__ = ["Improver"]
 
 _TRIED = 24
 """Neighbours of a plan that are simulated, the likeliest."""
-_TRIED_IF_SMALL, _TRIED_STAGES = 120, 1_500
-"""Neighbours of small plans that are simulated, with so many stages together."""
 _WORSE, _OF_STAGES = 1.03, 2.0
 """An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
 stages by this share divided by their number."""
 _FAR = 1.10
 """Plans so much slower than the best one are not looked at."""
-_LACKING = 1.02
-"""What more recomputation costs, about, where stages lack room to own all states."""
+_MUCH = 0.5
+"""Share of recomputed layers from which layers are split as if all were recomputed."""
 _GAIN = 1e-4
 """Least share of the seconds that a step must gain."""
 _KINDS = 12
@@ -105,8 +103,7 @@ class Improver:
         estimate_s = self._fill(own, plan.counts)
         if estimate_s is None:
             return []
-        num_stages = sum(map(len, plan.layers))
-        most_s = estimate_s[1] * (_WORSE + _OF_STAGES / num_stages)
+        most_s = estimate_s[1] * (_WORSE + _OF_STAGES / sum(map(len, plan.layers)))
         rated: dict[Candidate, float] = {}
         most = max(_FEWEST_NEIGHBOURS, min(_MOST_NEIGHBOURS, _ESTIMATED // len(own)))
         neighbours = list(itertools.islice(Neighbourhood(self.judge).of(own), most))
@@ -120,9 +117,8 @@ class Improver:
             filled = self._fill(dealt, counts)
             if filled is not None:
                 rated.setdefault(filled[0], min(filled[1], estimate_s[1]))
-        tried = max(_TRIED, min(_TRIED_IF_SMALL, _TRIED_STAGES // num_stages))
         likeliest = sorted(rated, key=rated.__getitem__)
-        return [item for item in likeliest if item not in seen][:tried]
+        return [item for item in likeliest if item not in seen][:_TRIED]
 
     def _fill(
         self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None
@@ -147,20 +143,39 @@ class Improver:
     def _time_together(self, neighbours: Sequence[Sequence[Pipeline]]) -> None:
         """Time all neighbours' pipelines with one call for each ownership."""
         for number, rows in itertools.groupby(sorted(neighbours, key=len), key=len):
+            holders, by_room = Ownership(number), Ownership(number, by_room=True)
             alike = list(rows)
-            self._time(itertools.chain.from_iterable(alike), Ownership(number))
-            lacking = [row for row in alike if self._may_follow_room(row)]
-            self._time(itertools.chain.from_iterable(lacking), Ownership(number, True))
+            self._time(itertools.chain.from_iterable(alike), holders)
+            following = [row for row in alike if self._may_follow_room(row)]
+            self._time(itertools.chain.from_iterable(following), by_room)
+            lacking = [row for row in following if self._lacking_room(row, by_room) > 0]
+            recomputing = by_room._replace(recomputes_all=True)
+            self._time(itertools.chain.from_iterable(lacking), recomputing)
+
+    def _timed(self, pipelines: Sequence[Pipeline], ownership: Ownership) -> list[_Timed] | None:
+        """Return pipelines with their seconds; None if one doesn't fit."""
+        self._time(pipelines, ownership)
+        known = self._known[ownership]
+        timed = [item for p in pipelines if (item := known[p]) is not None]
+        return timed if len(timed) == len(pipelines) else None
+
+    def _lacking_room(self, pipelines: Sequence[Pipeline], ownership: Ownership) -> float:
+        """Return the parameters that no rank has room to own, 0 or less if all have an owner."""
+        timed = self._timed(pipelines, ownership)
+        if timed is None:
+            return 0.0
+        needed = self.judge.cost.model.num_params - self.judge.idle_room(
+            [stage for pipeline in pipelines for stage in pipeline.stages], len(pipelines)
+        )
+        return needed - sum(item.rate.room for item in timed)
 
     def _filled(
         self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None, *, by_room: bool
     ) -> tuple[Candidate, float] | None:
         """Return candidate and seconds for one ownership."""
         ownership, judge = Ownership(len(pipelines), by_room), self.judge
-        self._time(pipelines, ownership)
-        known = self._known[ownership]
-        timed = [item for p in pipelines if (item := known[p]) is not None]
-        if len(timed) < len(pipelines):
+        timed = self._timed(pipelines, ownership)
+        if timed is None:
             return None
         sizes, total = [p.size for p in pipelines], judge.workload.global_batch_size
         rates = [item.rate for item in timed]
@@ -168,15 +183,23 @@ class Improver:
             counts = deal(rates, sizes, total, equally=judge.equally)
         if counts is None:
             return None
+        seconds = _last_end_s(timed, counts)
+        lacking = self._lacking_room(pipelines, ownership) if by_room else 0.0
+        if lacking > 0:
+            # Some layers must be recomputed for room: the share of those that can be.
+            spare = self._timed(pipelines, ownership._replace(recomputes_all=True))
+            more = sum(item.rate.room for item in spare or timed) - sum(r.room for r in rates)
+            if spare is None or lacking > more:
+                return None
+            share = lacking / more
+            seconds += share * (_last_end_s(spare, counts) - seconds)
+            timed = spare if share > _MUCH else timed
         candidate = Candidate(
             arrangement=tuple([item.nodes for item in timed]),
             layers=tuple([item.layers for item in timed]),
             sizes=tuple(sizes),
             counts=tuple(counts),
         )
-        seconds = max(r.ends_s(k) for r, k in zip(rates, counts, strict=True))
-        if by_room and sum(rate.room for rate in rates) < judge.cost.model.num_params:
-            seconds *= _LACKING
         return candidate, seconds
 
     def _time(self, pipelines: Iterable[Pipeline], ownership: Ownership) -> None:
@@ -242,3 +265,7 @@ class Improver:
                 for index in (giver, taker):
                     split[index] = replace(own[index], layers=None, count=counts[index])
                 yield split, tuple(counts)
+
+
+def _last_end_s(timed: Sequence[_Timed], counts: Sequence[int]) -> float:
+    return max(item.rate.ends_s(count) for item, count in zip(timed, counts, strict=True))

@@ -1,11 +1,12 @@
 """Judge plans: their memory settled, simulated, and every one only once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.columns import ColumnTimes
-from lightning_hetero.planner.memory import own_microbatches, settle_memory
+from lightning_hetero.planner.memory import idle_capacity, own_microbatches, settle_memory
 from lightning_hetero.planner.placement import Arrangement, MappingOrder, to_plan
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.simulator import CostModel, Simulation, simulate
@@ -46,6 +47,7 @@ class Judge:
         self.idle_may_own = idle_may_own
         self._known: dict[Candidate, tuple[ParallelPlan, Simulation] | None] = {}
         self._times: dict[tuple[int, Ownership, MappingOrder], ColumnTimes] = {}
+        self._idle_capacity = cache(partial(idle_capacity, self.cost))
         self.work_done = 0
         """Stages simulated so far, those of plans that run alike counted once."""
 
@@ -65,6 +67,22 @@ class Judge:
         """Return the options of placed stages, given as (node, devices)."""
         kinds = self.any_stages.class_of_node
         return tuple([Option(kinds[node], degree) for node, degree in stages])
+
+    def idle_room(self, stages: Iterable[tuple[int, int]], num_pipelines: int) -> float:
+        """Return the parameters that devices without layers have room to own, where they may.
+
+        Args:
+            stages: (node, devices) of all stages of a plan.
+            num_pipelines: Pipelines of the plan.
+        """
+        if not self.idle_may_own:
+            return 0.0
+        free = list(self.any_stages.counts)
+        for node, degree in stages:
+            free[node] -= degree
+        nodes = self.cost.cluster.nodes
+        room = self._idle_capacity
+        return sum(n * room(nodes[i].device, num_pipelines) for i, n in enumerate(free) if n)
 
     def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation] | None:
         """Return the fastest plan of a candidate and its simulation; None if none fits."""

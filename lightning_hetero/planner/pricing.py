@@ -14,13 +14,13 @@ says; so paths are found for several shares of links in `w ≤ t`, and valued by
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
 from lightning_hetero.planner.placement import MappingOrder
 from lightning_hetero.planner.stages import Option, Stages
@@ -253,7 +253,7 @@ class Pricing:
             is_last = position == 0
             ends = self.only if is_last else self.first
             edge = self._edge(ends, wait, position, levels, prices, duals, is_first=True)
-            total = paths[-1][:, ::-1] + edge[0]
+            total = paths[-1][:, ::-1] + edge.min(axis=1)
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
             best = np.where(better, value, best)
@@ -267,17 +267,16 @@ class Pricing:
                 break
             edge = self._edge(middle, wait, position, levels, prices, duals, is_first=False)
             edges.append(edge)
-            paths.append(_joined(paths[-1], edge[0]))
+            paths.append(_joined(paths[-1], edge.min(axis=1)))
             if not np.isfinite(paths[-1]).any():
                 break
         chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
         for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
             every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
-        return [
-            (level, self._column(paths, edges, closing[position], level, position))
-            for level, position in dict.fromkeys(chosen)
-        ]
+        distinct = list(dict.fromkeys(chosen))
+        columns = self._columns(paths, edges, closing, distinct)
+        return [(level, column) for (level, _), column in zip(distinct, columns, strict=True)]
 
     def _edge(  # noqa: PLR0913
         self,
@@ -289,8 +288,8 @@ class Pricing:
         duals: Duals,
         *,
         is_first: bool,
-    ) -> tuple[FloatArray, IntArray]:
-        """Return [levels, layers] least cost of a stage at a position, and its option."""
+    ) -> FloatArray:
+        """Return [levels, options, layers] costs of a stage at a position."""
         links_s = self.hops_s[:, None, None] * (not is_first or position > 0)
         position = min(position, tables[0].shape[2] - 1)
         seconds, room = (item[:, :, position] for item in tables)
@@ -300,31 +299,41 @@ class Pricing:
         busy = seconds + wait * links_s
         cost = np.where(busy[None] <= levels[:, None, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
-        cost = cost.min(axis=2)
-        choice = cost.argmin(axis=1)
-        return np.take_along_axis(cost, choice[:, None], axis=1)[:, 0], choice
+        least: FloatArray = cost.min(axis=2)
+        return least
 
-    def _column(
+    def _columns(
         self,
         paths: list[FloatArray],
-        edges: list[tuple[FloatArray, IntArray]],
-        first: tuple[FloatArray, IntArray],
-        level: int,
-        position: int,
-    ) -> Column:
-        taken = int(np.argmin(paths[position][level, ::-1] + first[0][level]))
-        options = [int(first[1][level, taken])]
-        layers, left = [taken], self.num_layers - taken
-        for index in range(position - 1, -1, -1):
-            edge, choice = edges[index]
-            total = paths[index][level, left::-1] + edge[level, : left + 1]
-            taken = int(np.argmin(total))
-            options.append(int(choice[level, taken]))
-            layers.append(taken)
-            left -= taken
-        known = self.stages.options
+        edges: list[FloatArray],
+        closing: list[FloatArray],
+        chosen: Sequence[tuple[int, int]],
+    ) -> list[Column]:
+        """Return the paths of levels to first stages at positions, walked back from those."""
+        levels, positions = np.array(chosen, dtype=np.int64).reshape(-1, 2).T
+        places, left = np.arange(self.num_layers + 1), np.full(len(chosen), self.num_layers)
+        options: list[list[Option]] = [[] for _ in chosen]
+        layers: list[list[int]] = [[] for _ in chosen]
+        for position in range(positions.max(initial=-1), -1, -1):
+            for edge, is_here in (
+                (closing[position], positions == position),
+                (edges[position] if position < len(edges) else None, positions > position),
+            ):
+                rows = np.flatnonzero(is_here)
+                if edge is None or not len(rows):
+                    continue
+                cost, before = edge[levels[rows]], left[rows, None] - places
+                path = paths[position][levels[rows, None], np.maximum(before, 0)]
+                path[before < 0] = np.inf
+                taken = (path + cost.min(axis=1)).argmin(axis=1)
+                option = cost[np.arange(len(rows)), :, taken].argmin(axis=1)
+                left[rows] -= taken
+                for row, index, count in zip(rows.tolist(), option, taken.tolist(), strict=True):
+                    options[row].append(self.stages.options[index])
+                    layers[row].append(count)
         size = self.stages.workload.sequences_per_microbatch
-        return Column(tuple(known[index] for index in options), tuple(layers), size)
+        pairs = zip(options, layers, strict=True)
+        return [Column(tuple(row), tuple(counts), size) for row, counts in pairs]
 
 
 def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:

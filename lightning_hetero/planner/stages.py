@@ -42,6 +42,8 @@ class Ownership(NamedTuple):
     num_pipelines: int
     by_room: bool = False
     """Whether ranks own as much as they have room for; otherwise holders own equal parts."""
+    recomputes_all: bool = False
+    """Whether stages recompute all layers, for the most room to own."""
 
 
 class StageTable(NamedTuple):
@@ -180,7 +182,7 @@ class Stages:
         if ownership.by_room:
             for level in (sizes, 2 * sizes) if selective else (sizes,):
                 variants.append(np.where((levels >= 0) & (levels <= level), level, -1))
-        levels = np.array(variants)
+        levels = np.array(variants[-1:] if ownership.recomputes_all else variants)
         forward_s, backward_s = self.times_s(option, first, last)
         inner_s = self.times_s(option, False, False)[0]
         whole = np.maximum(levels - selective * sizes, 0)

@@ -10,7 +10,9 @@ Cases are the planner's benchmarks and 200 random clusters of 2 to 128 devices o
 links of 1 to 400 Gbit/s, all known models; each follows from its number. `--record` writes
 `gate_record.jsonl`, a line a case: the seconds of the best plan's iteration, infinite if nothing
 fits, and the search's processor time. The record beside this file is of the search that came before
-pipelines were columns, with other processes beside it, so its processor times are rough.
+pipelines were columns, with other processes beside it, so its processor times are rough. Memory was
+counted without gradients that are kept until they have arrived. Plans of the record that don't fit
+since they are counted have `"fits": false`; those cases are timed only.
 """
 
 import argparse
@@ -136,10 +138,19 @@ def gate_cases(most: int = 10_000) -> Iterator[GateCase]:
 
 
 def recorded() -> dict[str, tuple[float, float]]:
-    """Return (seconds of an iteration, processor seconds) of each case that was recorded."""
+    """Return (seconds of an iteration, processor seconds) of each case that was recorded.
+
+    Seconds are infinite where nothing fits, and NaN where the recorded plan doesn't fit any more.
+    """
     lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
     rows = [json.loads(line) for line in lines]
-    return {row["case"]: (float(row["iteration_s"]), row["processor_s"]) for row in rows}
+    return {
+        row["case"]: (
+            float(row["iteration_s"]) if row.get("fits", True) else math.nan,
+            row["processor_s"],
+        )
+        for row in rows
+    }
 
 
 def main() -> int:

@@ -1,14 +1,15 @@
-"""Push in two legs: each node sums its own ranks' gradients, then sends one sum to each owner.
+"""Push in two steps: each node sums its own ranks' gradients, then sends one sum to each owner.
 
-In a direct push each of n holders sends (n - g)/n of a unit's S bytes to other nodes, if g holders
-are on its own node. Here each rank of a node *relays* to a share of the owners: the node's other
-ranks send it the pieces of these owners, S·(g - 1)/g over the node's own links; it adds them up and
-sends each owner one sum. So (n - g)/(n·g) of S leaves the node from each rank: g times less, or g/2
-times if gradients travel in bf16, because sums are fp32. Nodes may have unequal numbers of holders.
+Let n ranks hold a unit of S bytes, g of them on each node. In a direct push each rank sends S·(n -
+g)/n to other nodes. Here each rank *relays* to a share of the owners. First the other ranks of its
+node send it their gradients for these owners: S·(g - 1)/g from each rank, over the node's own
+links. Then it adds them up and sends each owner one sum. So each rank sends only S·(n - g)/(n·g) to
+other nodes: g times less, or g/2 times less if gradients travel in bf16, since sums travel in fp32.
+Nodes may have unequal numbers of holders.
 
-Each gradient is rounded once, for its first leg. A node adds in order of ranks, an owner in order
-of relays: the same bits on every run, but not those of a direct push. A pull needs no legs: in the
-ring of its all-gather each weight enters a node once.
+Each gradient is rounded once, for the first step. A node adds in order of ranks, an owner in order
+of relays: this gives the same bits on every run, but other bits than a direct push. A pull needs no
+such steps: in the ring of its all-gather each weight enters a node once.
 """
 
 from collections import defaultdict
@@ -29,18 +30,20 @@ __all__ = ["NodeWay", "SummedByNode", "groups_on_nodes", "relays_of"]
 
 
 def relays_of(nodes: Sequence[int], node: int) -> list[int]:
-    """Return for each member of a shard group which member on `node` relays to it: there, itself.
+    """Return for each member of a shard group which member on `node` relays to it.
+
+    A member on `node` relays to itself.
 
     Args:
         nodes: The node of each member.
-        node: One of them.
+        node: One of these nodes.
     """
     turns = cycle(place for place, item in enumerate(nodes) if item == node)
     return [place if item == node else next(turns) for place, item in enumerate(nodes)]
 
 
 def groups_on_nodes(members: Sequence[int], node_of_rank: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return the members on each node that has several of them; none if all are on one node."""
+    """Return the groups of members on one node, of several ranks; none if there is one node."""
     on_nodes: dict[int, list[int]] = defaultdict(list)
     for rank in members:
         on_nodes[node_of_rank[rank]].append(rank)
@@ -49,14 +52,14 @@ def groups_on_nodes(members: Sequence[int], node_of_rank: Sequence[int]) -> set[
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWay(EvenWay):
-    """How any unit of a kind is pushed by node; `pieces` are ordered by relay on this node."""
+    """How units of one kind are pushed by node; `pieces` are in order of their relays here."""
 
     near: tuple[int, ...]
     """The shard group's ranks on this rank's node, ascending, itself included."""
     near_group: dist.ProcessGroup | None
-    """Their communicator; None if this rank is alone there."""
+    """The communicator of `near`; None if this rank is alone on its node."""
     num_pieces: list[int]
-    """The number of ranks that each of `near` relays to."""
+    """For each rank of `near`, the number of ranks that it relays to."""
     sends: list[int]
     """For each rank of the shard group, ascending: 1 if this rank relays to it, else 0."""
     receives: list[int]
@@ -65,7 +68,7 @@ class NodeWay(EvenWay):
 
 @dataclass(eq=False)
 class SummedByNode(ScatteredUnit):
-    """A unit whose gradients are summed on each node, and these sums by the owners of its rows."""
+    """A unit whose gradients are summed on each node; owners add up these sums."""
 
     way: NodeWay
 
@@ -80,7 +83,7 @@ class SummedByNode(ScatteredUnit):
             self._work = dist.all_to_all_single(
                 self._received, given, sizes, way.num_pieces, group=way.near_group, async_op=True
             )
-        if has_streams(self.store.device):  # Elsewhere the host would wait for the first leg.
+        if has_streams(self.store.device):  # Elsewhere the host would wait for the first step.
             self._send_sums()
 
     @override
@@ -90,7 +93,7 @@ class SummedByNode(ScatteredUnit):
         self._wait_for_others()
 
     def _send_sums(self) -> None:
-        """Post the second leg, once the first has arrived."""
+        """Post the second step, once the first has arrived."""
         way, received = self.way, self._received
         assert received is not None
         if self._work is not None:

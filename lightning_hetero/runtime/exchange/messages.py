@@ -1,4 +1,4 @@
-"""What pull and push have in common: options, the stream that packs, waiting for messages.
+"""Options of pull and push, the stream on which messages are packed, and waiting for messages.
 
 All pieces of one unit travel together (see `exchange.transfers`), in the compute dtype, so a rank
 moves one stage's worth of bytes each way per iteration, as reduce-scatter and all-gather do
@@ -40,12 +40,12 @@ def has_streams(device: torch.device) -> bool:
 
 
 class SideStream:
-    """A stream beside the computation's on CUDA; the calling thread elsewhere.
+    """On CUDA a second stream beside that of the computation; elsewhere nothing.
 
-    After `join` the computation may read buffers made in `after_compute`, and they may be freed
-    without `record_stream`: their memory is reused only in a later `after_compute`, which waits for
-    all that the computation had been given until then. What is sent is kept until its work has been
-    waited for.
+    After `join` the computation may read buffers that were made in `after_compute`. They may be
+    freed without `record_stream`: their memory is used again only in a later `after_compute`, which
+    first waits for all work that the computation's stream had until then. Buffers that are sent are
+    kept until the send has been waited for.
 
     Args:
         device: The rank's device.
@@ -58,18 +58,18 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def after_compute(self) -> AbstractContextManager[Any]:
-        """Return a context whose work runs after all that the current stream has been given."""
+        """Return a context whose work runs after all work that the current stream has now."""
         if self._stream is None:
             return _SAME_STREAM
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event at the end of all work given to this stream so far; None without one."""
+        """Return an event at the end of all work that this stream has now; None elsewhere."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None) -> None:
-        """Let the current stream wait for a mark; the host doesn't wait."""
+        """Let the current stream wait for what `mark` returned; the host doesn't wait."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
@@ -81,12 +81,12 @@ class ExchangeOptions:
     group: dist.ProcessGroup | None
     """The communicator of messages; None with one rank."""
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
-    """Returns the communicator for collectives of these ranks (ascending); None if there is none:
-    then they use messages."""
+    """Returns the communicator for collectives of some ranks, given ascending; None if they have
+    none, and use messages."""
     kind: ExchangeKind
     """How units travel."""
     node_of_rank: Sequence[int]
-    """By global rank the first rank on its node; used if gradients are summed by node."""
+    """For each global rank the first rank on its node; used if gradients are summed by node."""
     dtype: torch.dtype
     """The compute dtype, in which weights and gradients travel."""
     clock: ComputeClock
@@ -96,14 +96,14 @@ class ExchangeOptions:
 
 
 def sum_dtype(masters: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of gradients' sums: at least fp32, and the masters' if that is wider."""
+    """Return the dtype in which gradients are summed: fp32, or the masters' dtype if wider."""
     return reduce(torch.promote_types, (master.dtype for master in masters), torch.float32)
 
 
 def split_works(
     operations: Sequence[dist.P2POp], works: list[dist.Work]
 ) -> tuple[list[dist.Work], list[dist.Work]]:
-    """Return (works of receives, works of sends); both all works if the backend coalesces them."""
+    """Return (works of receives, works of sends); each has all works if the backend merges them."""
     if len(works) != len(operations):
         return works, works
     pairs = list(zip(operations, works, strict=True))
@@ -116,7 +116,7 @@ def split_works(
 def wait_for_all(
     clock: ComputeClock, works: Sequence[dist.Work], senders: Sequence[tuple[int, int]]
 ) -> None:
-    """Wait for a message from each (peer, bytes); if works are coalesced, for all at once."""
+    """Wait for a message from each (peer, bytes); for all at once if the backend merges works."""
     if len(works) != len(senders):
         clock.wait_together(works, senders, is_exchange=True)
         return

@@ -1,8 +1,9 @@
 """Pull weights from the owners of slices into the plan, in order of need.
 
-All of a pull is posted before the first layer runs, and a layer waits for its own weights only.
-Other code of a step that reads a weight, such as a penalty on weights, waits for it there. A
-`torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with their units.
+All messages of a pull are posted before the first layer runs, and a layer waits only for its own
+weights. Other code of a step that reads a weight, such as a penalty on weights, waits where it
+reads the weight. A `torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with their
+units.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ __all__ = ["Pull"]
 
 
 class _Arriving(nn.Parameter):
-    """A compute weight that is still arriving; any function that needs its values waits first."""
+    """A compute weight that is still arriving; functions that need its values first wait for it."""
 
     _wait: Callable[[], None]
 
@@ -53,17 +54,18 @@ def _mark(weights: Iterable[Any], wait: Callable[[], None]) -> None:
 def _unmark(weights: Iterable[Any]) -> None:
     for weight in weights:
         if "_wait" in weight.__dict__:
-            # Else weight and pull would keep each other alive until Python collects such cycles.
+            # So that weight and pull don't keep each other alive until a garbage collection.
             del weight.__dict__["_wait"]
             if type(weight) is _Arriving:
                 weight.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class Pull:
-    """Bring the stage's weights up to date: posted at once, waited for unit by unit.
+    """Brings the weights of a rank's stages up to date.
 
-    Every rank calls, once per iteration, `start`, then `wait_unit` before a unit computes, then
-    `finish`. Moves only units marked stale since the last pull (`mark_stale`); at first all are.
+    In each iteration every rank calls `start`, then `wait_unit` before a unit's weights are used,
+    then `finish`. A pull moves only units that were marked stale since the last one; before the
+    first pull, all are.
     """
 
     def __init__(
@@ -80,22 +82,24 @@ class Pull:
         if routes.table.trainable_units != routes.table.units:
             self._trainable = self._prepare(routes, routes.table.trainable_units)
         self._stale: dict[int, PulledUnit] | None = self._all
-        """Units that the next pull moves, by each index of theirs; None if nothing has changed."""
+        """The units that the next pull moves, each under all of its indices; None if there are
+        none."""
         self._posted: dict[PulledUnit, torch.cuda.Event | None] = {}
-        """Posted units not waited for; on CUDA with the end of their packing and local copies."""
+        """Units that were posted and not yet waited for; on CUDA with an event at the end of their
+        packing and local copies."""
         self._moved: list[PulledUnit] = []
         """Units whose sends may not have left yet."""
         self._seen: list[tuple[int, int]] = []
-        """`_marks()` of the slices when the last pull ended."""
+        """What `_marks` returned when the last pull ended."""
         self._versions = _versions_of(weights.shards)
-        """Version counter of each compute weight; a step mustn't change it."""
+        """Version counter of each compute weight, which no step may change."""
         self._is_marked = False
-        """Whether posted weights are `_Arriving`, which wait by themselves."""
+        """Whether weights that were posted are `_Arriving`."""
         self._num_started = 0
         self._arrived_bits: dict[str, int] | None = None
-        """Digests of the compute weights, in iterations that check for changes of the bits."""
+        """Digests of the compute weights, in iterations that look for changed bits."""
         self._frozen_bits: dict[str, int] | None = None
-        """Digests of the frozen slices, after such an iteration."""
+        """Digests of the frozen slices after an iteration that looked for changed bits."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
         found = routes.pulls(units, self._weights)
@@ -107,13 +111,13 @@ class Pull:
         self._stale = self._trainable if trainable else self._all
 
     def start(self, *, needed: Iterable[int] = ()) -> None:
-        """Post every message of this rank, units ascending, and make the local copies.
+        """Post all messages of this rank, units ascending, and make the local copies.
 
         Args:
-            needed: Units to wait for at once.
+            needed: Units to wait for before this returns.
 
         Raises:
-            ModelError: A slice has changed without having been marked stale.
+            ModelError: A slice has changed, but not been marked stale.
         """
         self._check_unchanged()
         self._weights.take_in()
@@ -124,7 +128,7 @@ class Pull:
             needed = self._stale or ()
         self.wait_units(needed)
         self._is_marked = bool(self._posted)
-        # A unit with several indices is marked once.
+        # A unit that has several indices is marked under one of them.
         under_way = {unit: index for index, unit in (self._stale or {}).items()}
         for unit in self._posted:
             _mark(unit.arriving_weights.values(), partial(self.wait_unit, under_way[unit]))
@@ -143,7 +147,7 @@ class Pull:
                 self._posted[unit] = stream.mark()
 
     def _check_unchanged(self) -> None:
-        """Refuse slices that have changed with no pull of them due: holders lack the change."""
+        """Refuse slices that have changed and won't be pulled: holders would miss the change."""
         frozen_bits, self._frozen_bits = self._frozen_bits, None
         if self._stale is self._all:
             return
@@ -171,7 +175,7 @@ class Pull:
         pulled = None if self._stale is None else self._stale.get(index)
         if pulled not in self._posted:
             return
-        # Torch function modes that watch the step don't see this.
+        # Torch function modes that watch the user's step mustn't see this.
         with self._options.clock.waiting(), torch._C.DisableTorchFunction():
             self._options.side_stream.join(self._posted.pop(pulled))
             if pulled.travels:
@@ -186,7 +190,7 @@ class Pull:
             self.wait_unit(index)
 
     def finish(self) -> None:
-        """Wait for all other units, and until this rank's sends to others have left.
+        """Wait for the units that are left, and until this rank's sends have left.
 
         Raises:
             ModelError: The step has changed a weight.

@@ -1,9 +1,9 @@
 """Push gradients from the holders straight to the owners of slices, and sum them there.
 
-A layer's push is posted within the last backward pass, as soon as that has left the layer. The
-owner sums the pipelines' pieces in fp32 (or the master's dtype if that is wider) and in pipeline
-order: the result is the same bit for bit on every run. A `torch.profiler` trace shows the ranges
-"push.post" with their units, and "push.wait".
+During the last backward pass of a stage, a layer's push is posted as soon as the pass has left the
+layer. The owner sums the pipelines' pieces in fp32, or in the master's dtype if that is wider, and
+in pipeline order, so the result is the same bit for bit on every run. A `torch.profiler` trace
+shows the ranges "push.post" with their units, and "push.wait".
 """
 
 import weakref
@@ -21,11 +21,11 @@ __all__ = ["Push"]
 
 
 class Push:
-    """Send gradients to the owners of slices, each unit as soon as its gradients are final.
+    """Sends gradients to the owners of slices, each unit as soon as its gradients are final.
 
-    Every rank calls, once per training iteration, `start`, `begin_last_backward` and
-    `end_last_backward` around the last backward pass of each of its stages, and `finish`. Units
-    leave in descending order on all ranks, in whatever order they become ready.
+    In each training iteration every rank calls `start`, then `begin_last_backward` and
+    `end_last_backward` around the last backward pass of each of its stages, then `finish`. Units
+    leave in descending order on all ranks, whatever the order in which they become ready.
     """
 
     def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
@@ -33,17 +33,17 @@ class Push:
         self._options = routes.options
         pushes = routes.pushes(routes.table.trainable_units, weights)
         self._here = {unit.index: pushed for unit, pushed in pushes}
-        """Units of which this rank holds or owns anything, by index."""
+        """The units of which this rank holds or owns rows, by index."""
         self._units = {index: unit for index, unit in self._here.items() if unit.travels}
         self._sent_by_unit = {index: unit.leaving for index, unit in self._units.items()}
-        """The parameters of each unit whose gradients leave this rank."""
-        # The last unit is ready only when the pass ends, so its gradients needn't be counted.
+        """For each unit the parameters whose gradients leave this rank."""
+        # The last unit is ready when the pass ends, so its gradients needn't be counted.
         self._counted = dict([*self._sent_by_unit.items()][:-1])
-        """The same, of units that may leave within the last backward pass."""
+        """The same for the units that may leave during the last backward pass."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._later: Collection[str] = ()
-        """Parameters that get gradients after the pass that runs."""
+        """Parameters that also get gradients after the present pass."""
         self._awaited: dict[int, set[str]] | None = None
         """The gradients that each unit still waits for; None outside the last backward pass."""
         for unit, names in self._counted.items():
@@ -76,7 +76,7 @@ class Push:
             self.unit_ready(unit)
 
     def start(self) -> None:
-        """Begin an iteration's push; units of which this rank sends nothing are ready at once."""
+        """Begin an iteration's push; units of which this rank sends nothing count as ready."""
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
@@ -86,8 +86,8 @@ class Push:
         """From now on, post each unit as soon as its gradients are final.
 
         Args:
-            coming: The parameters that get gradients from now on; None for all of them.
-            later: Those that get more after this pass: of stages whose last pass is yet to come.
+            coming: The parameters that get gradients in this pass; None for all of them.
+            later: The parameters that get more gradients after this pass, from other stages.
         """
         self._later = later
         awaited = {
@@ -101,14 +101,14 @@ class Push:
                 self.unit_ready(unit)
 
     def end_last_backward(self) -> None:
-        """Post the units that are left, of which nothing comes later."""
+        """Post the remaining units, except those that get more gradients later."""
         self._awaited = None
         for unit, names in self._sent_by_unit.items():
             if names.isdisjoint(self._later):
                 self.unit_ready(unit)
 
     def unit_ready(self, unit: int) -> None:
-        """Note that a unit's gradients are final here; post every unit whose turn has come."""
+        """Note that a unit's gradients are final on this rank; post units whose turn has come."""
         self._ready.add(unit)
         while self._waiting and self._waiting[0] in self._ready:
             self._post(self._waiting.pop(0))
@@ -116,7 +116,8 @@ class Push:
     def finish(self) -> dict[str, Tensor]:
         """Post what is left, wait, and return the summed gradient of each slice that has rows.
 
-        An accelerator without standbys or host-owned slices has them on its current stream.
+        On an accelerator the host doesn't wait for the sums, unless there are standbys or slices on
+        the host: they are computed on the current stream.
         """
         self._post_rest()
         with traced("push.wait"):
@@ -128,7 +129,7 @@ class Push:
         for unit in self._here.values():
             sums = unit.sum()
             if store.owned_device != store.device:
-                # Unit by unit, so that the device never holds the sums of all units.
+                # One unit at a time, so that the device never holds the sums of all units.
                 sums = arrive_on_host(sums)
             totals.update(sums)
             unit.finish()

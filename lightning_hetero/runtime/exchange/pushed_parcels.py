@@ -15,13 +15,14 @@ from lightning_hetero.runtime.slices.weights import narrow_rows
 __all__ = ["PushedParcels"]
 
 _LINE_NUMEL = 2**14
-"""Most elements of all weights for which gradients are copied into a line."""
+"""Most elements that the weights of a unit may have for their gradients to be packed in one go."""
 
 
 class _GradientLine:
-    """Lays small weights' gradients end to end, and takes all rows of each parcel from there.
+    """Concatenates the gradients of small weights, and picks each parcel's elements from that.
 
-    That takes a quarter of the calls, and 16 bytes for each element, so it is for small weights.
+    Compared with packing row by row, this takes a quarter of the calls but 16 bytes for each
+    element in indices, so it is for small weights.
 
     Args:
         weights: The weights, by their index in the unit.
@@ -51,7 +52,7 @@ class _GradientLine:
             )
             for parcel in parcels
         }
-        """The indices, in the line, of the elements for each destination."""
+        """For each destination the indices of its elements in the concatenated gradients."""
 
     def parts(self) -> dict[int, Tensor]:
         """Return the packed parcel of each destination; zeros for weights without a gradient."""
@@ -69,7 +70,7 @@ class PushedParcels(ParcelUnit):
     _buffers: dict[int, Tensor]
     """Gradients that have arrived, by source."""
     _parts: dict[int, Tensor] | None = None
-    """Parcels packed by a line, by destination; None until gradients are final."""
+    """Parcels that a `_GradientLine` has packed, by destination; None until gradients are final."""
 
     @property
     def leaving(self) -> set[str]:
@@ -77,8 +78,8 @@ class PushedParcels(ParcelUnit):
         return self._names(self.parcels.indices_leaving)
 
     def post(self) -> None:
-        """Post the gradients that leave, which must be final; others may not be computed yet."""
-        self._parts = None  # An iteration that failed may have left its own.
+        """Post the gradients that leave this rank, which must be final; others needn't be."""
+        self._parts = None  # A failed iteration may have left some.
         sent = [
             SentPart([parcel.destination], self._rows(parcel)) for parcel in self.parcels.leaving
         ]
@@ -117,7 +118,7 @@ class PushedParcels(ParcelUnit):
         self._parts = None
 
     def _sum_lines(self) -> dict[str, Tensor]:
-        """Sum whole slices end to end, in as few operations as there are holders."""
+        """Sum whole slices that are concatenated: one operation for each holder."""
         if not self.parcels.summed:
             return {}
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]
@@ -138,7 +139,7 @@ class PushedParcels(ParcelUnit):
 
     @cached_property
     def _line(self) -> _GradientLine | None:
-        """Through which all gradients go; None if they are large, or some may be late for it."""
+        """Packs all gradients; None if they are large, or if some may not be final in time."""
         leaving, kept = set(self.parcels.indices_leaving), set(self.parcels.indices_kept)
         weights = {i: self.weights.shards[self.unit.specs[i].name] for i in sorted(leaving | kept)}
         is_small = sum(weight.numel() for weight in weights.values()) <= _LINE_NUMEL
@@ -152,10 +153,10 @@ class PushedParcels(ParcelUnit):
 
     @property
     def _is_kept_twice(self) -> bool:
-        """Whether a second keeper must get the same sums, bit for bit.
+        """Whether a standby must get the same sums, bit for bit.
 
-        Then this rank's own gradients are rounded like those that travel, and every sum begins with
-        zero, because 0 + -0 is 0.
+        Then this rank's own gradients are rounded like those that travel, and every sum starts from
+        zero: 0 + -0 is 0, but -0 alone stays -0.
         """
         return self.unit.kind.has_standbys
 
@@ -174,7 +175,7 @@ class PushedParcels(ParcelUnit):
             master = self.store.masters[spec.name]
             dtype = sum_dtype([master])
             if part.is_whole_slice and not self._is_kept_twice:
-                # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
+                # Not used otherwise in this iteration, so it can become the sum itself.
                 totals[spec.name] = piece.reshape(master.shape).to(dtype)
                 return
             totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)

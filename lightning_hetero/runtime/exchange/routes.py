@@ -53,7 +53,7 @@ PushedUnit = ScatteredUnit | PushedParcels
 
 
 class Routes:
-    """Makes this rank's parts in pulls and pushes; finds each kind of unit's way once.
+    """Makes this rank's parts in pulls and pushes; decides once for each kind of unit.
 
     Args:
         table: The plan's transfer table.
@@ -83,7 +83,7 @@ class Routes:
     def pulls(
         self, units: Sequence[Unit], weights: ComputeWeights
     ) -> Iterator[tuple[Unit, PulledUnit]]:
-        """Yield each unit of which this rank moves anything, ascending, with its part in pulls."""
+        """Yield the units of which this rank moves rows, ascending, with its part in pulls."""
         for unit in units:
             pulled = self.pulled(unit, weights)
             if pulled is not None:
@@ -92,7 +92,7 @@ class Routes:
     def pushes(
         self, units: Sequence[Unit], weights: ComputeWeights
     ) -> Iterator[tuple[Unit, PushedUnit]]:
-        """Yield each unit that this rank holds or owns a part of, descending, with it in pushes."""
+        """Yield the units of which this rank has rows, descending, with its part in pushes."""
         for unit in reversed(units):
             pushed = self.pushed(unit, weights)
             if pushed is not None:
@@ -128,7 +128,7 @@ class Routes:
         return self._even[key]
 
     def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
-        """Return how a kind of unit travels by `even`; None if it can't; the same on all ranks."""
+        """Return how a kind of unit travels by `even`, or None; all ranks decide the same."""
         found = unit.kind.shard_groups(push=push)
         if found is None or any(self.options.group_of(i.members) is None for i in found):
             return None
@@ -164,7 +164,7 @@ class Routes:
         group: dist.ProcessGroup,
         held: tuple[Interval, ...],
     ) -> NodeWay | None:
-        """Return how a shard group pushes by node; None if it can't; the same on all ranks."""
+        """Return how a shard group pushes by node, or None; all ranks decide the same."""
         members, node_of_rank = shard_group.members, self.options.node_of_rank
         groups = groups_on_nodes(members, node_of_rank)
         if not groups or any(self.options.group_of(ranks) is None for ranks in groups):

@@ -1,4 +1,8 @@
-"""Run forward and backward passes on one stage: the user's step forward, autograd backward."""
+"""Run the forward and backward passes of one iteration on one rank.
+
+A forward is the user's step on a micro-batch, a backward is autograd's. If backward passes are
+split (see `stage.split_layers`), gradients of weights come later, as actions of their own.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +32,7 @@ from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 __all__ = ["StagePasses"]
 
 _Key = tuple[int, int]
-"""Stage and micro-batch."""
+"""(index of the stage, index of the micro-batch)."""
 
 
 @dataclass
@@ -37,11 +41,12 @@ class _InFlight:
 
     forward: MicrobatchPass
     received: list[Tensor]
-    """Activation and side tensors from the stage before, as far as they have gradients."""
+    """Tensors from the stage before that need gradients: the activation and side tensors."""
     outputs: list[Tensor]
-    """Tensors sent on, or the loss on the last stage, as far as they have gradients."""
+    """Tensors with gradients that were sent on, or on the last stage the loss."""
     gradient: Tensor | None
-    """Gradient of the loss: its share of targets, or 1 for a sum. None if it is received."""
+    """The gradient with which the loss's backward begins, see `LossScale`; None if gradients come
+    from the next stage."""
 
 
 class StagePasses:
@@ -51,11 +56,11 @@ class StagePasses:
         running: The plan that runs.
         boundary: The wrapped layers of the user's model.
         results: Collects the steps' results.
-        microbatches: This rank's, in order.
-        recomputations: By stage, what each of them computes again in backward.
-        first_index: Index of the first of them among the micro-batches of all pipelines.
-        seed: What the random numbers of all micro-batches depend on.
-        splitter: Splits backward passes; None where none is split.
+        microbatches: This rank's micro-batches, in order.
+        recomputations: By stage, what each micro-batch computes again in backward.
+        first_index: Index of the first micro-batch among those of all pipelines.
+        seed: The numbers from which the random numbers of all micro-batches are seeded.
+        splitter: Splits backward passes; None if they aren't split.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -71,7 +76,7 @@ class StagePasses:
         splitter: LayerSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
-        """Most micro-batches whose activations were held at once, those of each chunk counted."""
+        """Most micro-batches that were between forward and backward at once, chunk by chunk."""
         self._running = running
         self._chunks = {chunk.index: chunk for chunk in running.chunks}
         self._num_layers = running.plan.num_layers
@@ -80,8 +85,8 @@ class StagePasses:
         self._results = results
         self._microbatches = microbatches
         self._recomputations = recomputations
-        # For all at once: code that runs once in each action costs ten times what it does here,
-        # since the kernels in between have driven it out of the processor's caches.
+        # For all micro-batches at once: inside an action the same code takes ten times as long,
+        # because the kernels before it have displaced it from the processor's caches.
         self._sizes = [sizes_of(item)[0] for item in microbatches]
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
@@ -91,7 +96,7 @@ class StagePasses:
         self._unfinished = dict(self._chunks)
         """Chunks whose last backward is still to come."""
         self._sums: dict[int, dict[str, Tensor]] = {}
-        """By stage, the gradients of outer parameters that ranks with both ends keep apart."""
+        """By stage, the gradients of outer parameters; only on ranks that run both ends."""
 
     def run(
         self,
@@ -178,7 +183,7 @@ class StagePasses:
             chunk.link.expect_activations(len(self._microbatches) - num_done)
 
     def missing(self) -> tuple[str, ...]:
-        """Return the parameters for which this rank's backward passes made no gradient."""
+        """Return the trainable parameters that this rank's backward passes gave no gradient."""
         if self._results.losses and not self._has_run_backward:
             # No loss had a target: gradients are zeros, as torch makes them for an empty mean.
             return ()
@@ -248,7 +253,7 @@ class StagePasses:
                 self.peak_in_flight = count
 
     def _weights(self, key: _Key) -> None:
-        """Compute the gradients of weights that a micro-batch's backward has left."""
+        """Compute a micro-batch's gradients of weights, which its split backward has left out."""
         assert self._splitter is not None
         with self._pushing(key, self._splitter.names_waiting(key)):
             self._splitter.run_weights(key)
@@ -257,7 +262,7 @@ class StagePasses:
     def _pushing(
         self, key: _Key, coming: Collection[str] | None, *, is_last: bool = True
     ) -> Iterator[None]:
-        """Let units leave in the last backward of a stage, as soon as their gradients are final.
+        """Context of a stage's last backward, in which units leave as soon as they are final.
 
         Args:
             key: The stage and the micro-batch.
@@ -286,7 +291,7 @@ class StagePasses:
         gradients: Sequence[Tensor] = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
             gradients = link.receive_gradient(key[1])
-        # In reentrant checkpoints a weight gets its gradient in parts, and the last isn't known.
+        # Reentrant checkpoints add to a gradient in parts, and don't say which is the last.
         with self._pushing(key, None, is_last=is_whole and not held.forward.is_reentrant):
             if held.outputs:
                 self._has_run_backward = True

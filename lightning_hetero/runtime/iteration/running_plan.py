@@ -1,7 +1,7 @@
-"""The plan that runs on one rank, and changes to other plans.
+"""Make a plan ready to run on one rank, and change to another plan.
 
-Making a plan ready communicates only if it has new groups, and moves no optimizer state: slices
-stay with their owners, everything else is made anew. So the plan can change between any two
+Slices stay with their owners, so no optimizer state moves; all else that a plan needs is made anew.
+Ranks communicate only if the plan needs new process groups. So the plan can change between any two
 iterations.
 """
 
@@ -41,19 +41,19 @@ from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
 
 MAX_KNOWN_PLANS = 16
-"""Number of plans whose tables are kept; those of others are computed again when they run."""
+"""Number of plans whose transfer tables are kept; for other plans they are computed again."""
 MERGED_NUMEL = 2**20
-"""Elements of small layers that travel as one unit: 2 or 4 MB, which a fast link moves in about its
-latency."""
+"""Most elements of small layers that are merged into one unit. A fast link moves these 2 or 4 MB in
+about the time of its latency."""
 
 
 @dataclass(eq=False, kw_only=True)
 class RunningPlan:
-    """One plan, made ready on one rank: its place, weights, transfers and neighbours."""
+    """A plan that is ready to run on one rank: its place, weights, transfers and neighbours."""
 
     plan: ParallelPlan
     place: RankPlace | None
-    """This rank's; None if it is idle."""
+    """This rank's place in the plan; None if it is idle."""
     table: TransferTable
     weights: ComputeWeights
     pull: Pull
@@ -67,12 +67,12 @@ class RunningPlan:
     reads: set[str] | None = None
     """Parameters outside the layers that this iteration used; None if that isn't watched."""
     num_in_flight: int = 0
-    """Micro-batches whose activations are held now, the one that runs not counted; one that is held
-    in several chunks counts for each."""
+    """Number of micro-batches between their forward and their backward now, the running one not
+    counted; a micro-batch that is held in several chunks counts once for each."""
 
     @property
     def pipeline(self) -> PipelinePlan:
-        """This rank's pipeline; it must have one."""
+        """This rank's pipeline; must not be read on an idle rank."""
         assert self.place is not None
         return self.plan.pipelines[self.place.pipeline_index]
 
@@ -83,12 +83,12 @@ class RunningPlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether steps run to their end here; idle ranks count as well."""
+        """Whether steps run to their end here; True on idle ranks."""
         return not self.chunks or self.chunks[-1].is_last
 
     @property
     def has_both_ends(self) -> bool:
-        """Whether this rank runs the first and the last of several stages."""
+        """Whether this rank runs several stages, the pipeline's first and its last among them."""
         return len(self.chunks) > 1 and self.chunks[0].index == 0 and self.is_last
 
     @cached_property
@@ -98,18 +98,18 @@ class RunningPlan:
         return frozenset(name for name in self.weights.shards if specs[name].layer is None)
 
     def parameters_of(self, chunk: Chunk) -> frozenset[str]:
-        """Return this rank's parameters of a chunk: of its layers, at an end also outer ones."""
+        """Return this rank's parameters of a chunk's layers; at both ends, outer ones too."""
         specs, layers = self.weights.store.specs, chunk.stage.layers
         own = frozenset(name for name in self.weights.shards if specs[name].layer in layers)
         return own | self.outer if chunk.is_last or chunk.index == 0 else own
 
     @cached_property
     def splitter(self) -> LayerSplitter:
-        """Splits the backward of layers with this rank's weights."""
+        """Splits backward passes into gradients of inputs and of this rank's weights."""
         return LayerSplitter({shard: name for name, shard in self.weights.shards.items()})
 
     def start_pull(self) -> None:
-        """Post the pull of all weights, and wait for outer ones."""
+        """Start the pull of all weights, and wait for those outside the layers."""
         self.pull.start(needed=(-1, self.plan.num_layers))
 
     def finish_exchange(self, *, is_training: bool) -> dict[str, Tensor] | None:
@@ -121,16 +121,16 @@ class RunningPlan:
         return sums
 
     def unused(self, num_missing: Mapping[str, int]) -> set[str]:
-        """Return the parameters of which no holder has a gradient.
+        """Return the parameters for which no holder has a gradient.
 
         Args:
-            num_missing: By parameter that lacks any: the number of holders without a gradient.
+            num_missing: For each parameter that lacks gradients, the number of holders without one.
         """
         items = num_missing.items()
         return {name for name, number in items if number == len(self.table.holdings(name))}
 
     def read_watch(self, chunk: Chunk) -> ReadWatch | None:
-        """Return a watch of a micro-batch at an end of a pipeline; None if it isn't watched."""
+        """Return a watch of which outer parameters a micro-batch uses; None if it isn't needed."""
         is_first = chunk.link.previous is None
         if self.reads is None or is_first is chunk.is_last or self.has_both_ends:
             return None
@@ -138,9 +138,9 @@ class RunningPlan:
 
 
 class PlanSwitch:
-    """Keeps the plan that runs on one rank, and changes it.
+    """Holds the plan that runs on one rank, and changes it.
 
-    All methods are called by every rank alike, between iterations.
+    Every rank calls each method with the same arguments, between iterations.
 
     Args:
         plan: The first plan, which may share memory with the slices.
@@ -149,8 +149,8 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
-        node_of_rank: Nodes by global rank, if gradients may be summed by node.
-        num_microbatches: Micro-batches of pipelines for which a plan names no number.
+        node_of_rank: The node of each global rank, if gradients may be summed by node.
+        num_microbatches: Number of micro-batches where a plan doesn't say one.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
@@ -169,7 +169,7 @@ class PlanSwitch:
     ) -> None:
         self._store = store
         self._num_microbatches = num_microbatches
-        # One for all plans: torch has only 32 streams, so two plans' might be the same.
+        # One for all plans: torch has only 32 streams, so two plans might get the same one.
         self._side_stream = SideStream(store.device)
         self._comms = comms
         self._clock = clock
@@ -184,7 +184,7 @@ class PlanSwitch:
             side_stream=self._side_stream,
         )
         self._known: dict[ParallelPlan, Routes] = {}
-        """The latest plans that ran or may run, the most recent one last."""
+        """The plans that ran or were prepared most recently, the latest one last."""
         self._tensor_parallel = tensor_parallel
         self._roles = OuterRoles()
         self._specs = self._roles.apply(store.specs.values(), known=False)
@@ -193,18 +193,18 @@ class PlanSwitch:
         """The plan that runs."""
 
     def prepare(self, plans: Sequence[ParallelPlan]) -> None:
-        """Create the groups of plans that may run, so that no iteration waits for that.
+        """Create the process groups of plans that may run, so that no iteration waits for it.
 
-        Collective over all ranks if there are new ones. A plan that wasn't prepared runs, too:
-        units without a group travel by messages.
+        Communicates over all ranks if there are new groups. A plan that wasn't prepared can run,
+        too: units without a group travel by messages.
         """
         numels: Counter[tuple[int, ...]] = Counter()
         for plan in plans:
             self._connect(plan)
-        # If all ranks together use no collective, fewer ranks don't either.
+        # If all ranks together wouldn't use a collective, smaller groups don't either.
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
-            # Outer parameters are held at both ends, and at one end once their use is known.
+            # Outer parameters are held at both ends until it is known at which one they are used.
             tables = [self._routes_of(plan).table]
             for role in OuterRole:
                 at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
@@ -213,12 +213,12 @@ class PlanSwitch:
                 for unit in table.units:
                     for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
                         numels[ranks] += sum(spec.numel for spec in unit.specs)
-        # The heaviest first, in one order on all ranks.
+        # Those that move most come first; the order is the same on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
 
     def _connect(self, plan: ParallelPlan) -> None:
-        """Create the communicators of a plan's stages; collective if there are new ones."""
+        """Create the communicators of a plan's stages; communicates if there are new ones."""
         self._comms.connect(stage_edges(plan))
         if self._tensor_parallel is not None:
             self._comms.tensor_parallel_group(plan)
@@ -267,7 +267,7 @@ class PlanSwitch:
         Raises:
             PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
                 which the module wasn't prepared.
-            ModelError: It has stages or recomputes layers, for which the module's are unfit.
+            ModelError: It has stages or recomputes layers, which the module's layers don't allow.
         """
         plan.check_world_size(self._comms.world_size)
         plan.check_num_layers(self._store.layout.num_layers)
@@ -280,7 +280,7 @@ class PlanSwitch:
             )
 
     def change(self, plan: ParallelPlan) -> None:
-        """Run another plan from now on; communicates only where it has new groups.
+        """Run another plan from now on; communicates only if it needs new groups.
 
         Raises:
             PlanError: See `check`.
@@ -290,9 +290,9 @@ class PlanSwitch:
             self._replace(plan, shares_memory=False)
 
     def follow_freezing(self) -> bool:
-        """Change which gradients travel, if parameters were frozen or thawed since the last call.
+        """Note which parameters were frozen or thawed since the last call, and push accordingly.
 
-        Returns whether there were any, the same on every rank.
+        Returns whether there were any; the same on every rank.
         """
         changed = self._store.follow_freezing()
         if changed:
@@ -300,14 +300,15 @@ class PlanSwitch:
         return changed
 
     def thaw(self, names: Sequence[str]) -> None:
-        """Give owners to weights that have none, though they are frozen."""
+        """Give owners to frozen weights, which have had none, because they are to train."""
         self._store.thaw(names)
         self._remake()
 
     def begin(self, phase: int, epoch: int) -> RunningPlan:
-        """Return the plan for an iteration; watch its reads if it is the first of a phase.
+        """Return the plan for an iteration.
 
-        See `outer_parameters`.
+        In a phase's first iteration of an epoch, the use of parameters outside the layers is
+        watched: see `outer_parameters`.
         """
         is_watched = self._roles.is_due(phase, epoch) and self.running.plan.max_stages > 1
         if is_watched:
@@ -316,16 +317,16 @@ class PlanSwitch:
         return self.running
 
     def learn_roles(self, reads: Mapping[int, Sequence[str]], phase: int, epoch: int) -> None:
-        """Hold outer weights only where iterations that were watched have used them.
+        """Hold parameters outside the layers only where watched iterations have used them.
 
-        Every rank knows what each has read, so all ranks make the same tables.
+        Every rank knows what each rank has read, so all make the same tables.
         """
         if self.running.reads is not None and reads:
             self._roles.learn(self.running.plan, reads, phase=phase, epoch=epoch)
             self._hold(known=True)
 
     def close(self) -> None:
-        """Free the plan's weights, even if this object is still held; slices keep their values."""
+        """Free the plan's weights; slices keep their values."""
         self.running.weights.release()
         del self.running
 

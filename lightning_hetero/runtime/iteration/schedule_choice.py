@@ -1,9 +1,10 @@
-"""The order of a rank's passes: 1F1B, or one that is solved for the times measured in this run.
+"""Choose the order of a rank's passes: 1F1B, or one that is solved for the times of this run.
 
 A plan's first iterations run 1F1B. Then ranks share the seconds that a forward, a backward and a
-message to the next stage took, and each rank solves the same problem (see
-`lightning_hetero.schedules`), so all know the same orders without another message. They are solved
-once per plan and number of micro-batches, and in long iterations for the micro-batches' own sizes.
+message to the next stage took. Each rank solves the same problem (see
+`lightning_hetero.schedules`), so all ranks have the same orders without another message. A problem
+is solved once for each plan and number of micro-batches; if iterations are long, also for each mix
+of sizes of micro-batches.
 """
 
 import math
@@ -41,12 +42,12 @@ from lightning_hetero.schedules import (
 __all__ = ["ScheduleChoice", "StageSchedule"]
 
 _MEASURED_ITERATIONS = 3
-"""Training iterations under 1F1B that are measured; the first one, which warms up, isn't used."""
+"""Training iterations under 1F1B that are measured; the first is slow and isn't used."""
 
 _GRAIN = 8
-"""Sizes of micro-batches are rounded to this part of their mean, so that solved orders recur."""
+"""Sizes of micro-batches are rounded to 1/8 of their mean, so that solved orders are used again."""
 _LONG_S = 2.0
-"""An iteration of so many seconds is long enough to solve an order for its own micro-batches."""
+"""Iterations of at least so many seconds get an order for their own sizes of micro-batches."""
 _USED_MEMORY = 0.9
 """Share of a device's memory that micro-batches may fill."""
 
@@ -55,12 +56,16 @@ class StageSchedule(NamedTuple):
     """What a rank runs in an iteration."""
 
     actions: tuple[Action, ...] = ()
-    """In their order."""
+    """The rank's actions, in the order in which they run."""
     held: Mapping[int, int] = MappingProxyType({})
-    """Most micro-batches between forward and backward, by stage: this rank's and those before."""
+    """For each of this rank's stages, and for the stages before them, the most micro-batches that
+    are between forward and backward at once."""
 
     def held_by(self, stage_index: int) -> int:
-        """Return how far a stage runs ahead: `MAX_KEPT_SENDS` if there is no backward."""
+        """Return how many micro-batches a stage may be ahead of the next one.
+
+        Without backward passes that is `MAX_KEPT_SENDS`.
+        """
         return self.held.get(stage_index, MAX_KEPT_SENDS)
 
     @property
@@ -73,13 +78,13 @@ class _Times(NamedTuple):
     """Seconds of a micro-batch on one rank."""
 
     forward_s: dict[int, float]
-    """By stage."""
+    """Seconds of a forward, by stage."""
     backward_s: dict[int, float]
     edges: dict[int, Edge]
     """The link from each stage to the next, if that is another rank's."""
     room: float
-    """Micro-batches that its memory has room for, the ones that 1F1B holds among them; one that is
-    held in all of its chunks counts once."""
+    """Micro-batches that its memory has room for, those that 1F1B holds included. A micro-batch
+    that is held in all chunks of the rank counts once."""
 
 
 @dataclass
@@ -90,10 +95,10 @@ class _Own:
     seconds: dict[ActionKind, dict[int, list[float]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
-    """By kind and stage."""
+    """Seconds of each action, by kind and stage."""
 
     def medians_s(self, kind: ActionKind) -> dict[int, float]:
-        """Return the seconds of a usual action, by stage."""
+        """Return the median seconds of an action of this kind, by stage."""
         return {stage: median(seconds) for stage, seconds in self.seconds[kind].items()}
 
 
@@ -103,8 +108,8 @@ class ScheduleChoice:
     Args:
         kind: The user's choice.
         is_split: Whether backward passes can be split.
-        comms: Share the measured times.
-        clock: Has the times of the last iteration.
+        comms: The communicators, over which measured times are shared.
+        clock: Measures the times.
     """
 
     def __init__(
@@ -118,13 +123,13 @@ class ScheduleChoice:
         """The plan of the last training iteration."""
         self._own: dict[ParallelPlan, _Own] = defaultdict(_Own)
         self._times: dict[ParallelPlan, list[_Times]] = {}
-        """By plan and rank."""
+        """For each plan the times of all ranks."""
         self._solve = lru_cache(maxsize=256)(self._solved)
 
     def of(
         self, running: RunningPlan, tokens: Sequence[int], *, is_training: bool
     ) -> StageSchedule:
-        """Return what this rank runs for micro-batches of so many tokens."""
+        """Return what this rank runs in an iteration whose micro-batches have so many tokens."""
         if running.place is None:
             return StageSchedule()
         index, count = running.place.stage_index, len(tokens)
@@ -134,7 +139,7 @@ class ScheduleChoice:
         if is_training and running.plan in self._times and pipeline.num_stages > 1 and count:
             sizes = self._sizes(running, tokens)
             orders = self._solve(running.plan, running.place.pipeline_index, count, sizes)
-        # Without training, too: what never blocks doesn't without its backwards either.
+        # An order that can't deadlock can't without its backward passes either.
         orders = orders or usual_actions(pipeline.workers, count)
         held: dict[int, int] = {}
         near = {i for chunk in running.chunks for i in (max(chunk.index - 1, 0), chunk.index)}
@@ -146,10 +151,10 @@ class ScheduleChoice:
         return StageSchedule(actions, held)
 
     def _sizes(self, running: RunningPlan, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Return the micro-batches' sizes beside their mean's; none if they hardly differ.
+        """Return the sizes of micro-batches relative to their mean, rounded.
 
-        None as well in short iterations, for which it would take too long to solve an order in each
-        of them; then that for equal micro-batches runs.
+        Empty if they hardly differ, and in short iterations, where solving would take too long:
+        then the order for equal micro-batches runs.
         """
         mean = sum(tokens) / len(tokens)
         sizes = tuple(round(count / mean * _GRAIN) / _GRAIN for count in tokens) if mean else ()
@@ -161,7 +166,7 @@ class ScheduleChoice:
     def learn(self, running: RunningPlan) -> None:
         """Note the times of a training iteration; called by every rank after each.
 
-        Collective over all ranks after a plan's last measured iteration.
+        After a plan's last measured iteration ranks share their times, so all must be here.
         """
         plan = running.plan
         if not self.kind.is_solved or plan.max_stages == 1:
@@ -180,7 +185,7 @@ class ScheduleChoice:
             self._share(running, own)
 
     def _share(self, running: RunningPlan, own: "_Own") -> None:
-        """Share what was measured of a plan with all ranks; collective."""
+        """Share what was measured of a plan with all ranks."""
         place = running.place
         is_measured = place is not None and place.tp_rank == 0
         found = _Times(
@@ -193,7 +198,7 @@ class ScheduleChoice:
         del self._own[running.plan]
         if len(self._times) > MAX_KNOWN_PLANS:
             self._times.pop(next(iter(self._times)))  # It is measured anew if it runs again.
-            # A rank that still knew its old orders would wait for others that solve new ones.
+            # All ranks forget old orders at once, so that none runs an old one beside new ones.
             self._solve.cache_clear()
 
     def _solved(
@@ -205,7 +210,7 @@ class ScheduleChoice:
     ) -> tuple[tuple[Action, ...], ...] | None:
         times, pipeline = self._times[plan], plan.pipelines[pipeline_index]
         stages = [
-            # Ranks of a tensor-parallel group wait for the slowest; the first measures edges.
+            # Ranks of a tensor-parallel group wait for the slowest one; the first measures links.
             StageTimes(
                 forward_s=max(times[rank].forward_s.get(index, 0.0) for rank in stage.ranks),
                 backward_s=max(times[rank].backward_s.get(index, 0.0) for rank in stage.ranks),
@@ -230,8 +235,8 @@ class ScheduleChoice:
 def _room(running: RunningPlan) -> float:
     """Return the micro-batches for which this rank's device has memory; infinity on CPUs.
 
-    What the measured iterations took beyond what is kept between them counts as all for the
-    micro-batches that 1F1B holds, so the room is estimated too small rather than too large.
+    All memory that the measured iterations used beyond what stays between iterations is counted as
+    that of the micro-batches which 1F1B holds. So the room is estimated too small, never too large.
     """
     device = running.weights.store.device
     if device.type != "cuda" or running.place is None:

@@ -1,8 +1,8 @@
-"""Run the check of `results.split_check` on all ranks: a micro-batch and its halves, forward.
+"""Run the check of `results.split_check` on all ranks, with a micro-batch and its two halves.
 
-They go through the pipeline as an evaluation's micro-batches do. On last stages gradients of a few
-small parameters follow, of the last layer and of what lies behind it. Nothing is kept of it: no
-log, no buffer, no random state, no gradient.
+Each of these *parts* goes forward through the pipeline as in an evaluation. On last stages the
+gradients of a few small parameters follow, in the last layer and behind it. The check leaves no
+trace in logs, buffers, random states and gradients.
 """
 
 import copy
@@ -45,7 +45,7 @@ from lightning_hetero.runtime.unknown import check_known, tensors_in
 __all__ = ["SplitRun", "copy_of"]
 
 _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
-"""Most elements, and most parameters, whose gradients are compared; at least one is."""
+"""Most elements, and most parameters, whose gradients are compared; at least one parameter is."""
 Step = Callable[[Any], Any]
 
 
@@ -58,7 +58,7 @@ class _WatchedPass(MicrobatchPass):
     _states: GeneratorStates | None = None
 
     def look(self) -> None:
-        """Compare the generators with how they were at the last look; called around reseeding."""
+        """Note whether random numbers were drawn since the last call; called around reseeding."""
         self.has_drawn |= self._states is not None and self._states.have_changed()
         self._states = None
 
@@ -81,7 +81,7 @@ class _WatchedPass(MicrobatchPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank reports."""
+    """What one rank reports of a check."""
 
     evidence: tuple[Evidence, ...]
     limits: Limits
@@ -96,11 +96,11 @@ class _Seen:
     counts: Mapping[Counting, float] = field(default_factory=dict)
     failure: str = ""
     error: Exception | None = None
-    """With which the step ended."""
+    """The error with which the step ended."""
 
 
 class SplitRun:
-    """Runs checks when they are due, and keeps what they have found.
+    """Runs the check when it is due, and keeps what it has found.
 
     Args:
         module: The LightningModule.
@@ -121,7 +121,7 @@ class SplitRun:
         device: torch.device,
     ) -> None:
         self.scale = LossScale()
-        """How losses count from the last check on; the same on every rank."""
+        """How losses count, by the last check; the same on every rank."""
         self._module = module
         self._layout = layout
         self._boundary = boundary
@@ -130,11 +130,11 @@ class SplitRun:
         self._device = device
         self._by_module = getattr(module, "num_target_tokens", None)
         self._evaluates = False
-        """Whether the step draws random numbers in train mode, so that eval mode is compared."""
+        """Whether the step draws random numbers in train mode, so that parts run in eval mode."""
         self._num_iterations = 0
 
     def is_due(self) -> bool:
-        """Whether the iteration that begins is to be checked; called once for each cut one."""
+        """Whether to check in the iteration that begins; called once for each with a cut batch."""
         self._num_iterations += 1
         return is_due(self._num_iterations - 1)
 
@@ -147,17 +147,17 @@ class SplitRun:
         seed: tuple[int, ...],
         recompute: Callable[[Chunk], Recomputation],
     ) -> None:
-        """Check, and decide how losses count; collective, inside the running plan's contexts.
+        """Check, and decide how losses count; called by all ranks, in the running plan's contexts.
 
         Args:
-            step: The user's step, of one micro-batch.
-            microbatches: This rank's.
+            step: Runs the user's step on one micro-batch.
+            microbatches: This rank's micro-batches.
             running: The plan.
-            seed: What the random numbers depend on.
-            recompute: Returns what parts recompute in backward on a stage.
+            seed: The numbers from which random numbers are seeded.
+            recompute: Returns what a stage recomputes in the backward of a part.
 
         Raises:
-            StepError: The loss can't be cut; on every rank.
+            StepError: On every rank, if the batch can't be cut without changing the loss.
         """
         parts = _parts_of(microbatches)
         found = self._try(step, parts, running, seed, recompute)
@@ -188,7 +188,7 @@ class SplitRun:
         elif self.scale.rule is None:
             rank_zero_info("%s", verdict)
         unit = self.scale.unit
-        if self.scale.rule is None:  # A fixed one: what hooks of backward passes see stays alike.
+        if self.scale.rule is None:  # Only once, so that gradients in hooks keep their scale.
             targets = [item.counts.get(verdict.rule.counting, (0.0,))[0] for item in seen]
             unit = 2.0 ** round(math.log2(max([1.0, *targets]) * max(num_microbatches, 1)))
         self.scale = LossScale(verdict.rule, verdict.rule.is_sum, unit)
@@ -201,7 +201,7 @@ class SplitRun:
         seed: tuple[int, ...],
         recompute: Callable[[Chunk], Recomputation],
     ) -> _Found:
-        """Run the parts through this rank's stages, all through the first one first."""
+        """Run the parts through this rank's stages: all parts through a stage, then the next."""
         seen, limits, has_drawn = list[_Seen](), self._limits(), False
         pull = running.pull
         with PreservedRandomState(), torch.compiler.set_stance("force_eager"):
@@ -216,7 +216,7 @@ class SplitRun:
                     recomputation=recompute(chunk),
                     limits=limits,
                 )
-                # Each part begins with the same buffers.
+                # Each part starts from the same buffers.
                 with Spared(self._module, evaluates=self._evaluates) as spared:
                     given = part if chunk is running.chunks[-1] else copy_of(part)
                     found = self._run_part(step, given, forward, running, link)
@@ -234,7 +234,7 @@ class SplitRun:
         running: RunningPlan,
         link: ActivationLink,
     ) -> _Seen | None:
-        """Run one part; return what a last stage sees of it."""
+        """Run one part; return its result if this is a last stage."""
         hiding = running.weights.in_step() or nullcontext()
         try:
             with hiding, self._boundary.forward_of(forward):
@@ -272,7 +272,7 @@ class SplitRun:
         if failed is not None:
             whole = seen[1] if is_doubled else seen[0]
             if whole.error is not None:
-                raise whole.error  # As it would in the iteration itself.
+                raise whole.error  # The iteration itself would raise it.
             failure = "" if is_doubled else failed.failure
             nothing = (0.0, 0.0, 0.0)
             evidence = Evidence(
@@ -306,7 +306,7 @@ class SplitRun:
         return limits
 
     def _gradient(self, loss: Tensor, forward: _WatchedPass, running: RunningPlan) -> Tensor:
-        """Return the loss's gradient of the parameters that are looked at, as one vector."""
+        """Return the loss's gradients with respect to the compared parameters, as one vector."""
         chosen = self._chosen(running)
         gradients: Sequence[Tensor | None] = [None] * len(chosen)
         try:
@@ -314,7 +314,7 @@ class SplitRun:
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            # Checkpoints around the layers that give no single gradients: nothing is compared.
+            # Checkpoints around the layers from which `autograd.grad` gets nothing: don't compare.
             forward.has_drawn = True
         vectors = [
             torch.zeros_like(parameter) if item is None else item
@@ -325,7 +325,7 @@ class SplitRun:
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
     def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:
-        """Return small parameters of the last layer and behind it; of the stage if it has none."""
+        """Return small parameters in the last layer and behind it, or else of the whole stage."""
         shards, specs = running.weights.shards, self._layout.specs
         whole = [
             spec
@@ -365,11 +365,11 @@ def copy_of(part: Any) -> Any:
 
 
 def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
-    """Return a batch and its halves; none if there is nothing to cut or to put together.
+    """Return a batch and its halves; empty if there is nothing to cut or to put together.
 
-    It is the micro-batch with the most samples; two of one sample each, if no other has more; or
-    one sample twice, which is both halves, of which one is returned. Of two samples the first one
-    twice follows: it tells a sum from a sum of means over groups, of which each sample has one.
+    The batch is the largest micro-batch; if each has one sample, two of them together; if there is
+    only one sample, this sample twice, and a single half, since both are equal. A batch of two
+    samples is followed by its first sample twice: this tells a sum from a sum of group means.
     """
     if not microbatches:
         return []

@@ -1,6 +1,6 @@
 """Collect the results of a rank's steps in an iteration: losses, gradients, logs, outputs, lists.
 
-Only a last stage's step runs to its end. Its results are taken here and nowhere else.
+Only on a last stage does the user's step run to its end, so only there it has results.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,25 +36,28 @@ class LossScale:
     """How the losses of an iteration's micro-batches count."""
 
     rule: LossRule | None = None
-    """What they are over their micro-batches; None if no check has found it out."""
+    """Whether losses are means, and over what, or sums; None if no check has found it out."""
     is_sum: bool = False
-    """Whether they are added as they are, as sums are, and a loss that is all of its iteration."""
+    """Whether losses are added without weights: sums, or the only loss of an iteration."""
     unit: float = 1.0
-    """Power of two near an iteration's targets: backward passes begin with targets / unit."""
+    """Power of two near the number of an iteration's targets. The gradient with which a backward
+    pass begins is the micro-batch's targets / unit, which is close to 1."""
 
 
 class StepResults:
-    """Collects the results of the steps of one iteration's micro-batches on one rank.
+    """Collects the results of one rank's steps in one iteration.
 
-    Called for each micro-batch: `begin`, then `drop` if the stage ended the step, else `keep`.
+    For each micro-batch `begin` is called, then `keep` if the step ran to its end, or `drop` if it
+    ended with its stage.
 
     Args:
-        module: The user's.
-        logs: What steps log.
+        module: The user's LightningModule.
+        logs: Records what steps log.
         device: Where losses are summed.
         scale: How losses count.
         is_training: Whether steps return losses.
-        factor: Of the losses' gradients, so that fp16 doesn't lose the small ones.
+        factor: Loss scale of fp16, by which gradients are multiplied so that small ones don't
+            vanish.
     """
 
     def __init__(
@@ -70,19 +73,25 @@ class StepResults:
         self._factor = factor
         self.is_training = is_training
         self.records: list[StepRecord] = []
-        """What the steps of a last stage returned and appended, one record per micro-batch."""
+        """What steps returned and appended on a last stage, one record for each micro-batch."""
         self.losses = LossSums(device, is_sum=scale.is_sum)
         self.epoch_weight = 0
-        """Of all micro-batches that have begun."""
+        """Weight in an epoch's mean, summed over the micro-batches that have begun."""
         self._lists = AppendedLists(module)
         self._logs = logs
         self._device = device
         self._scale = scale
         self._by_module = getattr(module, "num_target_tokens", None)
-        """The module's own count of a batch's targets."""
+        """The module's method that counts the targets of a batch, if it has one."""
 
     def begin(self, microbatch: Any, num_samples: int, *, counts: bool = True) -> None:
-        """Note the module's state before a step of a micro-batch; one of its steps `counts`."""
+        """Note the module's state before a step.
+
+        Args:
+            microbatch: The micro-batch.
+            num_samples: Its samples.
+            counts: False if another step of this rank, for another chunk, counts the samples.
+        """
         self._lists.begin()
         if counts:
             self.epoch_weight += epoch_weight(microbatch, num_samples)
@@ -93,14 +102,15 @@ class StepResults:
         self._lists.take()
 
     def keep(self, output: Any, microbatch: Any) -> tuple[list[Tensor], Tensor]:
-        """Take what a step that ran to its end has returned, logged and appended.
+        """Keep what a step that ran to its end has returned, logged and appended.
 
         Returns:
-            The loss and its gradient. There is no loss outside of training, nor for no targets:
-            that loss may be NaN, and 0 * NaN is NaN.
+            The loss, and the gradient with which its backward begins. No loss outside of training,
+            and none of a micro-batch without targets: it may be NaN, and 0 * NaN is NaN.
 
         Raises:
-            StepError, ModelError: It returned no loss, or what this stage doesn't know.
+            StepError: The step returned no loss.
+            ModelError: It returned values that this stage doesn't know.
         """
         is_named = isinstance(output, Mapping)
         if self.is_training and is_named:
@@ -119,10 +129,10 @@ class StepResults:
         self.losses.add(loss, weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
-        # Counts on an accelerator aren't read: that would wait for the forward pass. If they are 0,
-        # the gradient is 0; a loss that divides by them is then found by its NaN gradients.
+        # A count on an accelerator isn't read: the host would wait for the forward pass. If it is
+        # 0, so is the gradient; a loss that divides by it is found out by gradients of NaN.
         is_known = not isinstance(count, Tensor) or count.device.type == "cpu"
-        # As a number, since comparing tensors makes one more.
+        # As a number: a comparison of tensors would make another tensor.
         has_none = is_known and not float(count) > 0
         factor = self._factor / self._scale.unit
         return [] if has_none else [loss], (weight * factor).float()
@@ -134,12 +144,12 @@ class StepResults:
         return counting.of(microbatch, self._by_module)
 
     def finish(self, gradients: Callable[[], Iterable[Tensor]]) -> None:
-        """Check the gradients that backward passes have made, after the last action."""
+        """After the last action, note whether gradients are finite (see `has_nonfinite`)."""
         if self.is_training:
             self.losses.has_nonfinite = has_nonfinite(gradients(), self._device)
 
     def row(self, entries: Sequence[LogEntry]) -> Tensor:
-        """Return this rank's sums: the totals of losses, then of values logged under entries."""
+        """Return this rank's sums for the agreement: of losses, then of logged values."""
         return torch.cat([self.losses.totals(), self._logs.as_row(entries)])
 
 
@@ -155,27 +165,27 @@ class StepGradients:
     def __init__(self, store: SliceStore, device: torch.device, config: EngineConfig) -> None:
         self.by_name: dict[str, Tensor] = {}
         self.are_finite = True
-        """Whether the last iteration's were; the same on every rank."""
+        """Whether the last iteration's gradients were finite; the same on every rank."""
         self.loss_scale = 1.0
-        """Factor of the losses in backward passes; the same on every rank."""
+        """Factor by which losses are multiplied in backward passes; the same on every rank."""
         self.unused: set[str] = set()
-        """Parameters that got no gradient in it, on any rank."""
+        """Parameters without a gradient on any rank in the last iteration."""
         self._store = store
         self._config = config
         self._late = LateNumbers(device)
 
     def take(self, sums: Mapping[str, Tensor], unused: set[str]) -> None:
-        """Take the summed gradients of an iteration; `unused` parameters have none."""
+        """Keep the summed gradients of an iteration; `unused` parameters have none."""
         self.unused = unused
         self.by_name = {name: item for name, item in sums.items() if name not in unused}
 
     def judge(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
-        """Scale the gradients, see whether they are finite, and return the iteration's loss.
+        """Scale the gradients, check whether they are finite, and return the iteration's loss.
 
         Args:
-            totals: The totals of all ranks; see `IterationLoss`.
+            totals: The sums of all ranks; see `IterationLoss`.
             losses: How losses count.
-            batch: Names the batch in messages.
+            batch: Names the batch in error messages.
 
         Raises:
             StepError: Gradients aren't finite.
@@ -186,7 +196,7 @@ class StepGradients:
         if self.by_name:
             torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
-        # To skip a step, the host must know before it.
+        # The host must know before the optimizer's step whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
         is_late = self._late.is_late and not is_now
@@ -206,7 +216,7 @@ class StepGradients:
         return loss.value
 
     def settle(self) -> None:
-        """Answer the last iteration's late numbers; see `LateNumbers`."""
+        """Check the sums of the last iteration, which arrive late; see `LateNumbers`."""
         self._late.settle()
 
 
@@ -217,7 +227,7 @@ def _without_loss(output: Any) -> dict[str, Any]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss among what a training step has returned, without dims.
+    """Return the loss from the output of a training step, as a tensor without dims.
 
     Raises:
         StepError: There is none, or it has no gradient.
