@@ -57,7 +57,7 @@ class Replay:
         """Return the graph of a trace.
 
         Raises:
-            ConfigurationError: Operations wait for each other in a circle.
+            ConfigurationError: Operations wait for each other in a cycle.
         """
         ended_s = trace.end_s - _ROUNDING_S
         ended_s -= np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))
