@@ -174,7 +174,7 @@ class AppendedLists:
                 if value and type(value[0]) is list:
                     inner = enumerate(value)
                     yield from (((name, at), item) for at, item in inner if type(item) is list)
-            elif isinstance(value, dict) and name[0] != "_":
+            elif name[0] != "_" and isinstance(value, dict):
                 for key, item in value.items():
                     if type(item) is list:
                         yield (name, key), item
