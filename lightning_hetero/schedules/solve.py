@@ -47,7 +47,7 @@ __all__ = [
 
 _DEPTHS = 1.5, 2.0, 3.0, 4.0
 """Micro-batches that a deep schedule may hold on each stage, as multiples of the number of
-stages."""
+workers."""
 _MOST_MOVED = 36
 """In problems with up to so many passes, single passes are moved; with more, orders are hardly far
 from the best."""
@@ -183,7 +183,7 @@ def usual_actions(
 
 
 def _least_s(problem: ScheduleProblem) -> float:
-    """Return a bound: for each worker its earliest start and all of its work; the largest counts."""
+    """Return a bound on the end: the largest sum of a worker's earliest start and its work."""
     begin_s, work_s = 0.0, [0.0] * problem.num_workers
     begins_s: dict[int, float] = {}
     hops_s = [*(edge.whole_s for edge in problem.forward_edges), 0.0]
