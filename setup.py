@@ -8,7 +8,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-_LINK_TO_A_FILE = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)]+)\)")
+_LINK_TO_A_FILE = re.compile(r"!?\[([^\]]+)\]\((?!https?://)([^)]+)\)")
 README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
-"""Decide what a run's engine leaves open: who owns what, who stands by, how gradients travel.
+"""Decide what the user leaves open: which rank owns what, standbys, and how gradients travel.
 
-Under `ownership="memory"` ranks own in proportion to the memory that weights and summed gradients
-of their stages leave free on their devices, without activations; with several plans, the worst one
-counts for each rank. A plan may name other shares. Gradients are summed on each node before they
-leave it if that makes a push faster, by the simulator's prices.
+Under `ownership="memory"` ranks own in proportion to the device memory that is left beside weights
+and summed gradients of their stages; activations aren't counted. With several plans, the one that
+leaves least counts for each rank. A plan may give other shares (`owner_shares`). Gradients are
+summed on each node before they leave it if the simulator predicts that the push is faster.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ __all__ = [
 
 _GIB = 2**30
 _LEAST_GAIN = 1.05
-"""Least speed-up of a push by node; below it one leg is used, which needs fewer communicators."""
+"""Least speed-up for which pushes go by node; a direct push needs fewer communicators."""
 
 
 def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
@@ -82,7 +82,7 @@ def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
 def check_room_for_states(
     facts: RunFacts, plans: RunPlans, config: EngineConfig, specs: Sequence[ParameterSpec]
 ) -> None:
-    """Refuse shares or standbys for which a rank has no room under a plan that may run; collective.
+    """Refuse shares or standbys for which a rank has no room; called by all ranks.
 
     Args:
         facts: The facts of the run.
@@ -97,7 +97,7 @@ def check_room_for_states(
     if not config.standbys and shares is None:
         return
     if not config.standbys:
-        # Ranks whose plan has no shares compare other facts at this point, so it is found.
+        # A rank whose plan has no shares compares other facts here, and the difference is reported.
         check_alike(facts.comms, owner_shares=shares)
     slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
     room = _room(facts)
@@ -130,7 +130,7 @@ def find_standbys_of_run(facts: RunFacts, plans: RunPlans) -> tuple[int, ...]:
     """
     if not facts.redundancy:
         return ()
-    # Ranks without redundancy compare other facts at this point, so the difference is found.
+    # A rank without redundancy compares other facts here, and the difference is reported.
     shares = plans.first.owner_shares
     check_alike(facts.comms, redundancy=facts.redundancy, owner_shares=shares)
     if facts.comms.world_size == 1:
@@ -162,7 +162,7 @@ def with_exchange(
     is_open = config.exchange is ExchangeKind.AUTO and backend not in (None, "gloo")
     if config.exchange is not ExchangeKind.BY_NODE and (not is_open or facts.redundancy):
         return config
-    # Ranks with another kind compare other facts at this point, so the difference is found.
+    # A rank with another kind compares other facts here, and the difference is reported.
     check_alike(facts.comms, exchange=config.exchange)
     seats = facts.detect_seats()
     nodes = [seat.node for seat in seats]
@@ -209,7 +209,7 @@ def state_memory(
     """
     used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
     holders = PlanHolders(plan)
-    # Bytes of a row of all parameters that are held, or owned, alike: these have one object each.
+    # Bytes of a row, summed over all parameters with the same holders, or the same owners.
     held: dict[int, tuple[tuple[Holding, ...], list[float]]] = {}
     owned: dict[int, tuple[Sequence[Slice], list[float]]] = {}
     for spec in specs:

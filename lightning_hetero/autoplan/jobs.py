@@ -1,10 +1,10 @@
-"""Jobs for which plans are searched: the present one, and those after a loss of ranks.
+"""Describe the jobs for which plans are searched: the present one, and those after a loss of ranks.
 
-After a loss the first rank that is left plans. So each rank solves in advance the cases in which it
-would be the first: rank 0 the loss of any other rank or node, and the next rank, or the first one
-on the next node, the loss of rank 0 or of its node. With up to 8 nodes, or ranks, also the loss of
-any two at once. A plan made in advance is used only if exactly its task arises: the same devices,
-model, sizes and costs.
+After a loss, the first rank that is left makes the plan. So each rank solves in advance the cases
+in which it would be this rank. Rank 0 solves the loss of any other rank or node; rank 1 that of
+rank 0; the first rank of the second node that of the first node. With up to 8 ranks, or nodes, the
+loss of any two at once is solved, too. A plan made in advance is used only for exactly the same
+devices, model, sizes and costs.
 """
 
 import pickle
@@ -38,7 +38,8 @@ _DEFAULT_LENGTH = 512
 _MAX_PARTS = 4
 """Most micro-batches into which a batch is cut, besides single samples."""
 _SCHEDULED = 4
-"""Plans, the best ones under 1F1B, that are judged under a solved schedule: a second or two."""
+"""Number of plans, the best ones under 1F1B, that are simulated under a solved schedule. That takes
+a second or two."""
 _MOST_IN_PAIRS = 8
 """Most ranks, and most nodes, for which the loss of any two of them is planned for."""
 
@@ -58,7 +59,7 @@ class Job:
     """The loader's batches in an iteration."""
     microbatch_sizes: tuple[int, ...]
     assumed: tuple[str, ...]
-    """Numbers that weren't found and had to be assumed, in words."""
+    """Texts about numbers that weren't found and are assumed."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
 
     @classmethod
@@ -116,11 +117,11 @@ class Job:
     def needs_no_search(self, options: AutoPlan) -> bool:
         """Whether one pipeline per rank is best: devices are equal, and hold model and batch.
 
-        By the roofline.
+        Predicted by the roofline.
         """
         if options.cluster is not None or len({node.device for node in self.cluster.nodes}) > 1:
             return False
-        # One micro-batch is no sum.
+        # With one micro-batch, gradients aren't summed over micro-batches.
         states = replace(self.states, summed_bytes=self.states.gradient_bytes)
         cost = RooflineCost(self.cluster, self.model, layout=states)
         name = self.cluster.nodes[0].device
@@ -137,7 +138,7 @@ class Job:
             return ()
         task = self.task(options, profile, sizes[0])
         if self.schedule.is_solved:
-            # The best plan under 1F1B needn't be the best one under solved orders.
+            # The best plan under 1F1B needn't be the best under a solved schedule.
             more = replace(task.options, num_candidates=_SCHEDULED)
             task = replace(task, options=more, schedule=self.schedule)
         return (replace(task, sizes=sizes),)
@@ -157,13 +158,13 @@ class Job:
             ),
             profile=profile,
         )
-        # A run is to start soon, and plans for losses of ranks are many.
+        # The run should start soon, and there are many losses to plan for.
         searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1, thorough=False)
         return PlanningTask(basis=basis, options=searching)
 
 
 def _cluster_for(facts: RunFacts, cluster: Cluster) -> Cluster:
-    """Return a cluster without hosts' memory if owned slices must live on devices."""
+    """Return the cluster, without its hosts' memory if owned slices must live on devices."""
     if facts.owned_device is not OwnedDevice.DEVICE:
         return cluster
     nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)

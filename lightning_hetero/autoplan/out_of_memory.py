@@ -1,8 +1,8 @@
-"""Explain what filled a device that ran out of memory, and record it for the next start's plan.
+"""Explain what filled a device that ran out of memory, and correct the plans of later starts.
 
-The error stays torch's own, with a note that the other ranks' errors contain, too: the stage, and
-the predicted and actual bytes, term by term. A correction for later plans is written into the
-folder of the measured profiles (`runtime.setup.profile_cache`).
+The error remains torch's own. A note is added, which the other ranks' errors have as well: the
+stage, and the predicted and actual bytes, term by term. A correction for later plans is written
+into the folder of the measured profiles (`runtime.setup.profile_cache`).
 """
 
 import math
@@ -51,10 +51,10 @@ def requested_bytes(error: BaseException) -> int:
 class OutOfMemory:
     """A rank's memory when an allocation failed.
 
-    Let P_s and P_m be the predicted bytes of states and of micro-batches, and P_m(k) those of the k
-    micro-batches that were in flight. The factor is what was needed beside states over P_m(k). The
-    corrected peak P_s + factor · P_m exceeds the corrected usable memory of the device, so the
-    failed plan is never chosen again.
+    Let P_s be the predicted bytes of states, P_m those of all micro-batches, and P_m(k) those of
+    the k micro-batches that were in flight. The correction factor is the bytes that were needed
+    beside states, divided by P_m(k). The corrected peak P_s + factor · P_m is above the corrected
+    usable memory of the device, so the failed plan is never chosen again.
     """
 
     predicted: MemoryTerms
@@ -62,7 +62,7 @@ class OutOfMemory:
     live_bytes: int
     """Bytes that were in use."""
     requested_bytes: int
-    """Bytes that were asked for and didn't fit beside them; 0 if unknown."""
+    """Bytes of the allocation that failed; 0 if unknown."""
     state_bytes: int
     """Bytes in use that were weights, gradients and owned states."""
     usable_bytes: float
@@ -134,7 +134,7 @@ def _count(tree: object, seen: set[int]) -> int:
 
 
 class MemoryWatch:
-    """One rank's watch over its memory in a run.
+    """Explains out-of-memory errors on one rank, and tells whether another plan fits.
 
     Args:
         start: What was known of the run when it began.
@@ -157,7 +157,7 @@ class MemoryWatch:
         return (start if start.plan == self._engine.plan else self._now()).has_room(plan)
 
     def in_use(self) -> tuple[int, float]:
-        """Return bytes in use, on CUDA at most so far, and the predicted peak; 0 if unknown."""
+        """Return the bytes in use (on CUDA the peak so far) and the predicted peak; or 0."""
         place, device = self._engine.place, self._engine.device
         if device.type == "cuda":
             used = torch.cuda.max_memory_allocated(device)

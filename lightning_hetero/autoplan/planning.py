@@ -1,17 +1,20 @@
 """Decide which plans a run has: a given one, equal pipelines, or plans made for its ranks.
 
-`PlanRequest` is the choice in `HeteroStrategy(plan=…)`, `facts.RunPlans` its result for a run.
-`make_plan` is `plan="auto"`:
+`PlanRequest` is what the user asks for by `HeteroStrategy(plan=…)`; `PlanRequest.answer` returns
+the plans for a run, `facts.RunPlans`. For `plan="auto"`, `make_plan` goes through these steps:
 
-1. One rank, or a module without layers: one pipeline per rank, as under DDP.
-2. The cluster is detected from the ranks, the model's sizes from the module, an iteration's size
+1. With one rank, or a module without layers: one pipeline per rank, as under DDP; done. 2. Detect
+the cluster from the ranks, the model's sizes from the module, and the size of an iteration
    from loader, data module or options.
-3. Equal devices that each hold the whole model: one pipeline per rank, without a search.
-4. Else costs come from the roofline if all devices are known, from a measured (or cached) profile
-   if not. Rank 0 plans, with several sizes of micro-batches, and sends the plan to all ranks.
+3. If devices are equal and each holds the whole model: one pipeline per rank, without a search;
+done. 4. Find the costs of computing: from data sheets (the roofline) if all devices are known, else
+from a
+   measured or cached profile.
+5. Rank 0 searches for the best plan, with several sizes of micro-batches, and sends it to all
+ranks.
 
-If a data module assigns samples of different lengths to plans, several plans are proposed from its
-lengths (Hydraulis §7), the best static one first.
+If a data module assigns samples of different lengths to plans, several plans are proposed for these
+lengths (Hydraulis §7); the first of them is the best single plan.
 
 An iteration of other data takes as many samples as under DDP, the loader's batch times the ranks,
 whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
@@ -71,7 +74,7 @@ class PlanRequest:
     plan: ParallelPlan | AutoPlan | None
     """None for equal pipelines."""
     num_stages: int = 1
-    """Stages of each pipeline of equal ones."""
+    """Number of stages of each pipeline, if pipelines are equal."""
     num_candidate_plans: int = 1
     """Number of plans to make for a `HeteroDataModule`."""
     contingencies: Contingencies = field(default_factory=Contingencies, compare=False, repr=False)
@@ -126,7 +129,7 @@ class PlanRequest:
     def for_survivors(
         self, world_size: int, first_ranks: Sequence[int] | None = None
     ) -> "PlanRequest":
-        """Return the request after a loss of ranks: a plan is made anew if this one can't run.
+        """Return the request after a loss of ranks; if its plan can't run, one is made anew.
 
         Args:
             world_size: Number of ranks that are left.
@@ -146,7 +149,7 @@ class PlanRequest:
         return self
 
     def answer(self, facts: RunFacts) -> RunPlans:
-        """Return the plans to run; collective over all ranks if they have to be made.
+        """Return the plans to run; called by all ranks.
 
         Raises:
             PlanError: The plan doesn't fit the ranks or the model.
@@ -199,12 +202,12 @@ def make_plan(
     *,
     num_candidate_plans: int = 1,
 ) -> AutoPlanned:
-    """Plan for the ranks that run; collective over all ranks, the same result on each.
+    """Make a plan for the ranks that run; called by all ranks, with the same result on each.
 
     Args:
         options: The user's facts and choices.
         facts: The facts of the run.
-        contingencies: Knows answers that were found in advance.
+        contingencies: Plans that were made in advance.
         num_candidate_plans: Number of plans to make for data that a data module assigns.
 
     Raises:
@@ -217,7 +220,7 @@ def make_plan(
     unequal = len({seat.device.name for seat in seats}) > 1
     model = infer_model_spec(facts.module, facts.layout)
     if model is None:
-        # Equal devices get this plan anyway; for others, or a given cluster, users expect more.
+        # Equal devices get this plan anyway; for others, or a given cluster, say why it is used.
         warning = _UNKNOWN_SIZES if unequal or options.cluster is not None else None
         return replace(
             _data_parallel(facts, "nothing: no plan could be predicted"), warning=warning
@@ -285,7 +288,7 @@ def _uniform_microbatches(job: Job) -> tuple[tuple[int, ...], ...]:
 
 
 def _varied_microbatches(longest: int) -> tuple[tuple[int, ...], ...]:
-    """Return micro-batches from which costs per l², per token and per micro-batch can be told."""
+    """Return micro-batches to measure, from which costs per l², token and micro-batch follow."""
     top = min(longest, _MAX_PROFILED_TOKENS)
     shapes = [(top // 16,), (top // 4,), (top // 4,) * 4, (top,)]
     return tuple(dict.fromkeys(shape for shape in shapes if shape[0] > 0))
@@ -298,7 +301,7 @@ def _profile_of(
     facts: RunFacts,
     microbatches: tuple[tuple[int, ...], ...],
 ) -> Profile | None:
-    """Return measured costs, None if the roofline suffices; collective over all ranks."""
+    """Return measured costs, or None if the roofline suffices; called by all ranks."""
     given = options.profile
     if given is not None:
         age = datetime.timedelta(days=options.max_profile_age_days)

@@ -1,8 +1,8 @@
-"""The report of `HeteroStrategy` when it starts: devices, plan, memory, iteration time, bound.
+"""Report a run when it starts: devices, plan, memory, iteration time, bound.
 
-Table and wording are those of `lightning-hetero plan`. An automatic plan is reported with the
-predictions it was planned with. For a given plan, memory is counted from its slices, and an
-iteration is simulated if all devices have data sheets and the size of a batch is known.
+The report looks like that of `lightning-hetero plan`. For an automatic plan it has the predictions
+of the planner. For a given plan, memory is counted from the run's slices, and an iteration is
+simulated if all devices have data sheets and the size of a batch is known.
 """
 
 import math
@@ -41,7 +41,7 @@ from lightning_hetero.simulator import (
 __all__ = ["StartUp"]
 
 _NAMED_STANDBYS = 8
-"""Most ranks whose standbys are named."""
+"""The report lists each rank's standby in runs of up to so many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ class StartUp:
     def has_room(self, plan: ParallelPlan) -> bool:
         """Return whether each rank's memory suffices for its place in another plan.
 
-        That takes the place's weights and gradients, the slices that the rank owns in any case, and
-        micro-batches, as far as they are predicted for the place.
+        Counted are the weights and gradients of the place, the slices that the rank owns under any
+        plan, and the micro-batches, if they are predicted for the place.
         """
         needed = [terms.total for terms in state_memory(plan, self.facts, self.specs, self.slices)]
         is_alike = [p.num_stages for p in plan.pipelines] == [
@@ -98,7 +98,7 @@ class StartUp:
             known = self.stage_facts[pipeline][index].memory if is_alike else None
             if known is None:
                 continue
-            # Activations grow with layers; what doesn't is counted too much then.
+            # Counted as if all of it grew with layers, which is rather too much.
             before = self.plan.pipelines[pipeline].stages[index].layers
             growth = max(1.0, len(stage.layers) / len(before))
             for rank in stage.ranks:

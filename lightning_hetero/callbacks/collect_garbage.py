@@ -1,7 +1,8 @@
 """`CollectGarbage`: Python's garbage collector runs at the same step on all ranks.
 
-Left alone, each rank's collector stops it at a moment of its own, and all the others wait for it:
-with many ranks nearly every step waits for some of them. Collected together, they wait once.
+By default each rank's collector runs at a time of its own, and all other ranks wait for that rank:
+with many ranks some rank collects in nearly every step. If all collect in the same step, they wait
+once.
 """
 
 import gc
@@ -23,8 +24,9 @@ class CollectGarbage(Callback):
 
         Trainer(strategy=HeteroStrategy(), callbacks=[CollectGarbage(every_n_steps=200)])
 
-    What set-up has made lives as long as the run, so collections no longer look at it. Objects in
-    reference cycles stay until the next collection: choose fewer steps if memory grows meanwhile.
+    Objects that were made during set-up live as long as the run, so collections no longer visit
+    them. Objects in reference cycles stay until the next collection: if memory grows too much
+    meanwhile, choose fewer steps.
 
     Args:
         every_n_steps: Optimizer steps between two collections, 1 or more.
@@ -42,7 +44,7 @@ class CollectGarbage(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Training in place begins again without having ended.
+        # After a change of ranks in place, training begins again without having ended.
         self._was_enabled = self._was_enabled or gc.isenabled()
         self._step = trainer.global_step
         gc.disable()

@@ -1,11 +1,11 @@
 """`ElasticRestart`: leave together when a machine is about to go, so that nothing is lost.
 
-A SIGTERM or a provider's notice only sets a flag, told to all ranks in each iteration's agreement,
-so every rank learns of it in the same step and no rank waits for it. At the end of that step all
-save, the parts of leaving nodes go to nodes that stay, and all processes end with an exit code on
-which torchrun restarts them, on the nodes that are left (AutoHet §IV). A SIGTERM to the whole job
-may reach one node long before another: while the ranks drain they keep telling each other who was
-told to go; if that is everybody, they stay until the checkpoint is uploaded.
+A SIGTERM or a provider's notice only sets a flag. The flag is part of each iteration's agreement,
+so all ranks learn of it in the same step, and none waits for it. At the end of that step all save,
+the parts of leaving nodes are copied to nodes that stay, and all processes end with an exit code on
+which torchrun restarts them on the nodes that are left (AutoHet §IV). A SIGTERM to the whole job
+may reach one node much later than another. So while ranks wait for the checkpoint, they go on
+telling each other who was told to go; if everybody was, they stay until it is uploaded.
 """
 
 import logging
@@ -56,25 +56,24 @@ class ElasticRestart(Callback):
         trainer = Trainer(strategy=HeteroStrategy(), callbacks=[saving, ElasticRestart()])
         trainer.fit(model, datamodule)
 
-    Needs a `LayerwiseCheckpoint` beside it and, to start again by itself, torchrun with
-    `--max-restarts`.
+    Needs a `LayerwiseCheckpoint` beside it, and for restarts torchrun with `--max-restarts`.
 
     With `in_place=True` the loss of a rank ends no other process, ranks that are told to go leave
-    alone, and new processes may join. A process that was lost is followed by another one on its
-    device, by itself. Others start the same script, by hand or by a torchrun of their own, with
-    `LIGHTNING_HETERO_JOIN=host:port` in the environment, of the run's store: its
-    `MASTER_ADDR:MASTER_PORT`, which rank 0 prints. Joiners import and build all they can and are
-    let in between two steps. The script must call `fit` before all else, and only once per Trainer.
+    alone, and new processes may join. Another process is started on the device of a lost one. To
+    add more, start the same script, by hand or by another torchrun, with the address of the run's
+    store in its environment, which rank 0 prints: `LIGHTNING_HETERO_JOIN=host:port`. Joiners
+    prepare as much as they can alone, and join between two steps. The script must call `fit` before
+    `validate` and the like, and only once per Trainer.
 
     The script then begins twice: the process that was started runs it until its first `fit` (or
-    `validate`, …), and from then on only keeps a worker, which runs it from beginning to end.
-    Started as `torchrun ... -m lightning_hetero.keep script.py` it begins once. To callbacks,
+    `validate`, …), and from then on only watches a worker, which runs the script from beginning to
+    end. Started as `torchrun ... -m lightning_hetero.keep script.py` it begins once. For callbacks,
     loggers and data modules each generation of ranks is a fit of its own: they get `teardown`, then
-    `on_generation(trainer, old, new)` if they have it, and `setup` again. From
-    there on `trainer.global_rank`, `world_size` and `is_global_zero` are new: rank 0 may be another
-    process, which then logs. `on_exception` isn't called. A callback's `state_dict` is restored to
-    the step from which training goes on; whatever else it holds stays. With redundancy,
-    `state_dict` and hooks `on_save_checkpoint` are called after each step.
+    `on_generation(trainer, old, new)` if they have it, and `setup` again. From `on_generation` on,
+    `trainer.global_rank`, `world_size` and `is_global_zero` are new; rank 0 may be another process,
+    which then logs. `on_exception` isn't called. A callback's `state_dict` is restored to the step
+    from which training goes on; whatever else it holds stays. With redundancy, `state_dict` and
+    hooks `on_save_checkpoint` are called after each step.
 
     Args:
         preemption_notice: Tells whether this machine will be taken away, such as `AwsSpotNotice()`;
@@ -82,19 +81,20 @@ class ElasticRestart(Callback):
         drain_timeout_s: How long to wait at the end until the checkpoint is safe: on the nodes, or,
             if all nodes go, in the remote store. Providers give 30 s (GCP, Azure) or 120 s (AWS),
             torchrun 30 s after its SIGTERM.
-        in_place: Go on without lost ranks in the other processes, with a plan for those that are
-            left and as many samples per iteration as before. With `HeteroStrategy(redundancy=1)`
-            they go on from their own slices, and no step is lost; but from the newest checkpoint,
-            and the log says why, if both keepers of a row are lost, a step was half made or made
-            by some ranks only, or an epoch or training was about to end. A validation in mid-epoch
-            that was due is run (again). Ranks that leave on a notice, or joiners, cost no step:
-            all save first. What can't be done so (no checkpoint yet, the store's node lost or told
-            to go, a fault that comes back) ends the processes, as without it.
-        heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
-            lost, once training has begun (20 s before); dead processes are noticed at once.
-        replace_lost: With `in_place`, whether another process takes the device of one that was
-            lost (not of one that left): after 5 s, and if one is lost there again within an hour,
-            after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
+        in_place: Whether the other processes go on without a lost rank, under a plan for the ranks
+            that are left and with as many samples per iteration as before. With
+            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost.
+            They go on from the newest checkpoint, and the log says why, if a row's owner and
+            standby are both lost, a step was half made or made by some ranks only, or an epoch or
+            training was about to end. A validation in mid-epoch that was due is run (again). Ranks
+            that leave on a notice, and joiners, cost no step, because all save first. In other
+            cases (no checkpoint yet, the store's node lost or told to go, a fault that comes back)
+            all processes end, as without this option.
+        heartbeat_timeout: With `in_place`, how late a rank's heartbeat may be once training has
+            begun (before that 20 s); later it counts as lost. Dead processes are noticed at once.
+        replace_lost: With `in_place`, whether another process is started on the device of one that
+            was lost (not of one that left): after 5 s, and if one is lost there again within an
+            hour, after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
 
     Raises:
         ConfigurationError: There is no LayerwiseCheckpoint, a number is too small, or `in_place`
@@ -162,7 +162,7 @@ class ElasticRestart(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Until now Lightning, or the strategy in its place, has handled SIGTERM.
+        # Until now SIGTERM was handled by Lightning, or by the strategy in its place.
         strategy = run_of(trainer).strategy
         was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
         self._sigterm = self._hear_sigterm(told=was_told)
@@ -184,10 +184,10 @@ class ElasticRestart(Callback):
             )
 
     def _sees_joiners(self, trainer: pl.Trainer) -> bool:
-        """Whether rank 0, which this is, sees joiners that may come in after this step.
+        """On rank 0, whether joiners wait that may join after this step.
 
-        They may not after the last step of an epoch, since a checkpoint from before the epoch's end
-        would lack what that end changes; a step later they may, even if that ends an epoch, too.
+        They may not join after an epoch's last step: a checkpoint from before the epoch's end lacks
+        what that end changes. A step later they may, even if it ends an epoch, too.
         """
         strategy = run_of(trainer).strategy
         members = None if strategy is None else strategy.processes.membership
@@ -197,8 +197,8 @@ class ElasticRestart(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # In mid-epoch the next generation makes it up. At the end of an epoch, or of training, none
-        # does: so joiners wait for it, but ranks that leave may have no time to.
+        # The next generation makes up for a validation in mid-epoch, but not for one at the end of
+        # an epoch, or of training: joiners wait for that, ranks that leave may have no time to.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
@@ -231,7 +231,7 @@ class ElasticRestart(Callback):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this process was told to go; all ranks know one step later."""
+        """Whether this process was told to go, which all ranks know one step later."""
         is_told = self._sigterm is not None and self._sigterm.pending() is not None
         return is_told or self._loses_machine
 
@@ -350,7 +350,7 @@ class ElasticRestart(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # A SIGTERM that comes now is still only noted: this process ends anyway.
+        # A SIGTERM that comes now only sets the flag, since this process ends anyway.
         self._stop_watching()
 
     @override
@@ -390,7 +390,7 @@ def _check_in_place(trainer: pl.Trainer) -> None:
 
 
 def _is_uploading(saved: SavedCheckpoint) -> bool:
-    """Wait a moment; return whether this rank's part is still on its way to the remote store."""
+    """Wait a moment; return whether this rank's part isn't in the remote store yet."""
     try:
         saved.wait_until_uploaded(0.1)
     except TimeoutError:

@@ -72,21 +72,23 @@ class LayerwiseCheckpoint(Checkpoint):
         path_or_url: A folder or URL that all nodes reach, such as "s3://bucket/run"; None keeps
             checkpoints only in `local_dir`.
         every_n_train_steps: Optimizer steps between checkpoints; the last step is saved as well.
-        local_dir: A folder on each node's own disk, not shared between nodes. With it a restart
-            reads from the remote store only what no node has any more.
+        local_dir: A folder on each node's own disk, not shared between nodes. A restart then reads
+            from the remote store only what no node has any more.
         replicas: Number of nodes that keep each slice locally; 2 survives the loss of a node.
         keep: Complete checkpoints to keep on disk and in the remote store.
-        shared_memory: Whether to keep the newest checkpoint in shared memory, too, where it
-            survives the process. It is freed when the run ends and another place has it.
+        shared_memory: Whether to keep the newest checkpoint in shared memory as well, where it
+            survives the process. The memory is freed when the run has ended and another place has
+            that checkpoint.
         timeout: How long to wait for storage that makes no progress, or for a rank that doesn't
-            answer. Slow storage is waited for as long as it makes progress.
-        lasting_within: How long training may go on while no disk and no store takes a checkpoint;
-            then it ends with an error. A save that fails is tried anew with the next checkpoint.
+            answer. Storage that is slow but makes progress is waited for without limit.
+        lasting_within: How long training goes on while neither a disk nor a store takes a
+            checkpoint; after that it ends with an error. A failed save isn't repeated: the next
+            checkpoint is the next try.
         storage_options: Options of the URL's filesystem, such as an endpoint.
-        skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
-            may hold the newest checkpoint.
-        resume: Whether to go on from the newest checkpoint. If not, each start of the script begins
-            a run of its own: old checkpoints stay, but no later start goes on from them.
+        skip_unreadable: Whether to go on without a place that can't be read when fitting starts,
+            though it may hold the newest checkpoint.
+        resume: Whether to go on from the newest checkpoint. If False, each start of the script
+            begins a run of its own: old checkpoints stay, but no later start goes on from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -123,7 +125,7 @@ class LayerwiseCheckpoint(Checkpoint):
             shared_memory=shared_memory,
             keep=keep,
             storage_options=storage_options or {},
-            # Shorter than the ranks' wait for each other: a place has failed then, not a rank.
+            # Shorter than ranks wait for each other, so that the error names the place, not a rank.
             stall_s=stall_s / 2,
         )
         self.saved: SavedCheckpoint | None = None
@@ -143,7 +145,7 @@ class LayerwiseCheckpoint(Checkpoint):
         """The state that is being restored, until training starts."""
         self._live = LiveSteps()
         self._phases = {"meet": time.time()}
-        """When each phase of a start has begun, in seconds since the epoch."""
+        """When each phase of a start began, in seconds since 1970."""
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
@@ -198,7 +200,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is None:
             return
         self._phases["load"] = time.time()
-        # A checkpoint of a live step may lack the parts of lost ranks, or even of others.
+        # A step that ranks still hold in memory may never have been saved, or not by all ranks.
         self._last_step = 0 if live is recovered else recovered.id.step
         restore(trainer, recovered)
         if goes_on:
@@ -229,7 +231,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self._report(trainer)
             go_on(trainer, found.recovered)
         elif strategy is not None and strategy.processes.outlives_ranks:
-            # At once: until the first checkpoint, a lost rank's part of the state would be gone.
+            # Save at once: before the first checkpoint the state of a lost rank would be gone.
             self._live.note_step(trainer)
             self._save(trainer)
 
@@ -273,7 +275,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if is_due and not is_saved:
             self._save(trainer)
             if step == trainer.max_steps or has_finished_epoch(trainer):
-                # What other callbacks do now, such as weight averaging, may change the slices.
+                # Other callbacks, such as weight averaging, may change the slices now.
                 self._wait_for_snapshot()
 
     @override
@@ -310,7 +312,7 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._access is not None:
-            # Raises, so that shared memory isn't freed, unless another place has the newest.
+            # Raises unless a lasting place has the newest checkpoint; then shared memory is kept.
             self._access.close()
             note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
@@ -326,7 +328,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # Unfinished writes are abandoned: peers may be gone, and a restart is waiting.
+        # Don't wait for unfinished writes: peers may be gone, and a restart is due.
         self._let_go()
         self._live = LiveSteps()
 
@@ -339,12 +341,12 @@ class LayerwiseCheckpoint(Checkpoint):
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Count the seconds of the start that follows from now on."""
+        """Measure the seconds of the next start from now on."""
         self._phases = {"meet": time.time()}
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Does nothing after a run's end; but after the loss of a rank another fit may follow.
+        # After a run's end this does nothing. After the loss of a rank another fit may follow.
         self._let_go()
         self.saved = self._found = None
 
@@ -356,7 +358,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
 
 def _reset_metrics(module: pl.LightningModule) -> None:
-    """Begin metrics anew, as in a new process: all ranks must have gathered the same steps."""
+    """Reset metrics, as a new process would: all ranks must have seen the same steps."""
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()

@@ -1,27 +1,28 @@
-"""`RunLog`: what happened to a run and when, one JSON object a line, over all its restarts.
+"""`RunLog`: log what happens to a run, one JSON object a line, over all its restarts.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
-since the epoch. `read_log` reads all of it, `lightning-hetero stragglers` the events of stragglers.
+since 1970. `read_log` reads all events, `lightning-hetero stragglers` those about stragglers.
 `RunLog` itself writes
 
-- `started`: training begins; the ranks' machines, and the plans that it may run under,
-- `plan`: an iteration ran under another plan than the one before; plans are numbered as `started`
-  lists them, and others are written out in the line that first names them. Only the first 1,000
-  changes after a start are noted, because a run may change its plan in every step,
-- `validated`: the metrics of a validation,
+- `started`: training begins; has the ranks' machines, and the plans that may run.
+- `plan`: an iteration ran under another plan than the previous one. Plans are numbered as in
+`started`;
+  a new plan is written out in the first line that has its number. Only the first 1,000 changes
+  after a start are logged, because a run may change its plan in every step.
+- `validated`: the metrics of a validation.
 - `generation`: ranks were lost, have left or joined, and the others go on in place
-  (`ElasticRestart(in_place=True)`): which were `lost` or have left (numbers of the first start's
-  ranks, or of joiners, which count on from there), which have `joined`, how many `ranks` go on,
-  how many steps they train again (`steps_again`), and the seconds from the last step to the next
-  one (`idle_s`),
-- `failed`: a rank ends with an error; written by that rank,
+  (`ElasticRestart(in_place=True)`). Has which ranks were `lost` or have left (by their number at
+  the first start; joiners get the next numbers), which have `joined`, how many `ranks` go on, how
+  many steps they train again (`steps_again`), and the seconds between the last step and the next
+  one (`idle_s`).
+- `failed`: a rank ends with an error; written by that rank.
 - `ended`: training is done.
 
-Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the state came from
-(`recovered`; `is_live` if ranks went on from their own slices, else `why_not_live`) and the newest
-step of which each tier has a checkpoint as another one begins (`checkpoint`),
-`ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did (`change`,
-`finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults (`faults`).
+Other callbacks add events by `note`. `LayerwiseCheckpoint`: where the state came from (`recovered`,
+with `is_live` if ranks went on from their own slices, else `why_not_live`), and at each save the
+newest step of which each tier has a checkpoint (`checkpoint`). `ElasticRestart`: which ranks leave
+(`leaving`). `StragglerMonitor`: what it has found and done (`change`, `finding`, `action`).
+`RunMetrics`: its scalars (`metrics`). `InjectFaults`: its faults (`faults`).
 """
 
 import socket
@@ -56,8 +57,8 @@ class RunLog(Callback):
         trainer.fit(model, datamodule)
         recovered = [entry for entry in read_log("events.jsonl") if entry["event"] == "recovered"]
 
-    Rank 0 writes, and so does a rank that fails. If restarts may move rank 0 to another node, give
-    a path that all nodes reach, or merge the nodes' files by time.
+    Rank 0 writes, and any rank that fails. If rank 0 may be on another node after a restart, give a
+    path that all nodes reach, or merge the nodes' files by time.
 
     Args:
         path: The file; a relative path lies in the Trainer's `default_root_dir`.

@@ -1,4 +1,4 @@
-"""`RunMetrics`: scalars for any logger on how fast a run is and where its time goes.
+"""`RunMetrics`: log how fast a run is and where its time goes, as scalars for any logger.
 
 Every rank sums its clock's times of the iterations since the last row was logged; then one small
 gather on CPU brings the sums to rank 0, which logs:

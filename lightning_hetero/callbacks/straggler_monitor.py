@@ -1,11 +1,11 @@
 """`StragglerMonitor`: watch a run for stragglers and work around them, from Lightning's hooks.
 
-A thin adapter; all decisions are made in `lightning_hetero.straggler`. After every optimizer step
+A thin adapter; all decisions are made in `lightning_hetero.straggler`. After every optimizer step:
 
-1. each rank notes what the step took, and whether its own pace has changed (`RankHistory`),
-2. rank 0 gets all notes and gives an order (`RunWatch`): two small messages on CPU,
-3. if the order is to look, all ranks report and probe, and rank 0 finds the cause (`look`),
-4. if there is something to do, all ranks do it: another plan, or a restart.
+1. Each rank notes how long the step took, and whether its own pace has changed (`RankHistory`). 2.
+Rank 0 gets the notes of all ranks and decides what to do (`RunWatch`): two small messages on CPU.
+3. If it decides to look for a cause, all ranks report and probe, and rank 0 finds it (`look`). 4.
+If it decides on a mitigation, all ranks carry it out: another plan, or a restart.
 
 Any strategy can be watched. `HeteroStrategy`'s clock tells computing from waiting; elsewhere the
 forward pass is timed, which under DDP waits for nobody. Only `HeteroStrategy` can run another plan.
@@ -43,24 +43,25 @@ class StragglerMonitor(Callback):
 
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor()])
 
-    It keeps no state in checkpoints: after a restart machines, ranks and plan may have changed, so
-    the usual times are learnt anew. An excluded machine stays away because its agent has ended.
+    It saves no state in checkpoints: after a restart, machines, ranks and plan may have changed, so
+    it learns the usual times again. A machine that was excluded doesn't come back, because its
+    torchrun agent has ended.
 
     Args:
-        dry_run: Only report what would be done.
-        events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
-            a relative path lies in the Trainer's `default_root_dir`. By default it is the same file
-            as a `RunLog`'s: then the run has one log. None writes none.
-        policy: First guesses of what mitigations cost, and which are allowed.
+        dry_run: Whether to report mitigations without carrying them out.
+        events: File for what is found and done, as JSON lines, for `lightning-hetero stragglers`; a
+            relative path is in the Trainer's `default_root_dir`. The default is the file of
+            `RunLog`, so that a run has one log. None writes no file.
+        policy: Which mitigations are allowed, and first estimates of their costs.
         recheck_share: Share of the time that may be spent on probing a known slow link again.
-        admission: Ratio from which a device that is slower than others of its type, by a product of
-            matrices or a copy in its memory, is named before training, and left out if an
-            `ElasticRestart` can do that; 1.3 is sensible. So is a link that is slower than others
-            inside or between machines, from 1.5 on. The probes run whenever training begins, with
-            new ranks, too, and take well below two seconds. None admits all.
-        replaces_given_plan: Whether a plan that a user gave may also be replaced for good where,
-            without any fault, another one would take a tenth less time. By default that is only
-            named, and done in place of plans that were made automatically.
+        admission: Before training, devices and links are probed; None leaves this out. A device is
+            reported if it is slower than others of its type by this factor, at matrix products or
+            at copies in its memory; 1.3 is sensible. A link is reported from a factor of 1.5 on.
+            With an `ElasticRestart` the run restarts without them. The probes take well below two
+            seconds, and run whenever training begins, also with new ranks.
+        replaces_given_plan: Whether a plan that the user gave may be replaced for good if, without
+            any fault, another plan would take a tenth less time. By default that is only reported;
+            automatic plans are replaced in any case.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class StragglerMonitor(Callback):
         if trainer.global_step == self._step.index or self._session is None:
             return
         observation, iteration_s = self._step.finish(trainer.global_step)
-        if iteration_s == 0:  # The first step, of which a late clock knows nothing yet, anywhere.
+        if iteration_s == 0:  # The first step: on an accelerator its times come one step later.
             return
         self._session.after_step(
             observation, iteration_s=iteration_s, predicted_s=self._predicted_s

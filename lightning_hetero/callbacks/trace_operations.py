@@ -1,4 +1,4 @@
-"""`TraceOperations`: what each rank did when, for `lightning-hetero stragglers explain FOLDER`."""
+"""`TraceOperations`: record what each rank does, for `lightning-hetero stragglers explain`."""
 
 import gzip
 import json
@@ -37,12 +37,12 @@ _NAMES = {
 Row = dict[str, Any]
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 2**28
-"""Bytes of a rank's file after which it gets no more."""
+"""Size in bytes from which nothing more is written to a rank's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Iteration:
-    """What is known of an iteration before its times are."""
+    """What is known of an iteration before its times arrive."""
 
     step: int
     plan: ParallelPlan
@@ -64,12 +64,12 @@ class TraceOperations(Callback):
     step, each with step, rank, pipeline (`dp_rank`), stage, start and duration in seconds,
     micro-batch (`mb_id`), its tokens and the sum of its squared lengths. Rank 0 writes the layout
     beside them. Times are those of the engine's clock, which runs anyway. Clocks of ranks are set
-    together as training starts, as well as a barrier can; a message leaves as its action ends. On a
-    full disk, and once a file has 256 MiB, nothing more is written.
+    together as training starts, as precisely as a barrier can; a message counts as sent when its
+    action ends. If the disk is full, or once a file has 256 MiB, nothing more is written.
 
     Args:
-        every_n_steps: Iterations between two that are written, 1 or more.
-        folder: Where to write; a relative path lies in the Trainer's `default_root_dir`.
+        every_n_steps: Every how many iterations one is written, 1 or more.
+        folder: Where to write; a relative path is in the Trainer's `default_root_dir`.
 
     Raises:
         ConfigurationError: `every_n_steps` is less than 1.
@@ -154,7 +154,7 @@ class TraceOperations(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
         clock, ended = strategy.engine.clock, self._now
-        if clock.is_late:  # The clock tells of the iteration before this one.
+        if clock.is_late:  # The clock's times are those of the previous iteration.
             ended, self._ended = self._ended, ended
         if ended is None or (times := clock.last) is None:
             return

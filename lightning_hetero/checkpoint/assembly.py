@@ -1,10 +1,13 @@
 """Find the bytes of a checkpoint that make up the slices a rank needs, and assemble them.
 
-A rank needs rows [start, stop) of parameters. Any plan, world size, ownership or tensor-parallel
-degree is such a set of intervals, and so are the parts of a checkpoint: what a rank needs of a part
-is the overlap (AutoHet §IV-B.2, Figure 6). Stored tensors have their cut dim first, so an overlap
-is one byte range; a reader that cuts along another dim than the writer takes all rows and cuts them
-itself. Fetched bytes become tensors chunk by chunk, in any order.
+A rank needs rows [start, stop) of parameters, whatever the plan, the world size, the ownership and
+the tensor-parallel degree. The parts of a checkpoint have rows of parameters, too, and what a rank
+needs of a part is the overlap (AutoHet §IV-B.2, Figure 6). Example: a rank needs rows 0 to 5; part
+0 has rows 0 to 3, part 1 rows 4 to 7: it reads all rows of part 0, and rows 4 and 5 of part 1.
+
+Stored tensors have their cut dim first, so an overlap is one byte range. A reader that cuts along
+another dim than the writer reads all rows and cuts them itself. Tensors are filled chunk by chunk,
+in any order.
 """
 
 import io
@@ -51,7 +54,7 @@ class Target:
     """`WEIGHT` or the name of an optimizer state."""
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the assembled bytes; the rows of `dim` come first if `by_rows`."""
+    """Shape of the assembled bytes; if `by_rows`, `dim` comes first."""
     by_rows: bool
     dim: int
     """Dim along which the writer cut."""
@@ -67,7 +70,7 @@ def find_targets(
     Args:
         need: The slice.
         slices: (part, entry) of every stored slice of this parameter.
-        own_part: The preferred part, if several parts have a row.
+        own_part: The part that is preferred if several parts have a row.
 
     Raises:
         CheckpointError: The parameter isn't stored, has another shape, has gaps, or has state that
@@ -88,7 +91,7 @@ def find_targets(
     start, stop = (need.start, need.stop) if dim == need.dim else (0, num_rows(need.shape, dim))
     overlapping = [p for p in ordered if p[1].start < stop and p[1].stop > start]
     keys = dict.fromkeys(t.key for _, entry in overlapping for t in entry.tensors)
-    overlapping.sort(key=lambda pair: pair[0] != own_part)  # It comes first.
+    overlapping.sort(key=lambda pair: pair[0] != own_part)  # The own part comes first.
     rows = start, stop
     targets = [_target(need, key, overlapping, rows, own_part) for key in keys or [WEIGHT]]
     return targets, overlapping[0][1].scalars
@@ -125,7 +128,7 @@ def _row_target(
     rows: tuple[int, int],
     own_part: int | None,
 ) -> Target:
-    """Go through the rows, taking each from the own part, else from the slice that ends last."""
+    """Cover the rows in order: by the own part, else by the slice that reaches furthest."""
     spans: list[Span] = []
     start, stop = rows
     position, offset, first = start, 0, None
@@ -159,7 +162,7 @@ def _row_target(
 def _whole_target(
     need: SliceNeed, key: str, stored: Sequence[tuple[int, SliceEntry, TensorEntry]]
 ) -> Target:
-    """Take state that can't be cut: a single number from any slice, others from the same rows."""
+    """Take state that can't be cut: a single number from any slice, else from the same rows."""
     for part, entry, tensor in stored:
         if need.is_just(entry.dim, entry.start, entry.stop) or prod(tensor.shape) == 1:
             size = tensor.end - tensor.begin
@@ -174,12 +177,12 @@ def _whole_target(
 
 
 class Assembly:
-    """All that one rank needs of a checkpoint, slices and metadata files, and buffers for it.
+    """The slices and metadata files that one rank needs of a checkpoint, with buffers for them.
 
     Args:
-        needs: The slices; optional ones only if the checkpoint has them.
-        manifests: All parts.
-        own_part: The part that this rank itself saved or holds; None if it has none.
+        needs: The slices. Optional ones are left out if the checkpoint doesn't have them.
+        manifests: The manifests of all parts.
+        own_part: The part that this rank itself saved, or holds; None if it has none.
 
     Raises:
         CheckpointError: See `find_targets`.
@@ -211,7 +214,7 @@ class Assembly:
         )
 
     def blocks(self) -> list[FileRange]:
-        """Return the ranges of whole blocks to fetch, each byte once."""
+        """Return the ranges to fetch: whole blocks, each byte once."""
         ranges = [span.range for spans in self._spans.values() for span, _ in spans]
         return whole_blocks(ranges, self._manifests)
 
@@ -230,7 +233,7 @@ class Assembly:
     def finish(
         self,
     ) -> tuple[tuple[RestoredSlice, ...], Mapping[str, Any], Mapping[str, Any] | None]:
-        """Return the slices, the shared and the rank's own metadata, once all is delivered."""
+        """Return the slices, the shared metadata and the rank's own, after all was delivered."""
         slices = []
         for need, parts, scalars in self._slices:
             tensors = {target.key: _as_tensor(target, buffer) for target, buffer in parts}

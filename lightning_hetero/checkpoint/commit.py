@@ -1,8 +1,8 @@
 """Bring a checkpoint of all ranks into all tiers, on a thread beside training.
 
-A rank whose storage fails or hangs says so in its next status and goes on; only the loss of a rank
-ends the exchange of statuses. Then each rank measures by its own clock how long ago a lasting tier
-has taken a checkpoint.
+A rank whose storage fails or hangs reports it in its next status and goes on. Only the loss of a
+rank ends the exchange of statuses; from then on each rank measures by its own clock how long ago a
+lasting tier took a checkpoint.
 """
 
 import logging
@@ -43,11 +43,11 @@ class WriterOptions:
     """How checkpoints are written."""
 
     replicas: int = 1
-    """Nodes that hold each part, its own included."""
+    """Number of nodes that hold each part, the node of its rank included."""
     stall_s: float = 300.0
-    """Seconds without progress after which storage is given up for a checkpoint."""
+    """Seconds without progress after which a checkpoint no longer waits for storage."""
     lasting_within_s: float = 1800.0
-    """Seconds without a checkpoint in any lasting tier after which that is an error."""
+    """Seconds after which it is an error that no lasting tier has taken a checkpoint."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class SaveTask:
 
     content: CheckpointContent
     snapshot: Snapshot | None
-    """None if storage still reads the memory of an earlier snapshot."""
+    """The copy in host memory; None if storage still reads the memory of an earlier one."""
     metadata: Mapping[str, bytes]
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
     is_offered: bool = False
-    """Whether the uploads set the result of `uploaded`."""
+    """Whether the result of `uploaded` is left to the uploads."""
 
 
 class Committer:
@@ -103,11 +103,11 @@ class Committer:
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """The newest checkpoint of which each kind of tier has all parts."""
+        """For each kind of tier the newest checkpoint of which all parts are in such tiers."""
 
     @property
     def complete_steps(self) -> dict[str, int]:
-        """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
+        """For each tier, by name, the step of the newest checkpoint of which it has all parts."""
         known = self._sound.copy()  # A thread may add to it.
         return {kind.name.lower(): id_.step for kind, id_ in sorted(known.items())}
 
@@ -115,8 +115,9 @@ class Committer:
         """Write one checkpoint; communicates.
 
         Raises:
-            CheckpointError: The nodes' own tiers, or the remote one if there are none, don't have
-                all parts; on all ranks.
+            CheckpointError: On all ranks, if the nodes' own tiers, or the remote one where there
+            are
+                none, don't have all parts.
             PeerError: Another rank is gone.
         """
         self.lasting.begin(task.content.id)
@@ -262,7 +263,7 @@ class Committer:
 
         pulling = self._pulling.submit(pull)
         answers = self._finish(pulling, self._pulling, lambda found: {"errors": found or []})
-        pulling.cancel()  # If it waits for an earlier one that hangs.
+        pulling.cancel()  # It may be queued behind one that hangs.
         texts = [text for answer in answers for text in answer["errors"]]
         texts += [f"Copies for {answer['error']}" for answer in answers if "error" in answer]
         for text in texts:
@@ -270,10 +271,11 @@ class Committer:
         return not texts
 
     def _tidy(self, tier: Tier, newest: CheckpointId, busy: Collection[CheckpointId]) -> None:
-        """Confirm a checkpoint in a tier whose kind has all parts, else delete useless ones there.
+        """Confirm a checkpoint in a tier, or delete incomplete ones there.
 
-        Useless are those of this start that the kind of tier lacks parts of; but none that the own
-        tiers together have completely. Failures are logged: the next save deletes what is left.
+        It is confirmed if all parts are in tiers of this kind. Else checkpoints of this start are
+        deleted that tiers of this kind have in part only, unless the own tiers of all kinds
+        together have all parts. Failures are logged: the next save deletes what is left.
         """
         sound = self._sound.get(tier.kind)
         try:
@@ -300,14 +302,14 @@ class Committer:
             self.overdue = self.lasting.error(self.lasting.begun)
 
     def _look_again(self) -> dict[str, Any]:
-        """Return this rank's lasting tiers, and those that still have its whole newest part."""
+        """Return this rank's lasting tiers, and which of them still have its newest part."""
         tiers = [tier for tier in (*self._own, self.uploads.tier) if tier is not None]
         lasting = [tier for tier in tiers if tier.kind is not TierKind.MEMORY]
         found = [tier.kind for tier in lasting if _holds(tier.store, self._newest)]
         return {"has": [tier.kind for tier in lasting], "written": found}
 
     def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
-        """Give the storing thread work; fail at once if it hangs in earlier work."""
+        """Give work to the storing thread; fail at once if it hangs in earlier work."""
         if self._stored is None or self._stored.done():
             self._stored = self._storing.submit(work, *args, **kwargs)
             return self._stored
@@ -357,10 +359,10 @@ def place_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the ranks of other nodes that keep a copy of its part.
 
-    Each node gives its parts to the nodes that follow it in a ring. So losing two nodes at once
-    loses a part only if they are neighbours; with parts spread over all nodes, any pair would lose
-    some. Nodes that are `leaving` get none, and their parts at least one copy. There are fewer
-    copies if there are too few nodes.
+    Each node gives its parts to the nodes that follow it in a ring. So if two nodes are lost at
+    once, parts are lost only if the two are neighbours; if copies were spread over all nodes, any
+    two nodes would do. Nodes that are `leaving` get no copies, and their own parts get at least
+    one. There are fewer copies if there are too few nodes.
 
     Args:
         node_of_rank: Name of each rank's node.

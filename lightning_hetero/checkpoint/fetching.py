@@ -1,11 +1,11 @@
 """Get the byte ranges that a rank needs, each from its cheapest source (AutoHet §IV-C).
 
-A source is memory or disk of the own node, a peer's memory or disk, or the remote store. Each rank
-reads for itself, so nobody waits for another one's table; where several locations cost the same,
-ranks and chunks take turns. Every block's checksum is compared before it counts. A location that
-fails isn't used again for that file, and the next one is asked.
+A source is the memory or disk of the rank's own node, of another node, or the remote store. Each
+rank decides by itself from where it reads. If several locations cost the same, ranks and chunks use
+them in turn. The checksum of every block is compared before the block is used. A location that
+fails isn't used again for that file, and the next one is tried.
 
-Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
+Each needed byte is read once, at the bandwidth of its source, and all sources are read at once.
 """
 
 import logging
@@ -32,9 +32,9 @@ __all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks"
 _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
-"""Largest fetch: the bytes that a sender, a link and a receiver hold at a time."""
+"""Most bytes of one fetch, which sender and receiver hold in memory."""
 _READERS = 8
-"""Several, because one connection to an object store carries much less than the link."""
+"""Threads that read: one connection to an object store carries much less than the link could."""
 
 Locations = Mapping[tuple[int, str], Sequence[Location]]
 """Which places hold each (part, file)."""
@@ -93,14 +93,14 @@ def cut_into_chunks(
 
 
 class Fetcher:
-    """Gets byte ranges of one checkpoint for one rank; memory is bounded by readers × chunk.
+    """Gets byte ranges of one checkpoint for one rank, in memory of at most readers × chunk bytes.
 
     Args:
-        manifests: The parts of the checkpoint.
+        manifests: The manifests of all parts.
         locations: Which places hold each file.
-        node: Where this rank is: it tells own places from peers'.
+        node: Name of this rank's node, by which its own places are known.
         reach: Returns what to read a location's files from; None if this rank can't reach it.
-        turn: Begins the turns: this rank's number.
+        turn: This rank's number, with which the turns begin.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Fetcher:
     ) -> None:
         self.bytes_by_source: dict[Source, int] = defaultdict(int)
         self.failures: list[str] = []
-        """Locations that were struck off, and why."""
+        """Locations that failed and aren't used any more, and why."""
         self._manifests = manifests
         self._holders = {key: list(items) for key, items in locations.items()}
         self._node = node
@@ -130,7 +130,7 @@ class Fetcher:
         *,
         chunk_bytes: int | None = None,
     ) -> None:
-        """Get ranges of whole blocks; `progress` ticks with each chunk.
+        """Get ranges of whole blocks; `progress` is notified of each chunk.
 
         Raises:
             CheckpointError: No location of a file is left; the message names the layer.
@@ -144,10 +144,10 @@ class Fetcher:
         )
 
     def choose(self, item: FileRange, turn: int) -> tuple[Source, Location]:
-        """Return from where a range is read: locations of the cheapest kind take turns.
+        """Return from where to read a range: the cheapest kind of source, its locations in turn.
 
         Raises:
-            CheckpointError: Nobody is left.
+            CheckpointError: No location is left.
         """
         options = list(self._holders.get((item.part, item.file), ()))
         if not options:
@@ -165,7 +165,7 @@ class Fetcher:
     def _fetch(
         self, item: FileRange, turn: int, deliver: Callable[[FileRange, Buffer], None]
     ) -> None:
-        """Get a range from the cheapest location, from the next one if that fails, and so on."""
+        """Get a range from the cheapest location; if that fails from the next one, and so on."""
         while True:
             source, location = self.choose(item, turn)
             data, why = self._read(item, location)
@@ -191,7 +191,7 @@ class Fetcher:
         return data, fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
 
     def _strike(self, item: FileRange, location: Location, why: str) -> None:
-        """Ask a location for this file no more."""
+        """Stop using a location for this file."""
         with self._lock:
             if location not in self._holders[item.part, item.file]:
                 return

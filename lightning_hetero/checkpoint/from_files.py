@@ -1,13 +1,18 @@
-"""Recover the state of a run's ranks from files, all together.
+"""Recover a run's state from files; all ranks do it together.
 
-1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
-   (`inventory`). Its manifests, which were read for that, are shared.
-2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): own tiers
-   and the remote store directly, peers' tiers by HTTP.
-3. All say whether they have everything. If not, all try the next older complete checkpoint.
+1. Every rank reports what its node's tiers hold, and the run's newest complete checkpoint is chosen
+   (`inventory`). Manifests that were read for this are shared among the ranks.
+2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): from its own
+   tiers and the remote store directly, from other nodes' tiers by HTTP.
+3. All ranks say whether they have everything. If not, all try the next older complete checkpoint.
 
-Storage is waited for while it makes progress, and given up if it hangs. `take` also serves states
-that aren't in files (`live`): either every rank goes on from a state, or none does.
+Example: ranks 0 and 1 have saved steps 100 and 200, then rank 1's node is lost with its disk, and
+no copy of its part of step 200 is left: both go on from step 100, whose parts are in the remote
+store.
+
+Ranks wait for storage while it makes progress, and give it up if it hangs. Step 2 and 3 (`take`)
+are also used for states that aren't in files (`live`): either every rank goes on from a state, or
+none.
 """
 
 import logging
@@ -42,19 +47,19 @@ __all__ = ["Parts", "Recovered", "RecoveryReport", "begin_run", "recover", "take
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Times to look again, if a run that still writes has pruned what was seen."""
+"""Most inventories that are taken, if another run deletes checkpoints in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """Account of a recovery, for the log line after a restart."""
+    """What a recovery has done, for the log line after a restart."""
 
     id: CheckpointId
     """The checkpoint that was taken."""
     bytes_by_source: Mapping[Source, int]
-    """Bytes that this rank got from each kind of source, whole blocks counted."""
+    """Bytes that this rank got from each kind of source, counted in whole blocks."""
     failures: tuple[str, ...]
-    """Sources that were struck off, and why."""
+    """Sources that failed, and why."""
     attempt: int
     """Attempt number for the checkpoints that this run saves."""
     skipped: tuple[str, ...] = ()
@@ -75,7 +80,7 @@ class RecoveryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """One rank's state."""
+    """The recovered state of one rank."""
 
     id: CheckpointId
     """The checkpoint that it comes from."""
@@ -102,15 +107,15 @@ class Parts:
     own_part: int | None
     """The part that this rank itself saved, or holds; None if it has none."""
     node: str
-    """Where this rank is, as locations call it."""
+    """Name of this rank's node."""
     reach: Callable[[Location], Readable | None]
-    """See `Fetcher`."""
+    """Returns what to read a location's files from; see `Fetcher`."""
     attempt: int
-    """Attempt number of the checkpoints that are saved next."""
+    """Attempt number for the checkpoints that are saved next."""
 
 
 def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
-    """Return what this rank needs, or why a rank can't have all; the same kind on all ranks.
+    """Return what this rank needs; on all ranks, the reason if any rank can't have all it needs.
 
     Every rank calls it. Communicates.
 
@@ -163,12 +168,12 @@ def _fetch(assembly: Assembly, parts: Parts, turn: int, progress: Progress) -> R
 
 
 class _ExhaustedError(CheckpointError):
-    """Something needed has no source left; all ranks raise it at the same point."""
+    """Some needed bytes have no source left; all ranks raise it at the same point."""
 
 
 @dataclass
 class _Search:
-    """One rank's view of tiers and ranks while these try one checkpoint after another."""
+    """One rank's part in a search: ranks try one checkpoint after another."""
 
     tiers: Sequence[Tier]
     peers: Peers
@@ -176,13 +181,13 @@ class _Search:
     addresses: Sequence[Address | None]
     """Where each rank serves its node's tiers; None for a single rank."""
     inventory: Inventory = field(default_factory=Inventory)
-    """What all ranks together found when they looked last."""
+    """The last inventory of all ranks."""
     manifests: Manifests = field(default_factory=dict)
-    """What this rank has read of it."""
+    """The manifests that this rank has read."""
 
     @classmethod
     def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> "_Search":
-        """Open a search, in which the ranks know each other's nodes; all call it. Communicates."""
+        """Open a search: ranks tell each other their nodes. All ranks call it. Communicates."""
         peers = peers or Peers()
         own = peers.serve(own_stores(tiers))
         rows = peers.gather([node, own])
@@ -195,7 +200,7 @@ class _Search:
 
     @property
     def looked_after(self) -> list[Tier]:
-        """The tiers that this rank looks after for all that share them."""
+        """The tiers that this rank lists and marks for all ranks that share them."""
         rank = self.peers.global_rank
         is_first = self.node_of_rank.index(self.node) == rank
         return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
@@ -207,7 +212,7 @@ class _Search:
         return ", ".join(map(str, (*found, *self.tiers)))
 
     def reach(self, location: Location) -> Readable | None:
-        """Return from what to read a location's files: its tier, or a rank of its node."""
+        """Return what to read a location's files from: a tier, or a rank on its node."""
         for tier in self.tiers:
             if tier.location(self.node) == location:
                 return tier.store
@@ -240,7 +245,7 @@ class _Search:
             node=self.node,
             manifests=self.manifests,
             progress=progress,
-            # Less than the others wait, so that it is reported as that place's failure.
+            # Less than other ranks wait for this one, so that the error names the place.
             timeout_s=self.peers.timeout_s / MARGIN,
         )
 
@@ -269,11 +274,11 @@ def recover(
         tiers: This node's tiers and the remote one.
         node: Name of this rank's node; equal on ranks that share the local tiers.
         peers: The ranks; None for a single one.
-        step: Take only this step, of any run.
-        skip_unreadable: Go on without tiers that can't be read.
+        step: The only step to take, of whatever run; None takes the newest.
+        skip_unreadable: Whether to go on without tiers that can't be read.
 
     Returns:
-        The state; None if there is none, except perhaps unfinished first saves.
+        The state; None if no checkpoint was ever complete.
 
     Raises:
         CheckpointError: There are checkpoints but none can be read, a tier can't be read, or `step`
@@ -339,22 +344,19 @@ def begin_run(
     skip_unreadable: bool = False,
     anew: bool = False,
 ) -> CheckpointId:
-    """Return the run's identity and the attempt number of this start's checkpoints, as an id.
+    """Return the run's identity and this start's attempt number, as an id of step 0.
 
-    Every rank calls it, after `recover`, with what that returned. Communicates. The identity is the
-    one that the lasting places know, else a new one, and is now written into all of them. So parts
-    left by another start, or another run, are never taken for this start's.
+    Every rank calls it after `recover`, with what that returned. Communicates. The identity is the
+    one that the lasting places know, or a new one, and is written into all of them. By identity and
+    attempt, parts that another start or another run has left are never taken for this start's.
 
     Args:
         tiers: This node's tiers and the remote one.
         recovered: What `recover` returned.
         node: Name of this rank's node.
         peers: The ranks; None for a single one.
-        skip_unreadable: Go on without tiers that can't be read.
+        skip_unreadable: Whether to go on without tiers that can't be read.
         anew: Whether a new run begins, whatever the tiers hold.
-
-    Returns:
-        Step 0 of the attempt.
 
     Raises:
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
@@ -370,7 +372,7 @@ def begin_run(
             run = run if choice.run is None else choice.run
             attempt = choice.attempt
     own = search.looked_after
-    # Places that know the state's run have its mark: whoever goes on needn't wait for them.
+    # The place of a recovered state already has the run's identity, so others may fail.
     may_fail = skip_unreadable or recovered is not None
     search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
     return CheckpointId(0, attempt, run)

@@ -1,14 +1,13 @@
 """Take the inventory of all tiers (the layer bitmap), and choose the checkpoint (AutoHet §IV-C).
 
 Every rank reports which valid files of which checkpoints its node's tiers hold, rank 0 also those
-of the remote one. Only this module decides what is complete; files' checksums are compared when
-they are read.
+of the remote one. Only this module decides which checkpoints are complete. Checksums are compared
+later, when files are read.
 
-From the inventory of all ranks, each chooses the same run and checkpoint, or raises the same error.
-A run never begins anew if there is, or might be, a lasting checkpoint to go on from. Shared memory
-doesn't count: a node that is gone doesn't bring it back. So a run that loses its first checkpoint
-before any lasting place has one begins anew, just as a later loss would take it back to the newest
-lasting one.
+From the reports of all ranks, each rank chooses the same run and checkpoint, or raises the same
+error. A run never begins anew if there is, or might be, a lasting checkpoint (on a disk or remote)
+to go on from. One in shared memory alone doesn't count, because it is gone with its node: if a run
+loses it before any lasting place has a checkpoint, the run begins anew.
 """
 
 from collections import defaultdict
@@ -52,7 +51,8 @@ __all__ = [
 
 _READERS = 16
 _UNSEEN_ATTEMPTS = 1000
-"""More starts than an unreadable place may know of that the others don't."""
+"""An unreadable place may know of later starts of the run than others do; surely of fewer than
+this."""
 
 Manifests = dict[tuple[CheckpointId, int, int], PartManifest]
 """Manifests by checkpoint, its number of parts, and part."""
@@ -65,27 +65,27 @@ class PartCopy:
     id: CheckpointId
     part: int
     world_size: int
-    """Number of parts that the checkpoint has."""
+    """Number of parts of the whole checkpoint."""
     missing: tuple[str, ...]
-    """Files of the part that aren't there or have a wrong size."""
+    """Files of the part that are missing or have a wrong size."""
     location: Location
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """One rank's report of what tiers hold, without duplicates."""
+    """A report of what tiers hold, without duplicates."""
 
     held: tuple[PartCopy, ...] = ()
     present: tuple[tuple[CheckpointId, Location], ...] = ()
-    """Checkpoints with any files, complete or not, and where."""
+    """Checkpoints of which there are any files, and where."""
     finished: tuple[tuple[CheckpointId, TierKind], ...] = ()
-    """Checkpoints that were once complete, even if damaged since, and the kind of tier."""
+    """Checkpoints that were once complete, though perhaps damaged since, and the kind of tier."""
     places: tuple[tuple[Location, str | None], ...] = ()
     """Places that answered, and the run that each belongs to."""
     broken: tuple[str, ...] = ()
-    """Manifests that are torn, and why."""
+    """Manifests whose content is wrong, and why."""
     unreadable: tuple[tuple[CheckpointId | None, str], ...] = ()
-    """Places and manifests that should be readable and weren't, and why; they may be good."""
+    """Places and manifests that couldn't be read, and why; their content may be good."""
 
     def encode(self) -> str:
         """Return it as JSON."""
@@ -98,7 +98,7 @@ class Inventory:
 
     @classmethod
     def merge(cls, inventories: Iterable["Inventory"]) -> "Inventory":
-        """Return all ranks' reports as one, without duplicates, and sorted so that it compares."""
+        """Return one report of all ranks' reports: sorted, so that equal ones compare as equal."""
         items = list(inventories)
         names = [item.name for item in fields(cls)]
         found = {name: {entry for item in items for entry in getattr(item, name)} for name in names}
@@ -116,14 +116,14 @@ def take_inventory(
     progress: Progress | None = None,
     timeout_s: float = 300.0,
 ) -> Inventory:
-    """Return what tiers hold, searched in parallel; what can't be read, or hangs, is reported.
+    """Return what tiers hold. They are read in parallel; what can't be read or hangs is reported.
 
     Args:
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
-        manifests: Takes the manifests that are read.
-        progress: Ticks with everything that is read.
-        timeout_s: How long a place may make no progress.
+        manifests: Manifests that are read are added here.
+        progress: Notified of each file that is read.
+        timeout_s: How long a place may go without progress.
     """
     found: Manifests = {} if manifests is None else manifests
 
@@ -218,7 +218,7 @@ def locations_of_files(
 
 
 class ChoiceError(CheckpointError):
-    """There is nothing to go on from, and beginning anew may be wrong; the same on all ranks."""
+    """No checkpoint can be used, but it may be wrong to begin anew; all ranks raise it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +228,11 @@ class Choice:
     run: str | None
     """Identity of the run; None if no place knows one."""
     checkpoints: Mapping[CheckpointId, int] = field(default_factory=dict)
-    """Its complete checkpoints, newest first, each with its number of parts."""
+    """The run's complete checkpoints, newest first, each with its number of parts."""
     attempt: int
-    """Attempt number of the next saves: above all attempts found of the run, complete or not, and
-    far above if some place can't be read. So new parts are newer, and never mix with old ones."""
+    """Attempt number for the checkpoints that are saved next, so that their parts count as newer
+    and are never mixed with old ones. It is above all attempts of the run that were found, and far
+    above if some place can't be read."""
 
 
 def choose(
@@ -241,12 +242,12 @@ def choose(
 
     Args:
         inventory: What all ranks found.
-        step: Take only this step, of any run.
-        skip_unreadable: Go on without places that can't be read.
+        step: The only step to take, of whatever run; None takes the newest.
+        skip_unreadable: Whether to go on without places that can't be read.
 
     Raises:
-        ChoiceError: A place that might hold something newer can't be read, there were
-            checkpoints and none is complete, or it is unclear which run goes on.
+        ChoiceError: A place that may hold something newer can't be read, there are checkpoints but
+            no complete one, or it is unclear which run goes on.
     """
     unreadable = [] if skip_unreadable else inventory.unreadable
     _refuse_unreadable(why for checkpoint, why in unreadable if checkpoint is None)
@@ -306,12 +307,13 @@ def choose_run(inventory: Inventory) -> str | None:
         )
     if runs[TierKind.DISK]:
         return max(runs[TierKind.DISK])
-    # Not memory's run alone: the lasting places may have been deleted to start anew.
+    # A run that only shared memory knows doesn't count: a user who wants to start anew deletes the
+    # lasting places.
     return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
 
 
 def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
-    """Raise if a lasting checkpoint was ever complete; unfinished first saves don't count."""
+    """Raise if any lasting checkpoint was ever complete."""
     if inventory.unreadable:
         reasons = "; ".join(why for _, why in inventory.unreadable)
         raise ChoiceError(f"Nothing to go on from is left without what can't be read: {reasons}.")

@@ -1,14 +1,16 @@
 """Recover a run's state from the ranks that are left after a loss, so that no step is lost.
 
-With redundancy each row of a parameter is kept by two ranks. If a generation ends at the same step
-on all ranks that are left, and these have all rows together, their slices are a complete checkpoint
-that nobody had to save: each serves its own from memory as one more tier, and all take what they
-need as they would from files. Joiners have no part of it, and get theirs from the others.
+With redundancy each row of a parameter is kept by two ranks. If all ranks that are left have ended
+the same step, and together have all rows, their slices are a complete checkpoint that nobody had to
+save. Example: of ranks 0, 1 and 2, where each keeps its own slice and the previous rank's, rank 1
+is lost: rank 2 still has rank 1's slice.
 
-A rank that was in the middle of an optimizer's step has nothing, and ranks at different steps have
-no common state. Then the newest checkpoint is used.
+Each rank serves its slices from memory, as one more tier, and all take what they need from there as
+they would from files. Joiners have nothing to serve, and get their slices from the others. A row is
+copied once to each rank that needs it; what a rank has itself doesn't travel.
 
-Floor: each row is copied once; what a rank keeps itself doesn't travel.
+If a rank was in the middle of an optimizer's step it has no usable state, and ranks at different
+steps have no common one. Then the newest saved checkpoint is used.
 """
 
 from collections import defaultdict
@@ -43,14 +45,15 @@ class LiveState:
     """A rank's state at the end of an optimizer step, in a generation that has ended."""
 
     content: CheckpointContent
-    """All rows that the rank kept, as owner or standby, on the host; its rank and size are old."""
+    """All rows that the rank kept as owner or standby, in host memory; rank and world size are
+    those of the generation that has ended."""
     generation: int
     """The number of the generation."""
 
 
 @dataclass(frozen=True)
 class NothingLive:
-    """A rank has no state to go on from."""
+    """Says that a rank has no state to go on from."""
 
     why: str
     """The reason."""
@@ -58,7 +61,7 @@ class NothingLive:
 
 @dataclass(frozen=True)
 class NothingYet:
-    """A rank has just joined, or has trained no step yet: it gets its state from the others."""
+    """Says that a rank has just joined, or has trained no step yet, and needs others' state."""
 
 
 class _LiveFiles:
@@ -131,7 +134,7 @@ def _recover(
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
-        # Higher, so that checkpoints saved from now on are newer than the earlier ones.
+        # A higher number, so that checkpoints saved from now on count as newer than earlier ones.
         attempt=id_.attempt + 1,
     )
     taken = take(needs, parts, peers)
@@ -139,7 +142,7 @@ def _recover(
 
 
 def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str, Any]:
-    """Serve what this rank has, and return what the others must know of it."""
+    """Serve this rank's state, and return what the other ranks must know about it."""
     if isinstance(own, NothingYet):
         return {"new": True}
     if isinstance(own, NothingLive):
@@ -157,12 +160,12 @@ def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str,
             "address": None if peers.world_size == 1 else peers.server.address,
         }
     except Exception as error:
-        # An error of a user's object mustn't end a rank that can go on from a checkpoint.
+        # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
         return {"why": f"{type(error).__name__}: {error}"}
 
 
 def _why_not(offers: Sequence[Mapping[str, Any]]) -> str:
-    """Return why ranks can't go on from what they have; "" if they might."""
+    """Return why ranks can't go on from their states; "" if nothing speaks against it so far."""
     for rank, offer in enumerate(offers):
         if "why" in offer:
             return f"rank {rank} has nothing of the last step: {offer['why']}"
@@ -176,7 +179,7 @@ def _why_not(offers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _missing(manifests: Mapping[int, PartManifest]) -> str:
-    """Return which rows nobody holds any more; "" if there are none."""
+    """Return a text about rows that no rank holds any more; "" if there are none."""
     rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
     ends: dict[str, int] = {}
     for manifest in manifests.values():

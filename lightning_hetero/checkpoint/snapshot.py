@@ -1,12 +1,12 @@
 """Copy a step's state to host memory while training goes on.
 
-The owned slices change only in the optimizer step. So the copy may run during the next iteration's
-forward and backward; code that is about to change them waits for it (`Snapshot.wait`). On CUDA the
-copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The memory
-on the host is allocated once and reused.
+The owned slices change only in the optimizer step. So they can be copied while the next iteration's
+forward and backward run; code that is about to change them first waits for the copy
+(`Snapshot.wait`). On CUDA the copies go into pinned memory on a stream of their own; on the CPU a
+thread makes them. The memory on the host is allocated once and reused.
 
-Floor: every byte is read once and written once, at the bandwidth of the memory or of PCIe; nothing
-is allocated from the second snapshot on.
+Each byte is read once and written once, at the bandwidth of the memory or of PCIe. From the second
+snapshot on, nothing is allocated.
 """
 
 import threading
@@ -80,7 +80,7 @@ class HostBuffer:
     def _copy_from_device(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
     ) -> torch.cuda.Event:
-        """Queue the copies after all that the current stream has queued; return their end."""
+        """Queue the copies behind the current stream's work; return an event at their end."""
         device = next(tensor.device for tensor in tensors if tensor.is_cuda)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class Snapshot:
     _free: threading.Semaphore
 
     def wait(self) -> None:
-        """Return once the originals may change; raise the copy's error, if it failed.
+        """Wait until the originals may change; raise the error of the copy if it failed.
 
         Raises:
             TimeoutError: The device doesn't answer.

@@ -1,14 +1,17 @@
-"""What ranks that save or recover together tell each other: statuses, as keys of a store.
+"""Exchange statuses between ranks that save or recover together, as keys of a store.
 
-A rank that has finished its work sets its key; rank 0 collects the keys of all and shows them in
-one. So nobody waits in a collective: a rank with slow storage only sets its key later, and counts
-up a common key as long as its work makes progress. A wait ends when that count hasn't changed for
-too long, when the run's other failure detection says that a rank is gone, or when the process of a
-rank has ended: no connection breaks in a wait for keys, so each rank that waits looks once a second
-whether the next rank's server still takes connections.
+A rank that has finished its work sets its key. Rank 0 collects the keys of all ranks and sets one
+key with all of them. So nobody waits in a collective. A rank with slow storage sets its key later,
+and increases a common counter as long as its work makes progress. A wait ends with an error when
 
-Keys are set again and again, so they don't pile up. Bytes of files don't travel through the store
-but from rank to rank (`serving`).
+- the counter hasn't changed for too long,
+- the run's other failure detection says that a rank is gone, or
+- the process of a rank has ended. A wait for keys doesn't notice this, since no connection breaks.
+So
+  each rank that waits checks once a second whether the next rank's server takes connections.
+
+Keys are used again and again, so the store doesn't grow. Bytes of files don't travel through the
+store but from rank to rank (`serving`).
 """
 
 import copy
@@ -28,7 +31,7 @@ from lightning_hetero.core.process import Deadline, Progress
 __all__ = ["Keys", "Peers"]
 
 _LOOK_AGAIN_S = 1.0
-"""Seconds between two looks at a rank's server."""
+"""Seconds between two checks of a rank's server."""
 _T = TypeVar("_T")
 
 
@@ -90,14 +93,14 @@ class Peers:
         self._next_rank = Probe(host)
 
     def branch(self) -> "Peers":
-        """Return the same ranks for another thread; all ranks call it in the same order."""
+        """Return an object for another thread; all ranks call it in the same order."""
         made = copy.copy(self)
         made.progress, made._round, made._branches = Progress(), 0, itertools.count()
         made._prefix = f"{self._prefix}{next(self._branches)}/"
         return made
 
     def serve(self, stores: Mapping[str, Readable]) -> Address | None:
-        """Let other ranks read some stores, by name; return where, None for a single rank."""
+        """Let other ranks read the named stores; return the address, None for a single rank."""
         if self.world_size == 1:
             return None
         self.server.stores.update(stores)
@@ -106,11 +109,11 @@ class Peers:
         return self.server.address
 
     def close(self) -> None:
-        """Serve no files any more."""
+        """Stop serving files."""
         self.server.close()
 
     def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Return each rank's value, by rank; values must fit into JSON.
+        """Return the values that all ranks gave, by rank; each must be valid JSON.
 
         Raises:
             PeerError: A rank is gone, or there has been no progress anywhere for too long.
@@ -143,14 +146,14 @@ class Peers:
         *,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Wait until all ranks' work is done; return each rank's status, by rank.
+        """Wait until all ranks have done their work; return their statuses, by rank.
 
         Args:
             work: This rank's work.
             thread: The thread that does it.
-            describe: Turns the result of the work (None without one) into a status. If the work
-                failed or was given up, the reason is added as "error".
-            timeout_s: How long work may make no progress.
+            describe: Makes a status of the work's result, which is None if there is none. If the
+                work failed or was given up, the reason is added as "error".
+            timeout_s: How long work may go on without progress.
         """
         limit_s = timeout_s or self.timeout_s
         deadline, seen = Deadline(limit_s, thread.progress), thread.progress.count
@@ -169,9 +172,9 @@ class Peers:
         *,
         may_fail: bool = False,
     ) -> "tuple[Future[_T], list[dict[str, Any]]]":
-        """Do something on all ranks, on a thread each; return this rank's future and all statuses.
+        """Do some work on a thread of each rank; return this rank's future and all statuses.
 
-        If another rank is lost, the work is given up, and may end later.
+        If another rank is lost, the work is no longer waited for; it may still run.
 
         Raises:
             CheckpointError: The work of a rank failed, unless it `may_fail`; all ranks raise it.
@@ -213,7 +216,7 @@ class Peers:
                 raise PeerError(f"Rank {self.global_rank} lost another rank.")
             if look.is_over:
                 gone = self._find_gone()
-                # It may have ended well after the last answer that is awaited here.
+                # After the last answer that is needed here, its process may have ended normally.
                 if gone is not None and self._keys.add(self._name(name), 0) < count:
                     raise PeerError(f"The process of rank {gone} has ended. See its own log.")
                 look = Deadline(_LOOK_AGAIN_S)
@@ -230,11 +233,11 @@ class Peers:
             pause_s = min(2.0 * pause_s, 0.05 * _LOOK_AGAIN_S)
 
     def _find_gone(self) -> int | None:
-        """Return a rank whose process has ended, which the rank before it finds and tells all."""
+        """Return a rank whose process has ended, if its predecessor has found that out."""
         assert self._keys is not None
         following = (self.global_rank + 1) % self.world_size
         key = self._name(f"address {following}")
-        # Rank 0 is also awaited after its own answer, for those of all.
+        # Rank 0 is still needed after its own answer: it collects those of all ranks.
         is_awaited = following == 0 or self._value_of(following)[0] < self._round
         if is_awaited and self._keys.check([key]):
             address: Address = json.loads(self._keys.get(key))
@@ -249,7 +252,7 @@ class Peers:
         return [rank for rank in ranks if self._value_of(rank)[0] < self._round] or [0]
 
     def _value_of(self, rank: int) -> list[Any]:
-        """Return the round of a rank's newest value, and that value."""
+        """Return a rank's newest value, as [number of its round, value]."""
         assert self._keys is not None
         key = self._name(f"rank {rank}")
         if not self._keys.check([key]):

@@ -1,15 +1,16 @@
 """Bring one rank's part into the tiers, and count for how long no lasting tier has taken any.
 
-If one of the node's own tiers fails, the other tiers and ranks go on, and what it has taken of the
-part is deleted, so that a full disk doesn't fill up with useless files.
+If one of the node's own tiers fails, the other tiers and ranks go on. What the tier has taken of
+the part is deleted, so that a full disk doesn't fill up with useless files.
 
-The remote tier gets parts after that, from the fastest own tier that has them. All ranks decide
-the same, from everyone's `status`: while an upload runs anywhere, later checkpoints stay local, and
-only the newest of them is uploaded afterwards. A part that no own tier takes goes to the remote one
-at once.
+After that the remote tier gets the part, from the fastest own tier that has it. While an upload
+runs on any rank, later checkpoints stay local, and only the newest of them is uploaded afterwards;
+all ranks decide the same, from everyone's `status`. A part that no own tier takes goes to the
+remote one at once.
 
-One failed save doesn't end training: the next one may succeed. But if no disk and no store takes
-any, the next fault would lose everything trained meanwhile, and the user must know.
+One failed save doesn't end training: the next one may succeed. But if neither a disk nor a store
+takes a checkpoint for long, the next fault would lose everything that was trained meanwhile. So
+that is an error.
 """
 
 import contextlib
@@ -53,15 +54,16 @@ _NUM_REMEMBERED = 8
 
 @dataclass(frozen=True)
 class OwnPart:
-    """This rank's part once it is encoded."""
+    """This rank's part after `write_part`."""
 
     bodies: Sequence[FileBody]
     """Its files, readable until the snapshot is released."""
     manifest: PartManifest
     stores: Mapping[TierKind, Store]
-    """The tiers that have it, fastest first; the remote one only if no own tier has."""
+    """The stores that have it, by kind of tier, fastest first; the remote one only if no own tier
+    has it."""
     errors: Sequence[str]
-    """Why the other tiers don't have it."""
+    """For each tier that doesn't have it, why."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -105,11 +107,11 @@ def write_part(
             write_manifest(tier.store, manifest)
             stores[tier.kind] = tier.store
         except Exception as error:
-            # Whatever a store raises, the next tier may take the part.
+            # Stores raise all kinds of errors; the next tier may still take the part.
             text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
             _log.warning("%s", text)
             errors.append(text)
-            # The next tier gets the full time, even after one that has hung.
+            # After a tier that has hung, the next one gets the full time again.
             progress.tick()
             names = [f"{content.id.folder}/{body.name}" for body in bodies]
             with contextlib.suppress(Exception):
@@ -154,7 +156,7 @@ class Uploads:
         self._error = ""
 
     def note(self, part: OwnPart) -> None:
-        """Note that a part has been brought to the remote tier already, if it has."""
+        """Note a part that is in the remote tier already, if it is."""
         if TierKind.REMOTE in part.stores:
             self._done.append(part.manifest.id)
 
@@ -177,7 +179,7 @@ class Uploads:
     def offer(
         self, part: OwnPart | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Start the upload of a part, keep it for later, or skip it: the same on all ranks."""
+        """Upload a part, keep it for later, or skip it; all ranks decide the same."""
         if self.tier is None or part is None or any("error" in status for status in statuses):
             uploaded.set_result(False)
             return
@@ -213,7 +215,7 @@ class Uploads:
                 f"Rank {part.manifest.part} couldn't upload {id_} to {self.tier}: {error}."
             )
             _log.warning("%s", self._error)
-        # First, because whoever waits for the result may look for what runs.
+        # First, because others that wait for the result look at which upload runs.
         self._running.remove(id_)
         if self._error:
             uploaded.set_exception(CheckpointError(self._error))
@@ -221,7 +223,7 @@ class Uploads:
             uploaded.set_result(True)
 
     def confirm_later(self, uploaded: CheckpointId) -> None:
-        """Confirm, once, a checkpoint that all ranks have uploaded; one rank does it for all."""
+        """Confirm a checkpoint that all ranks have uploaded; one rank does it, once, for all."""
         if uploaded != self._confirmed:
             self._confirmed = uploaded
             self._thread.submit(self._confirm, uploaded)
@@ -237,7 +239,7 @@ class Uploads:
 
 @dataclass
 class LastingCopies:
-    """The newest checkpoints that were begun and that a lasting tier has, and how long it lags."""
+    """Measures for how long no lasting tier has taken a checkpoint that was begun."""
 
     begun: CheckpointId | None = None
     """The newest checkpoint that was begun."""
@@ -266,7 +268,7 @@ class LastingCopies:
 
     @property
     def reasons(self) -> str:
-        """The last few failures since then."""
+        """The last few failures since a lasting tier took a checkpoint."""
         return " ".join(self._reasons)
 
     @property

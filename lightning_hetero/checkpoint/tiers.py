@@ -1,11 +1,11 @@
-"""The places of one node's checkpoints: copy parts between them, confirm whole ones, delete others.
+"""The places of one node's checkpoints: copy parts, confirm checkpoints, delete old ones.
 
-A part is *whole* in a place if its manifest is valid and every file has the manifest's size. A
-checkpoint is *complete* if the places under consideration together hold every file of all ranks'
-parts (`recovery.inventory`). It is *confirmed* in a tier once all ranks have said that they have
-brought their parts there. Only what is older than confirmed checkpoints is ever deleted, and what
-this start of the run knows to be useless; of each part the manifest goes first, so that what is
-half deleted doesn't exist.
+A checkpoint has one *part* for each rank. A part is *whole* in a place if its manifest is valid and
+every file has the size that the manifest says. A checkpoint is *complete* if the places together
+hold every file of all parts (`inventory`). It is *confirmed* in a tier once all ranks have said
+that they have brought their parts there. Only checkpoints older than confirmed ones are deleted,
+and those that this start of the run knows to be useless. A part's manifest is deleted first, so
+that a part that is half deleted doesn't count.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ __all__ = [
 ]
 
 CONFIRMED = "confirmed"
-"""File of a checkpoint that all ranks have saved."""
+"""Name of the file that marks a checkpoint as saved by all ranks."""
 REJECTED = "rejected"
-"""File of a checkpoint that a user has rejected: its copy in that place isn't used any more."""
+"""Name of the file that marks a checkpoint as rejected by a user: it isn't used from that place."""
 
 _CHUNK_BYTES = 8 << 20
 
@@ -60,7 +60,7 @@ class TierKind(IntEnum):
     """Kinds of places, from the fastest to the one that survives most."""
 
     LIVE = -1
-    """What a rank trains with: ends with the process."""
+    """Memory of a rank that trains: ends with the process."""
     MEMORY = 0
     """Shared memory of the node: survives the process."""
     DISK = 1
@@ -108,7 +108,7 @@ class Tier:
             )
 
     def location(self, node: str) -> Location:
-        """Return how all ranks call this tier of a node."""
+        """Return the location by which all ranks know this tier of a node."""
         return Location(self.name if self.kind is TierKind.REMOTE else node, self.kind)
 
     def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
@@ -149,14 +149,14 @@ def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
 
 
 class TornError(CheckpointError):
-    """A manifest's content is wrong; not raised if only the store doesn't answer."""
+    """A manifest's content is wrong. Not raised if the store just doesn't answer."""
 
 
 def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
     """Read and check one manifest.
 
     Raises:
-        TornError: It is torn, crafted, or another part's.
+        TornError: It is incomplete, has been tampered with, or is another part's.
         OSError: It is missing. Stores may raise their client library's own types.
     """
     name = manifest_name(checkpoint, part)
@@ -175,12 +175,12 @@ def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartM
 
 
 def write_manifest(store: Store, manifest: PartManifest) -> None:
-    """Write a part's manifest, once all its files are written: only then the part exists."""
+    """Write a part's manifest, after all of its files: only then the part exists."""
     store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
 
 
 def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
-    """Copy a part between stores; CheckpointError if the source turns out corrupt."""
+    """Copy a part between stores; CheckpointError if the source is corrupt."""
     for entry in manifest.files:
         chunks = Followed(_StoredFile(source, manifest, entry), progress)
         target.write(f"{manifest.id.folder}/{entry.name}", chunks)
@@ -190,7 +190,7 @@ def copy_part(source: Readable, target: Store, manifest: PartManifest, progress:
 
 @dataclass(frozen=True)
 class _StoredFile:
-    """The chunks of a stored file; at their end, before a copy exists, checksums are compared."""
+    """The chunks of a stored file; after the last one, checksums are compared."""
 
     store: Readable
     manifest: PartManifest
@@ -213,10 +213,10 @@ class _StoredFile:
 def pull_part(
     source: Readable, target: Store, checkpoint: CheckpointId, part: int, progress: Progress
 ) -> None:
-    """Copy another rank's part from where it is served; remove all if that fails.
+    """Copy another rank's part from where it is served; if that fails, remove what was copied.
 
     Raises:
-        CheckpointError: It is of another part or checkpoint, or corrupt.
+        CheckpointError: What is served is corrupt, or of another part or checkpoint.
     """
     manifest = read_manifest(source, checkpoint, part)
     try:
@@ -242,9 +242,10 @@ def remove_checkpoints(store: Store, files: Iterable[str], gone: Collection[Chec
 
 
 def confirm(tier: Tier, checkpoint: CheckpointId, busy: Collection[CheckpointId] = ()) -> None:
-    """Note that all ranks have a checkpoint in a tier; of its run keep the newest `keep` such ones.
+    """Mark a checkpoint as saved by all ranks in a tier, and delete old ones there.
 
-    What is older than these is deleted, unless it is `busy`: read at present.
+    The newest `keep` confirmed checkpoints of the run stay, and so do `busy` ones, which are being
+    read at present.
     """
     tier.store.write(f"{checkpoint.folder}/{CONFIRMED}", [b"all ranks have saved it\n"])
     files = tier.store.list()

@@ -3,17 +3,18 @@
 `save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
 
 1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
-2. All ranks tell each other which tiers have taken their parts, wait for ranks with slow storage
-   (`commit`), and send copies to each other's nodes.
-3. A kind of tier that has all ranks' parts, copies included, is *sound*: there the checkpoint is
-   noted as confirmed, and old ones are deleted. If it failed on any rank, it keeps what it has.
+2. All ranks tell each other which tiers have taken their parts (`commit`). They wait for ranks with
+   slow storage, and send copies to other nodes.
+3. If one kind of tier, such as the disks, has the parts of all ranks and their copies, it is
+   *sound*: the checkpoint is marked as confirmed there, and old ones are deleted. If it failed on
+   any rank, nothing is deleted.
 4. The host memory is free for the next snapshot.
 5. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint
    (`storing`).
 
-Memory: one copy of the rank's slices and a few chunks, however slow the tiers are. A failure is
-logged, and the next checkpoint tries again. Only if no lasting tier, disk or remote, has taken any
-checkpoint for longer than `lasting_within_s`, all ranks raise an error.
+This takes memory for one copy of the rank's slices and a few chunks, however slow the tiers are. A
+failure is logged, and the next checkpoint tries again. Only if no lasting tier (disk or remote) has
+taken any checkpoint for longer than `lasting_within_s`, all ranks raise an error.
 """
 
 import logging
@@ -43,26 +44,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is being written; if it has failed, every wait raises the reason."""
+    """A checkpoint that is being written; if writing fails, every wait raises the reason."""
 
     id: CheckpointId
     snapshot: Snapshot | None
-    """None if storage still reads the memory of an earlier snapshot."""
+    """The copy in host memory; None if storage still reads the memory of an earlier one."""
     stall_s: float
     """Seconds for which `save` held up training, including the wait for the checkpoint before."""
     _local: "Future[None]"
     _remote: "Future[bool]"
 
     def wait_for_snapshot(self) -> None:
-        """Return once the tensors may change: before the next optimizer step at the latest."""
+        """Wait until the tensors may change; must be called before the next optimizer step."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
     def wait_until_confirmed(self, timeout_s: float | None = None) -> None:
-        """Return once all ranks' parts are in their nodes' own tiers, copies included.
+        """Wait until the parts of all ranks, and their copies, are in the nodes' own tiers.
 
         Raises:
-            CheckpointError: They can't be.
+            CheckpointError: Some part can't be brought there.
         """
         self._local.result(timeout_s)
 
@@ -84,7 +85,7 @@ class CheckpointWriter:
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
         node_of_rank: Name of each rank's node.
-        peers: All ranks; the writer's thread gets a branch of its own.
+        peers: All ranks; the writer's thread uses a `branch` of them.
         options: How to write.
     """
 
@@ -122,7 +123,7 @@ class CheckpointWriter:
 
         Args:
             content: The rank's state.
-            leaving: Nodes that are about to be lost: their parts go to nodes that stay.
+            leaving: Nodes that are about to be lost; their parts are copied to nodes that stay.
 
         Raises:
             CheckpointError: No lasting tier has taken a checkpoint for too long, or the metadata
@@ -143,15 +144,15 @@ class CheckpointWriter:
 
     @property
     def complete_steps(self) -> dict[str, int]:
-        """The step of the newest checkpoint of which a tier has all parts, by the tier's name."""
+        """For each tier, by name, the step of the newest checkpoint of which it has all parts."""
         return self._committer.complete_steps
 
     def _take(self, content: CheckpointContent) -> Snapshot | None:
-        """Start to copy the state, once the last checkpoint is written; None if that hangs."""
+        """Copy the state once the last checkpoint is written; None if that one hangs."""
         try:
             if self._last is not None:
                 self._wait_for(self._last)
-            # What the ranks have agreed on by then, so all raise it at the same save.
+            # Ranks have agreed on this error, so all raise it at the same save.
             if self._committer.overdue is not None:
                 raise self._committer.overdue
             return self._memory.take(content)

@@ -8,6 +8,7 @@ simulating never load torch.
 import argparse
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -73,8 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """End with an error for a misspelled option; argparse would first ask for required ones."""
-    known = parser._option_string_actions
-    for word in words if parser._subparsers is None else ():
+    if parser.format_usage().rstrip().endswith(" ..."):
+        return  # Its options are those of the action that follows.
+    known = set(re.findall(r"--[a-z-]+", parser.format_help()))
+    for word in words:
         option = word.partition("=")[0]
         if option.startswith("--") and not any(name.startswith(option) for name in known):
             parser.error(f"There is no option {option}.{nearest(option, known)}")

@@ -1,14 +1,15 @@
-"""An iteration's work as data: which passes a stage runs, and which samples a micro-batch has.
+"""Describe an iteration's work as data: the passes of each stage, the samples of each micro-batch.
 
-The runtime executes a pipeline's schedule, the simulator times it and tests check laws on it. 1F1B
-is PipeDream-flush (Narayanan et al. 2021): a warm-up of forwards, then one forward and one backward
-in turn, then a cool-down of backwards, so that a stage never holds the activations of more than
-`num_stages - stage_index` micro-batches. A backward may be split in two, as in Zero Bubble (Qi et
-al. 2023): the gradient of the stage's input, for which the stage before waits, and the gradients of
-its weights, for which nobody waits.
+A schedule is a list of actions for each stage: the runtime executes it, the simulator times it.
+1F1B is PipeDream-flush (Narayanan et al. 2021): a warm-up of forwards, then one forward and one
+backward in turn, then a cool-down of backwards. So a stage never holds the activations of more than
+`num_stages - stage_index` micro-batches. Example: stage 0 of 2 runs F0 F1 B0 F2 B1 B2, stage 1 runs
+F0 B0 F1 B1 F2 B2. A backward may be split in two, as in Zero Bubble (Qi et al. 2023): the gradient
+of the stage's input, for which the previous stage waits, and the gradients of its weights, for
+which no stage waits.
 
-Planning processes make assignments of samples ahead of time and pass them on as JSON. Each rank
-looks up the plan by its index and runs its own pipeline's micro-batches.
+An `Assignment` says which plan an iteration runs and which samples each micro-batch has. Planning
+processes make assignments ahead of time and pass them on as JSON.
 """
 
 from collections import defaultdict
@@ -43,7 +44,7 @@ class ActionKind(StrEnum):
     INPUT = "I"
     """The gradient of the stage's input."""
     WEIGHT = "W"
-    """The gradients of the stage's weights, as far as they can wait."""
+    """The gradients of the stage's weights that can be computed later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action
 
 
 def most_held(actions: Iterable[Action]) -> dict[int, int]:
-    """Return by stage the most micro-batches between forward and the gradient of their input."""
+    """Return for each stage the most micro-batches between F and I (or B) at once."""
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     for action in actions:

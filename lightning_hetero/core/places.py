@@ -1,7 +1,9 @@
-"""Find the place of each rank in a plan: its pipeline, and the stages that it runs there.
+"""Find the place of each rank in a plan, its pipeline and stages; check the ranks that own.
 
 A rank usually runs one stage. It runs several, its *chunks*, if a pipeline names its group several
 times: in a loop (Narayanan et al. 2021, "interleaved") or there and back, as a V (Qi et al. 2024).
+Example: a pipeline whose four stages name ranks 0, 1, 1, 0 is a V; rank 0 runs stages 0 and 3. Such
+a group of ranks is called a *worker*.
 """
 
 from collections.abc import Sequence
@@ -79,10 +81,10 @@ def stages_by_worker(workers: Sequence[int]) -> list[list[int]]:
 
 
 def usual_held(workers: Sequence[int]) -> tuple[int, ...]:
-    """Return the micro-batches that each worker holds at once if nothing is solved.
+    """Return the most micro-batches that each worker holds at once under 1F1B.
 
-    Under 1F1B as many as stages follow, its own counted; with chunks as many as there are workers.
-    One that is held in all chunks of a worker counts once.
+    Without chunks these are as many as the stages from its own to the last; with chunks, as many as
+    there are workers. A micro-batch that is held in all chunks of a worker counts once.
     """
     count = len({*workers})
     return tuple(range(count, 0, -1)) if count == len(workers) else (count,) * count

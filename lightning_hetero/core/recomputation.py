@@ -1,9 +1,9 @@
 """Decide how many layers of a stage each micro-batch computes again in backward.
 
-A layer that is recomputed keeps its input instead of all that autograd saves. Always the stage's
-first layers are recomputed: backward comes to them last, when the micro-batch's kept layers have
-been freed and leave room for the layer that is recomputed. A fixed number of the layers after them
-may be recomputed *selectively*: matrix products and attention are kept as well.
+A layer that is recomputed keeps only its input, not all that autograd saves. Only the first layers
+of a stage are recomputed: backward reaches them last, when the layers that weren't recomputed have
+been freed and leave room for the layer that is recomputed. A fixed number of layers after them may
+be recomputed *selectively*: they keep matrix products and attention as well.
 
 Let micro-batch m have t_m tokens and keep k_m of the stage's n layers; K and R are the bytes per
 token of a kept and of a recomputed layer. When its backward begins, with the micro-batches W_m in
@@ -14,10 +14,10 @@ flight, m among them, the stage holds at most ::
 since even a micro-batch that keeps no layer recomputes one at a time. The runtime and the simulator
 both use `fewest_recomputed`, so what runs is what was predicted.
 
-A budget uses no selective recomputation: micro-batches that recompute are many times longer than
-those that don't, so they need to recompute whole layers. Selective layers first would shorten
-iterations of web documents on five clusters by 0.4 to 2.4 % (simulated), and layers that change a
-product in place, which a budget allows, would be refused.
+Under a budget no layer is recomputed selectively. Micro-batches that must recompute are many times
+longer than the others, so they need to recompute whole layers. Starting with selective layers would
+shorten iterations of web documents on five clusters by only 0.4 to 2.4 % (simulated), and would not
+allow layers that change a product in place.
 """
 
 import heapq
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _ROUNDING = 1 + 1e-9
-"""Factor by which rounding may take a sum of products above a budget that it equals."""
+"""Factor by which a sum may exceed the budget because of rounding."""
 
 Windows = tuple[tuple[int, ...], ...]
 
@@ -201,7 +201,7 @@ def fewest_recomputed(
             continue
         kept[m] += 1
         if stage.peak(kept, around=m) > room:
-            kept[m] -= 1  # It has no room later either: windows only fill.
+            kept[m] -= 1  # There won't be room later either, since windows only fill.
         else:
             heapq.heappush(queue, ((kept[m] + 1) * stage.costs[m], m))
     return tuple(num_layers - count for count in kept)

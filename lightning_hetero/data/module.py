@@ -1,8 +1,9 @@
-"""`HeteroDataModule`: variable-length sequences, assigned in two stages, a plan for each iteration.
+"""`HeteroDataModule`: assign sequences of different lengths, with a plan for each iteration.
 
 Every iteration draws samples up to a budget of tokens, assigns them under every candidate plan of
-the strategy and runs the best (Hydraulis §4), planned in the background while earlier iterations
-train. Under a strategy without plans (DDP, one device) each rank is a pipeline of its own.
+the strategy, and runs the best plan (Hydraulis §4). This is done in the background while earlier
+iterations train. Under a strategy without plans (DDP, one device) each rank is a pipeline of its
+own.
 """
 
 import uuid
@@ -47,25 +48,25 @@ class HeteroDataModule(pl.LightningDataModule):
         train_dataset: Samples of token ids (see `data.samples`): map-style, or a stream that yields
             the same samples on every rank.
         val_dataset: The same for validation; samples come in order, under the first plan.
-        tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
-            of known lengths (see `data.order`), at most for streams. Only on a stream a run can
-            resume with another number.
+        tokens_per_step: Tokens of an iteration on all pipelines together: the average for datasets
+            of known lengths (see `data.order`), the maximum for streams. A run can resume with
+            another number only on a stream.
         context_length: Most tokens of a sample.
-        on_overlong: What to do with a longer one: "cut" off the rest, "split" it into several
+        on_overlong: What to do with a longer sample: "cut" off the rest, "split" it into several
             samples, or "refuse" it with a BatchError.
         lengths: Tokens of each training sample; None reads them once and caches them in a file.
         seed: Seed of the shuffle, the same on every rank.
         num_workers: Processes that read samples of a map-style dataset and collate.
-        collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
-            Hugging Face models in the module see where they end (`use_packed_attention`). Other
-            models must keep them apart themselves, as `varlen_attention` does.
-        num_ahead: Iterations planned ahead of the one that is dealt, by a process of rank 0; 0:
-            each when it is needed, without a process.
+        collate: Makes a micro-batch of a list of samples. None packs them end to end, and keeps
+            attention of Hugging Face models inside samples (`use_packed_attention`). Other models
+            must do that themselves, as `varlen_attention` does.
+        num_ahead: How many iterations ahead a process of rank 0 plans. With 0 each iteration is
+            planned when it is needed, without a process.
 
     Raises:
-        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`.
-        ModelError: In `setup`: samples are packed, and a Hugging Face model can't see where they
-            end. A model that `configure_model` makes is refused when the loader is made.
+        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`. ModelError: In
+        `setup`, if samples are packed and a Hugging Face model can't keep them apart;
+            for a model that `configure_model` makes, when the loader is made.
     """
 
     def __init__(  # noqa: PLR0913 - the user's options
@@ -198,10 +199,10 @@ class HeteroDataModule(pl.LightningDataModule):
         All ranks must call it between the same steps, with the same factors.
 
         Args:
-            by_rank: How many times longer each rank takes than the plans' costs say.
+            by_rank: For each rank, how many times longer it takes than the plans' costs say.
 
         Returns:
-            Training iterations, at most, that are planned already and still to be trained.
+            The most training iterations that are planned already and still to be trained.
         """
         self._training_dealer().set_slowdowns(by_rank)
         self._slowdowns = tuple(by_rank)

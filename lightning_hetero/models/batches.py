@@ -106,7 +106,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def _leaves(batch: Any) -> Iterator[Any]:
     for leaf in tree_flatten(batch)[0]:
-        if _has_fields(leaf):
+        if type(leaf) is not Tensor and _has_fields(leaf):
             yield from _leaves(vars(leaf))
         else:
             yield leaf

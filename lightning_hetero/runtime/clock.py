@@ -1,16 +1,16 @@
-"""Tell computing apart from waiting, action by action, on one rank.
+"""Measure for how long one rank computes and for how long it waits, action by action.
 
-A stage's iteration is a list of forwards and backwards, and inside and between them the rank waits
-for other ranks: for activations and their gradients, for weights, for gradients to leave, for the
-agreement. A straggler detector needs the time without those waits (Greyhound §4), and so does the
-comparison of a plan with its prediction. Reading a clock costs about a microsecond per action on a
-CPU; on CUDA, events are recorded on the stream and read an iteration later, when the device has
-long passed them, so that no host waits for its device.
+A stage's iteration is a list of forwards and backwards. Inside and between them the rank waits for
+other ranks: for activations and their gradients, for weights, for gradients to leave, for the
+agreement. A straggler detector needs the time without these waits (Greyhound §4), and so does the
+comparison of a plan with its prediction. On a CPU, reading a clock costs about a microsecond for
+each action. On CUDA, events are recorded on the stream and read an iteration later, when the device
+has passed them long ago, so that no host waits for its device.
 
-Waits for messages are also kept by peer: there the search for a slow link begins.
+Waits for messages are also recorded by peer: from them the search for a slow link starts.
 
-`lightning_hetero.testing.EmulatedClock` replaces this clock to emulate a slower device or link: it
-overrides the methods that begin and end sections, and the two that do nothing here.
+`lightning_hetero.testing.EmulatedClock` replaces this clock to emulate a slower device or link. It
+overrides the methods that begin and end sections, and two methods that do nothing here.
 """
 
 import time
@@ -56,7 +56,7 @@ class MessageTime:
     is_exchange: bool
     """Whether it held weights or gradients of parameters, not an activation or its gradient."""
     num_together: int = 1
-    """Number of messages waited for at once: any of them may have been the late one."""
+    """Number of messages that were waited for at once, of which any may have been late."""
     start_s: float = field(default=0.0, compare=False)
     """When the wait began, seconds since its iteration began."""
 
@@ -116,10 +116,10 @@ class ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self.is_late = self._is_cuda
-        """Whether `last` is the iteration before the last one."""
+        """Whether `last` has the times of the iteration before the last one, as on CUDA."""
         self._last: IterationTimes | None = None
         self._ended: list[_Marks] = []
-        """Iterations not read yet, and on CUDA one that it is too early to read."""
+        """Iterations that haven't been read yet; on CUDA the latest one can't be read yet."""
         self._marks = _Marks()
         self._iteration = _Section(self._begin_iteration, self._end_iteration)
         self._waiting = _Section(self._begin_wait, self._end_wait)
@@ -139,26 +139,26 @@ class ComputeClock:
         return self._last
 
     def iteration(self) -> "_Section":
-        """Time one iteration inside this context; one that raises isn't kept."""
+        """Context that times one iteration; one that raises an error isn't kept."""
         return self._iteration
 
     def action(self, kind: ActionKind, microbatch_index: int, stage_index: int = 0) -> "_Section":
-        """Time one action inside this context."""
+        """Context that times one action."""
         self._marks.action = (kind, microbatch_index, stage_index)
         return self._action
 
     def waiting(self) -> "_Section":
-        """Count the time inside this context as waiting; it may be nested."""
+        """Context whose time counts as waiting; may be nested."""
         return self._waiting
 
     def probing(self) -> "_Section":
-        """Treat the context's work as an action, so that an emulated device slows it down."""
+        """Context whose work is treated as an action, so that an emulated device slows it down."""
         return self._action
 
     def wait_for(
         self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
     ) -> None:
-        """Wait for a message of a peer; counts as waiting. `num_bytes` is 0 for a mere header."""
+        """Wait for a message of a peer; counts as waiting. `num_bytes` is 0 for a header."""
         self.wait_together((work,), ((peer, num_bytes),), is_exchange=is_exchange)
 
     def wait_together(
@@ -220,7 +220,7 @@ class ComputeClock:
 
 
 class _Section:
-    """A reusable, stateless context; a section that raises is not recorded."""
+    """A reusable context without state; a section that raises an error isn't recorded."""
 
     __slots__ = ("_begin", "_end")
 
@@ -288,7 +288,7 @@ _NOT_TRACED = nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether a profiler records: a range costs as much as a small kernel, even without one."""
+    """Whether a profiler records; without one, ranges would cost as much as a small kernel."""
     return _profiler_enabled()
 
 

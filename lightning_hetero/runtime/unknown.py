@@ -1,11 +1,13 @@
-"""Tensors whose values this stage can't know: what other stages compute, weights they hold.
+"""Tensors whose values this stage can't know: what other stages compute, their weights.
 
-An `Unknown` has a shape, a dtype, a device, and a description of where it comes from. Computing
-with it costs nothing and gives unknown tensors again, so a stage may run the user's whole step on
-it. Any operation that needs a value is refused, naming the origin: no made-up numbers are used.
+An `Unknown` has a shape, a dtype, a device, and a description of where it comes from. Operations on
+it cost nothing and return unknown tensors, so a stage can run the user's whole step. Example: on
+the first of two stages the step computes `loss = model(x).mean()`; what layers of the second stage
+return is unknown, and so would the loss be. An operation that needs a value, such as `loss.item()`,
+is refused with an error that names the origin: made-up numbers are never used.
 
-Operations that draw random numbers draw as many as they would on known values, because all ranks of
-a pipeline must draw the same numbers in a step.
+Operations that draw random numbers draw as many as they would for known values, because all ranks
+of a pipeline must draw the same numbers in a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,17 +42,17 @@ class Origin:
 
 
 class Unknown(Tensor):
-    """A tensor of which this stage knows everything but the values."""
+    """A tensor of which this stage knows all but the values."""
 
     origin: Origin
     sealed: str | None
-    """Why it may not be changed in place; None if it may."""
+    """Error message for changes in place; None if they are allowed."""
 
     @staticmethod
     def __new__(
         cls, form: "_Form", device: torch.device, origin: Origin, *, sealed: str | None = None
     ) -> "Unknown":
-        """Make an unknown tensor of a form."""
+        """Make an unknown tensor with a form."""
         made: Unknown = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.strides, dtype=form.dtype, device=device
         )
@@ -151,7 +153,7 @@ def check_known(value: Any, user: str) -> None:
 
     Args:
         value: Any value; its leaves are those of torch's pytrees.
-        user: What needs it, with its verb, such as "Layer 3 takes".
+        user: Beginning of the error message, such as "Layer 3 takes".
 
     Raises:
         ModelError: It names the origin of the first unknown tensor.
@@ -213,11 +215,11 @@ def _forms_made(
     """
     key: Any = _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
     if traits.is_index:
-        key = None  # The values of a mask decide on the shape.
+        key = None  # The shape of the result depends on the values of a mask.
         args = (args[0], [_as_indices(item) for item in args[1]])
     try:
         found = None if key is None else traits.forms.get(key)
-    except TypeError:  # Something in it can't be hashed.
+    except TypeError:  # Some argument can't be hashed.
         found = key = None
     if found is not None:
         return found
@@ -247,7 +249,7 @@ def _key_of(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to all that an operation takes or makes: lists, tuples, keywords of it."""
+    """Apply a function to all arguments or results of an operation, also in lists and tuples."""
     if isinstance(value, list | tuple):
         items = [_each(function, item) for item in value]
         return items if isinstance(value, list) else tuple(items)
@@ -273,7 +275,7 @@ def _as_indices(value: Any) -> Any:
 
 
 def _filled(value: Any) -> Any:
-    """Return a tensor in place of an unknown one, with values that are fit for probabilities."""
+    """Return a tensor to use in place of an unknown one, with values that can be probabilities."""
     if not isinstance(value, Unknown):
         return value
     return torch.ones(value.shape, dtype=value.dtype, device=value.device)
@@ -289,7 +291,7 @@ class _Traits(NamedTuple):
 
     needs_values: bool
     is_shaped_like: bool
-    """Whether it takes no more than the shape of a tensor."""
+    """Whether it uses only the shape of a tensor."""
     draws: bool
     """Whether it draws random numbers."""
     is_view: bool
@@ -298,9 +300,9 @@ class _Traits(NamedTuple):
     writes: tuple[tuple[int, str], ...]
     """Place and name of the arguments that it writes to."""
     returned: tuple[int, str] | None
-    """Of the one that it changes and returns."""
+    """Place and name of the argument that it changes and returns."""
     forms: dict[Any, Any]
-    """Forms seen to come out, by those that went in; see `_forms_made`."""
+    """Forms of results by forms of arguments; see `_forms_made`."""
 
 
 @cache

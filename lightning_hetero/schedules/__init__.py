@@ -1,7 +1,7 @@
-"""Orders of a pipeline's passes, solved for unequal stages, slow links and the room there is.
+"""Solve the order of a pipeline's passes, for unequal stages, slow links and limited memory.
 
-`ScheduleProblem` says what takes how long, `solve` returns an order, and
-`solve_actions` turns it into the lists of actions that the runtime executes.
+`ScheduleProblem` has the seconds of all passes and links and the memory of workers, `solve` returns
+an order, and `solve_actions` turns it into the lists of actions that the runtime executes.
 """
 
 from lightning_hetero.schedules.problem import Edge, ScheduleProblem, end_s

@@ -1,9 +1,10 @@
-"""What a schedule is solved for, and running a pipeline in simulated time.
+"""Describe the problem of scheduling a pipeline, and run a pipeline in simulated time.
 
-A stage runs each micro-batch three times: forward (F), the gradient of its input (I) and the
-gradients of its weights (W). The stage before waits for I; nobody waits for W. A worker runs one
-stage, or several, its chunks. It runs their passes (kind, stage, micro-batch) one at a time, and
-each stage's micro-batches in the order of their numbers: by priorities, or in given orders.
+A stage runs three passes of each micro-batch: forward (F), the gradient of its input (I) and the
+gradients of its weights (W). The previous stage waits for I; no stage waits for W. A *worker* (a
+group of ranks) runs one stage, or several, its chunks. It runs their passes (kind, stage,
+micro-batch) one at a time, and each stage's micro-batches in the order of their numbers. The order
+of passes follows from priorities (`Dispatch`), or is given (`end_s`).
 """
 
 import heapq
@@ -77,11 +78,11 @@ class ScheduleProblem:
     backward_edges: tuple[Edge, ...]
     """From each stage's successor back to it: one less than stages."""
     held_bytes: Matrix
-    """What a micro-batch keeps on a stage from F to I."""
+    """Bytes that a micro-batch keeps on a stage from F to I."""
     waiting_bytes: Matrix
-    """What it keeps from I to W."""
+    """Bytes that it keeps from I to W."""
     room_bytes: tuple[float, ...]
-    """Room for both, by worker."""
+    """Bytes that each worker has for both."""
     workers: tuple[int, ...] = ()
     """The worker of each stage; by default each stage has its own."""
 
@@ -122,8 +123,8 @@ class ScheduleProblem:
             edges: The links between neighbouring stages, both ways; without delay by default.
             waiting: Share of an activation that W needs after I: about all of a transformer
                 layer's, whose linear layers keep their inputs and the gradients of their outputs.
-            sizes: Of each micro-batch, where they differ: seconds and units are these times as
-                many, and there is room for any `most_held` that follow each other.
+            sizes: For each micro-batch, if they differ, a factor by which its seconds and units are
+                multiplied. There is room for any `most_held` micro-batches that follow each other.
             workers: The worker of each stage. Its stages share its unit by their seconds of F.
         """
         num_stages = len(forward_s)
@@ -188,7 +189,7 @@ Pass = tuple[int, int, int]
 Orders = tuple[tuple[Pass, ...], ...]
 """The passes of each worker, in the order in which it runs them."""
 Priorities = tuple[list[list[float]], list[list[float]]]
-"""Of each F and I, by stage and micro-batch; the least goes first."""
+"""The priority of each F, and of each I, by stage and micro-batch; the lowest goes first."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class Rule:
 
     priorities: Priorities
     patience: float
-    """Share of a W's seconds that a stage rather waits for an F or I that is on its way."""
+    """How long a stage waits for an F or I that is on its way rather than begin a W, as a share of
+    the W's seconds."""
 
 
 class Dispatch:
@@ -214,7 +216,7 @@ class Dispatch:
         self._arrivals = _Arrivals(problem)
         self._used = [0.0] * problem.num_workers
         self._held = [0.0] * problem.num_workers
-        """The part of it that doesn't wait for W."""
+        """The part of the kept bytes that doesn't wait for a W."""
         self._most = problem.most_bytes
         self._orders: list[list[Pass]] = [[] for _ in range(problem.num_workers)]
         self._chunks = stages_by_worker(problem.workers)
@@ -241,7 +243,7 @@ class Dispatch:
         return max(free_s), tuple(map(tuple, self._orders))
 
     def _choose(self, worker: int, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Return kind and stage of the worker's next pass, or None; and until when it waits."""
+        """Return kind and stage of the worker's next pass, or None; and until when to wait."""
         ready: list[tuple[float, int, int]] = []
         until = math.inf
         is_full = False
@@ -286,10 +288,10 @@ class Dispatch:
         return len(self._chunks[worker]) == 1 or self._leaves_a_way(worker, stage, room - own)
 
     def _leaves_a_way(self, worker: int, stage: int, left: float) -> bool:
-        """Whether after a stage's next F all micro-batches get through, the oldest first.
+        """Whether all micro-batches could still finish, the oldest first, after a stage's next F.
 
-        Else workers could be full of micro-batches whose next chunks have no room (Dijkstra 1965,
-        "the banker's algorithm"). What waits for W counts as free, since W can always run.
+        If not, workers could become full of micro-batches whose next chunks have no room (Dijkstra
+        1965, "the banker's algorithm"). Bytes that wait for W count as free, as W can always run.
         """
         held, chunks = self.problem.held_bytes, self._chunks[worker]
         inputs = self._next[INPUT]
@@ -358,7 +360,7 @@ def has_room(problem: ScheduleProblem, orders: Orders) -> bool:
 
 
 class _Arrivals:
-    """When the input of each F and I is there; infinity while nobody has sent it."""
+    """When the input of each F and I arrives; infinity if it hasn't been sent yet."""
 
     def __init__(self, problem: ScheduleProblem) -> None:
         self._problem = problem

@@ -1,10 +1,11 @@
 """Solve the order of a pipeline's passes, as the runtime executes it: list scheduling.
 
-Priorities are seconds to the end on the critical path: at a pace of b seconds a micro-batch, an F
-that is d micro-batches ahead of an I comes first as long as its round trip takes longer than d·b,
-so how far stages run ahead follows from links and stages. Several paces are tried, each with stages
-that wait for the next F or I rather than begin a W, and with stages that don't. A dispatch is a
-feasible run, so the orders that it returns can't wait for each other.
+A pass's priority is the number of seconds from its start to the end, on the critical path. At a
+pace of b seconds a micro-batch, an F that is d micro-batches ahead of an I comes first if its round
+trip to the last stage takes longer than d·b. So how far stages run ahead follows from the times of
+links and stages. Several paces are tried, once with stages that wait for the next F or I rather
+than begin a W, and once with stages that don't wait. An order is made by simulating a run, so it
+can't deadlock.
 """
 
 import math
@@ -45,13 +46,15 @@ __all__ = [
 ]
 
 _DEPTHS = 1.5, 2.0, 3.0, 4.0
-"""Micro-batches that a deep schedule may hold on each stage, as multiples of their number."""
+"""Micro-batches that a deep schedule may hold on each stage, as multiples of the number of
+workers."""
 _MOST_MOVED = 36
-"""Passes up to which single ones are moved; of more, orders are hardly far from the best."""
+"""In problems with up to so many passes, single passes are moved; with more, orders are hardly far
+from the best."""
 _WORTH = 1.01
-"""More room must make a schedule shorter than this part."""
+"""More room is used only if the schedule is shorter by at least this factor."""
 _WEIGHT_SHARE = 0.5
-"""Share of a backward that W takes: a linear layer's two products take the same time."""
+"""Share of a backward that W takes: both products of a linear layer take the same time."""
 _KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.INPUT, WEIGHT: ActionKind.WEIGHT}
 """The kinds of actions, by those of passes."""
 _WHOLE_KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.BACKWARD}
@@ -70,7 +73,7 @@ class Solution:
 def solve(problem: ScheduleProblem) -> Solution:
     """Return a short schedule within each stage's room; the same one for the same problem.
 
-    It is never longer than 1F1B, where that has room.
+    It is never longer than 1F1B, if 1F1B fits into the room.
     """
     usual, least_s = order_1f1b(problem), _least_s(problem) * (1 + 1e-9)
     found = [(end_s(problem, usual), usual)] if has_room(problem, usual) else []
@@ -114,10 +117,10 @@ def _moved(order: Sequence[Pass], place: int) -> Iterator[tuple[Pass, ...]]:
 
 
 def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:
-    """Return the schedule in the least room beyond which the next one gains hardly anything.
+    """Return the schedule in the smallest room from which more room gains hardly anything.
 
     Args:
-        problems: One pipeline's, whose stages have more and more room; at least one.
+        problems: Problems of one pipeline, whose stages have more and more room; at least one.
     """
     best: Solution | None = None
     for problem in problems:
@@ -149,11 +152,12 @@ def order_1f1b(problem: ScheduleProblem) -> Orders:
 def usual_actions(
     workers: tuple[int, ...], num_microbatches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return each worker's actions where nothing is solved: 1F1B.
+    """Return each worker's actions if nothing is solved: 1F1B.
 
-    With chunks it is what the dispatch makes of stages of equal seconds, where no worker holds more
-    micro-batches than there are workers: by the pace of half the busiest worker's seconds, or F
-    first, whichever is shorter. That is as short as by any of the rules of `solve`.
+    With chunks it is the order that the simulated run gives for stages of equal seconds, in which
+    no worker holds more micro-batches than there are workers. Two rules are tried: a pace of half
+    the busiest worker's seconds, and F first. The shorter order is as short as by all rules of
+    `solve`.
 
     Args:
         workers: The worker of each stage.
@@ -179,7 +183,7 @@ def usual_actions(
 
 
 def _least_s(problem: ScheduleProblem) -> float:
-    """Return the seconds of the busiest worker, from when its first F can begin."""
+    """Return a bound on the end: the largest sum of a worker's earliest start and its work."""
     begin_s, work_s = 0.0, [0.0] * problem.num_workers
     begins_s: dict[int, float] = {}
     hops_s = [*(edge.whole_s for edge in problem.forward_edges), 0.0]

@@ -39,7 +39,7 @@ class OperationGraph:
             group: A number for each operation; those with the same number end together.
 
         Raises:
-            ValueError: Operations wait for each other in a circle.
+            ValueError: Operations wait for each other in a cycle.
         """
         _, group = np.unique(group, return_inverse=True)
         levels = _levels(waits_for, group)
@@ -105,5 +105,5 @@ def _levels(waits_for: IntArray, group: IntArray) -> IntArray:
         missing[reached] -= times
         ready, level = reached[missing[reached] == 0], level + 1
     if (levels < 0).any():
-        raise ValueError("operations wait for each other in a circle")
+        raise ValueError("operations wait for each other in a cycle")
     return levels

@@ -8,11 +8,11 @@ both ends compute. Messages arrive in slots: a later message for a slot replaces
 A round that is repeated soon ends as an earlier repetition did, all times later by the same amount.
 What is left of the repetitions is then skipped.
 
-1F1B goes in rounds: in round r stage s runs the forward of micro-batch `r - s` and then, once the
-first micro-batch is through, the backward of `r - (num_stages - 1)`. As long as micro-batches are
-equal, so are these rounds. So any number of equal micro-batches takes about 4·S rounds of 2·S
-steps, for S stages. Any other schedule is given as each worker's list of actions, and is one round.
-A worker runs one stage, or several, its chunks.
+1F1B is made of rounds. In round r, stage s runs the forward of micro-batch `r - s` and, after the
+first micro-batch has passed all stages, the backward of `r - (num_stages - 1)`. Rounds of equal
+micro-batches are equal. So for S stages, any number of equal micro-batches takes the time of about
+4·S rounds of 2·S steps to compute. Any other schedule is given as each worker's list of actions,
+and is a single round. A *worker* is a group of ranks; it runs one stage, or several, its chunks.
 """
 
 import bisect

@@ -41,7 +41,7 @@ class Simulation:
     """Times, memory and bottleneck of one iteration of a plan."""
 
     iteration_time_s: float
-    """From the first pull to the last optimizer step."""
+    """Seconds from the first pull to the end of the last optimizer step."""
     stage_busy: tuple[tuple[float, ...], ...]
     """[pipeline][stage] share of the iteration that the stage's ranks spent computing, 0 to 1."""
     stage_memory: tuple[tuple[MemoryTerms, ...], ...]
@@ -55,10 +55,11 @@ class Simulation:
     stage_recompute_s: tuple[tuple[float, ...], ...]
     """[pipeline][stage] seconds of recomputation, part of its computation."""
     exchange_s: float
-    """Exposed seconds of pull, push and optimizer step: all that no backward or forward hides."""
+    """Exposed seconds of pull, push and optimizer step: those not hidden behind a forward or
+    backward."""
     step_s: float
-    """The longest optimizer step of a stage. Longer than `exchange_s` where that stage has ended
-    before others, so that their backward hides some of it."""
+    """Seconds of the longest optimizer step of a stage. May be more than `exchange_s`: if that
+    stage has ended before others, their backward hides part of its step."""
     bottleneck: str
     """The limiting stage or exchange, in words."""
     events: tuple[Event, ...] = ()
@@ -76,9 +77,9 @@ class Simulation:
 
     @property
     def lacking_bytes(self) -> dict[tuple[int, int], float]:
-        """By (pipeline, stage), the bytes that are needed beyond what a device has; {} if it fits.
+        """For each (pipeline, stage) that lacks memory, how many bytes; empty if the plan fits.
 
-        This is the answer to whether a plan fits, for the planner, the command line and summaries.
+        Planner, command line and reports use this to decide whether a plan fits.
         """
         rows = zip(self.stage_memory_bytes, self.stage_usable_bytes, strict=True)
         return {
@@ -101,7 +102,7 @@ class Simulation:
 def split_batch(
     plan: ParallelPlan, *, global_batch_size: int, sequence_length: int, microbatch_size: int = 1
 ) -> list[list[MicroBatchShape]]:
-    """Return each pipeline's micro-batches: as many as the plan says, or shares one apart at most.
+    """Return each pipeline's micro-batches: as many as the plan says, else nearly equal numbers.
 
     Raises:
         PlanError: The plan's numbers of micro-batches don't add up to the global batch, or the
@@ -146,11 +147,11 @@ def simulate(
 
     Args:
         plan: The plan; its own `num_microbatches` are ignored.
-        cost: Times and bytes; it caches, so pass the same one for every plan.
+        cost: Times and bytes. It caches results: use one object for many plans.
         microbatches: For each pipeline its micro-batches; a pipeline may have none.
-        orders: For each pipeline the actions of its workers, of any depth, with whole or split
-            backwards, such as `schedules.solve_actions` returns; None runs 1F1B.
-        record_events: Keep every event, for traces and pictures; slower.
+        orders: For each pipeline the actions of its workers, such as `schedules.solve_actions`
+            returns, with whole or split backward passes; None is 1F1B.
+        record_events: Whether to record all events, for traces and pictures; slower.
 
     Raises:
         PlanError: Plan, model, cluster, micro-batches and actions don't match.

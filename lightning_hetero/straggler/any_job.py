@@ -1,6 +1,6 @@
 """Find the iterations of any job in a recording of it, and the changes of their times.
 
-A file is one rank's; its content shows what it is:
+Each file belongs to one rank. Its kind is recognised by its content:
 
 - a list of iteration times in seconds (one a line, or the last column of CSV), as `record` writes;
 - a torch profiler's trace (`export_chrome_trace`, `.json` or `.json.gz`): complete events named

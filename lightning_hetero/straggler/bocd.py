@@ -3,13 +3,13 @@
 Greyhound's BOCD+V: Bayesian online change-point detection (Adams and MacKay) proposes a change, a
 verification accepts it. Values are taken as logarithms, so a change is a ratio at any scale.
 
-A hypothesis says "the current run began r values ago", a constant hazard starts a new one before
-every value, and the posterior over r follows from how well each hypothesis predicted the value: by
-a Student-t, since values are normal with unknown mean and variance (normal-inverse-gamma prior).
-Every hypothesis may call a value an outlier, at a fixed density. A spike then says nothing about
-the run length, and moves a hypothesis only by the share by which it isn't one. A change is proposed
-where the run is probably *short*: under a constant hazard P(run length = 0), which the paper
-thresholds, never moves.
+A hypothesis says "the current run began r values ago". Before every value a new run begins with a
+constant probability, the hazard. The posterior over r follows from how well each hypothesis
+predicted the value: by a Student-t, since values are normal with unknown mean and variance
+(normal-inverse-gamma prior). Every hypothesis may also take a value for an outlier, with a fixed
+density. So a spike says nothing about the run length, and changes a hypothesis only by the
+probability that it isn't an outlier. A change is proposed when the run is probably *short*. (The
+paper uses a threshold on P(run length = 0), which never changes under a constant hazard.)
 
 The verification asks that the medians before and after differ by 10 %, and by more than noise
 explains. Greyhound compares means; iteration times have outliers and correlated noise, so with

@@ -1,12 +1,13 @@
 """Find what is slow: suspect ranks and links by the run's own times, then probe the suspects.
 
-Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 times the median), and
-links whose messages are waited for longer than before. Waiting for a slow rank looks the same, so a
-link is blamed only if its probe is slow, too (and, see `prediction.true_causes`, slow enough). A
-slow rank whose probe is as fast as ever is slow for another reason than its device.
+Suspects are ranks that have become slower than their peers (Greyhound: 1.1 times the median), and
+links for whose messages ranks wait longer than before. Waiting for a slow rank looks the same, so a
+link is held responsible only if its probe is slow, too (and slow enough, see
+`prediction.true_causes`). If the probe of a slow rank is as fast as before, something else than its
+device makes the rank slow.
 
-Point-to-point probes go in rounds of disjoint pairs, so that no probe disturbs another, and in as
-many rounds for a thousand ranks as for eight: 2 for an even ring, 3 for an odd one.
+Point-to-point probes run in rounds of disjoint pairs, so that no probe disturbs another. A thousand
+ranks take as many rounds as eight: 2 for a ring of even length, 3 for an odd one.
 """
 
 import math
@@ -43,7 +44,7 @@ _ALIKE = 1.3
 """Ratio up to which two findings about the same device or link count as equal."""
 _MOST_PAIRS = 8
 _MOST_MEMBERS = 16
-"""Most ranks in the ring of probed links, others than suspects being there for comparison."""
+"""Most ranks in the ring of probed links, in which other links than suspects are for comparison."""
 
 
 def find_suspects(
@@ -167,8 +168,8 @@ def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
 
     Args:
         suspicion: The suspects.
-        probes: Measurements of now.
-        healthy: Measurements from when training began.
+        probes: The present measurements.
+        healthy: The measurements from the beginning of training.
     """
     slow_devices = find_suspects(probes.device_s, expected_s=healthy.device_s or None)
     expected_s = healthy.expected_link_s(probes.link_s)
@@ -183,7 +184,7 @@ def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
         if rank in slow_devices or ratio >= _LEAST_HOST_RATIO
     ]
     findings += [
-        # Compared with itself: on a busy machine all probes are slower.
+        # Compared with the rank's own earlier probe; on a busy machine all probes are slower.
         Finding(kind=FindingKind.LINK, ranks=pair, ratio=probes.link_s[pair] / expected_s[pair])
         for pair in links
         if pair in suspicion.pairs
@@ -219,8 +220,8 @@ def slow_of_their_kind(
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
-    """Tell whether a look has found what was known: the same culprits, about as slow."""
-    # Whether a slow rank's device or its host is blamed may depend on one probe: it is one culprit.
+    """Whether a look has found what was known: the same slow parts, about as slow."""
+    # Whether the device or the host of a slow rank is found may depend on one probe: both count.
     ratios, before = ({f.ranks: f.ratio for f in findings} for findings in (found, known))
     return ratios.keys() == before.keys() and all(
         max(ratios[ranks] / before[ranks], before[ranks] / ratios[ranks]) < _ALIKE

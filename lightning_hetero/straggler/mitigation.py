@@ -1,17 +1,18 @@
-"""Decide what to do about a fault: which of Greyhound's four steps are possible, and which pays.
+"""Decide what to do about a fault: which of Greyhound's mitigations are possible, and which pays.
 
-S2 moves micro-batches, S2b layers, S3 swaps places in the plan, S4 restarts without a machine; each
-comes with its predicted time. Slices keep their owners when ranks swap places, so a link is
-relieved for good only if both its ends leave the layers that they own: hence moves of both ends at
-once.
+S2 moves micro-batches, S2b layers, S3 swaps places in the plan, S4 restarts without a machine. For
+each, the iteration time is predicted. Slices keep their owners when ranks swap places, so a link
+carries less for good only if both its ends leave the layers that they own. Therefore S3 also moves
+both ends at once.
 
-When to take one is Greyhound's Algorithm 1, *ski rental*: begin with S1 (do nothing), and climb
-when the time lost so far reaches what the next step costs. How long the fault lasts is unknown;
-this pays at most twice the best decision made in hindsight. That one climbs to step k at once, for
-the costs of all steps up to k, B_k = c_2 + … + c_k, and pays OPT(n) = min_k B_k + L_k(n), where
-L_k(n) is what n slow iterations lose under step k. We climb before iteration n to the highest
-minimiser. So the time lost is at most OPT(n), which grows by the present step's loss in every
-iteration, and the costs are at most OPT(n), because B_k ≤ B_k + L_k(n).
+The time to act follows from Greyhound's Algorithm 1, *ski rental*: begin with S1 (do nothing), and
+take the next mitigation when the time lost so far reaches its cost. Nobody knows how long the fault
+will last, but this costs at most twice as much as the best decision in hindsight. Proof: the best
+decision takes step k at once, at the cost of all steps up to k, B_k = c_2 + … + c_k, and in n slow
+iterations costs OPT(n) = min_k B_k + L_k(n), where L_k(n) is what these iterations lose under step
+k. Before iteration n we take the highest step that attains the minimum. So the time that we lose is
+at most OPT(n), which grows in every iteration by the loss of the present step; and our costs are at
+most OPT(n), because B_k ≤ B_k + L_k(n).
 """
 
 import math

@@ -1,11 +1,12 @@
-"""What ranks and the run show of their speed, so that "slower" means slower than before.
+"""Watch the speed of each rank and of the run, compared with their speed before.
 
 A rank's *pace* is its computing time, without waits, per unit of work: packed micro-batches differ
-in work, and devices in pace. Each rank watches its own pace (`RankHistory`), the leader the run's
-level: iteration times over what their work should take (`LevelWatch`). A rank's pace shows a change
-before the run does, and only the pace shows that a slow rank has recovered after others have taken
-over its work. Its pace before a fault stays the baseline until the fault ends, even if the rank
-moves to another place in the plan: then it is told by which factor the places differ (`move`).
+in work, so times alone can't be compared. Each rank watches its own pace (`RankHistory`). One rank,
+the leader, watches the run's *level*: iteration times divided by the time that their work should
+take (`LevelWatch`). The pace of a slow rank changes before the run's level does, and only the pace
+shows that the rank has recovered once others do its work. Until a fault ends, the pace before it is
+the baseline. If the rank moves to another place in the plan meanwhile, `move` gets the factor by
+which the places differ.
 """
 
 import math
@@ -24,9 +25,9 @@ from lightning_hetero.straggler.events import ChangeEvent
 __all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport"]
 
 _KEPT = 128
-"""Iterations that are kept: the longest possible baseline."""
+"""Number of iterations that are remembered: the longest possible baseline."""
 _NUM_FIRST = 3
-"""Iterations after which a rank has a rough idea of its pace."""
+"""Iterations after which a rank's pace is roughly known."""
 _UP = 1.05
 """How many times longer iterations must have become for a slower rank to matter."""
 _PATIENCE = 8

@@ -1,12 +1,12 @@
-"""Predict iterations of a run's plans under a fault: the simulator's propagation, observed costs.
+"""Predict iterations of a run's plans under a fault, from observed costs.
 
-Nothing needs to be known of model or devices. A stage takes what stages of its shape took while
-nothing was slow, times the factor of its slowest rank. One of another number of layers takes the
-least seconds of a layer that any stage showed for each of them, and what first and last stages took
-beyond that. A message takes what a probe of its link took. What was found slow scales these. Pull
-and push count the bytes of the runtime's own transfer tables, since slices keep their owners when
-ranks take other places. The rest of the measured iteration (optimizer, data, logging) is a
-constant.
+Nothing needs to be known about model or devices. A stage takes as long as stages of its shape took
+while nothing was slow, times the factor of its slowest rank. A stage with a number of layers that
+wasn't observed takes, for each layer, the least seconds that any stage showed, plus what first and
+last stages took beyond their layers. A message takes as long as a probe of its link. Times of slow
+parts are scaled by the factors that were found. For pull and push the bytes of the runtime's
+transfer tables count, since slices keep their owners when ranks take other places. All else in the
+measured iteration (optimizer, data, logging) is a constant. The simulator combines these times.
 """
 
 import math

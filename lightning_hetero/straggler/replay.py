@@ -1,10 +1,11 @@
 """Find what each operation of a trace waited for, so that it can be replayed with other durations.
 
-On a rank an operation waits for the last one that had ended before it. A send and its receive end
-together, and so do the ranks of a collective: their *own* time begins when the last of them has
-come, all before is waiting. Which ranks a collective joins is seen from the times: where all ends
-coincide although the starts don't. So is a barrier that the trace doesn't hold: where all starts
-coincide although what came before ended at different times.
+On each rank an operation waits for the last one that had ended before it. A send and its receive
+end together, and so does a collective on all its ranks. An operation's *own* time begins when the
+last of its ranks has started; before that, ranks wait. Which ranks take part in a collective is
+seen from the times: they end together although they started at different times. A barrier that
+isn't in the trace is seen, too: operations start together although the ones before them ended at
+different times.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 """Kinds of operations that move activations and their gradients between stages."""
 _LOCAL = ("gc", *FORWARD, *BACKWARD, *TRANSFERS)
 _ROUNDING_S, _MOST_OVERLAP_S, _OVERLAP = 2e-5, 1e-3, 0.1
-"""Clocks of streams differ a little: an operation counts as ended before another begins if it
-overlaps it by at most a tenth of its own time, and never by more than a millisecond."""
+"""Clocks of streams differ a little. An operation counts as ended before another one begins if it
+overlaps with that by at most a tenth of its own time, and by at most a millisecond."""
 _DEPTH = 8
 """How many operations before one are looked at for the last that had ended."""
 _RENDEZVOUS = 0.99
@@ -57,7 +58,7 @@ class Replay:
         """Return the graph of a trace.
 
         Raises:
-            ConfigurationError: Operations wait for each other in a circle.
+            ConfigurationError: Operations wait for each other in a cycle.
         """
         ended_s = trace.end_s - _ROUNDING_S
         ended_s -= np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))

@@ -1,18 +1,20 @@
-"""Decide on one rank for all: is the run slow, does a look for the cause pay, what is to be done.
+"""Decide, on one rank for all, whether the run is slow and what to do.
 
-One rank, the *leader*, gets all ranks' notes of every iteration and gives one order. Ranks don't
-decide for themselves, because numbers that differ in the last bit could make them decide otherwise.
-The order is to go on, to *look* for the cause (all ranks report and probe together), or to act.
+One rank, the *leader*, gets the notes of all ranks after every iteration and gives one order. Ranks
+don't decide by themselves, because numbers that differ in the last bit could lead them to different
+decisions. The order is to go on, to *look* for a cause (all ranks report and probe together), or to
+act.
 
-Between faults the plan itself is looked at. If, by observed costs, other micro-batch shares or
-stages save a tenth of an iteration, and have been worth their cost since the plan began, they are
-taken for good, unless iterations become longer. In place of a plan that a user gave, they are only
-named.
+A fault has a beginning and an end. If the run's level or a rank's pace changes, the ranks look for
+the cause. What they find is mitigated by ski rental (`mitigation`). When a look no longer finds
+anything, the fault has ended, and the first plan returns. A slow link that carries little under the
+new plan can't be seen to recover, so it is probed again, whenever that takes less than its allowed
+share of the time since the last look.
 
-A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
-they find is mitigated by ski rental (`mitigation`); a look that no longer finds anything ends it,
-and the first plan returns. A slow link that carries little under the new plan shows no recovery, so
-it is probed again whenever that takes less than its share of the time since the last look.
+Between faults the plan itself is judged. If, by observed costs, other micro-batch shares or stages
+would save a tenth of an iteration, and would have paid for themselves since the plan began, they
+are taken for good, unless iterations then become longer. If the user gave the plan, they are only
+reported.
 """
 
 import math

@@ -1,14 +1,16 @@
-"""What would a run have taken without this rank, this stage's weight, these lengths?
+"""Explain why a run was slow: how long it would have taken without each possible cause.
 
-The time of a forward or backward is its kind's typical time × a factor of its stage × one of its
-micro-batch's length × one of its rank × a rest. Lower medians over those that share a factor keep a
-single slow rank out of the others. Times of transfers are taken apart by link, in the same way. A
-cause's share of the excess is the mean of two replays: how much is saved by removing only it, and
-how much is left by keeping only it.
+The time of a forward or backward is factorised: the typical time of its kind × a factor of its
+stage × one of its micro-batch's length × one of its rank × a rest. Each factor is a lower median
+over the operations that share it, so that a single slow rank doesn't change the others' factors.
+Times of transfers are factorised by link in the same way. A cause's share of the excess is the mean
+of two replays: the time that is saved if only this cause is removed, and the time that is lost if
+only this cause is kept.
 
-Of the same kind on all stages, forwards and backwards all take their mean in the ideal: a perfect
-balance of the work that there was, which a median would make less or more. Transfers take their
-median: what a congested link adds is no work. `answer` says all this in one sentence.
+In the ideal run every forward, and every backward, takes the mean time of its kind over all stages:
+a perfect balance of the same work. (With a median the work would be less or more.) Transfers take
+their median, since time that a congested link adds isn't work. `answer` puts the result into one
+sentence.
 """
 
 from collections.abc import Iterator
@@ -44,15 +46,15 @@ class Cause:
     kind: str
     """`rank`, `stage`, `lengths`, `link`, `pauses` or `other`."""
     which: int | str | None
-    """The rank or stage by number, the link by name."""
+    """The number of the rank or stage, or the name of the link."""
     share: float
-    """Of the excess: the mean of the next two, within 0 and 1."""
+    """Share of the excess: the mean of the next two, limited to 0 to 1."""
     removed: float
-    """Share that removing only this cause saves."""
+    """Share of the excess that is saved if only this cause is removed."""
     kept: float
-    """Share that is left if only this cause is kept."""
+    """Share of the excess that is left if only this cause is kept."""
     factor: float
-    """How many times longer its operations take than their like."""
+    """How many times longer its operations take than others of their kind."""
 
 
 @dataclass(frozen=True, kw_only=True)

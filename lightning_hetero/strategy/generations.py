@@ -1,30 +1,32 @@
 """Fit again and again, each time with the ranks that are left, without ending their processes.
 
-With `ElasticRestart(in_place=True)` a worker's fit that ends because a rank is lost, comes or
-leaves is followed by another one:
+With `ElasticRestart(in_place=True)` a worker's fit may end because a rank is lost, joins or leaves.
+Then another fit follows:
 
-1. the old generation's detector is paused, its groups are closed, and this rank's part of the last
-   step is kept (`checkpoint.live`),
-2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
-3. the ranks that are left form the next generation (`runtime.generation.membership`) together with
-   waiting joiners (`runtime.generation.joiners`); where ranks have stopped between two steps
-   to let some in or go, this comes first, so that none closes connections that others still use,
-4. random state, loops and flags are put back to what they were before the first fit,
-5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
-   processes meet, a plan is made for the ranks that are left, and the state comes from what they
-   have kept, or else from the newest checkpoint.
+1. The failure detector is paused, the old generation's groups are closed, and this rank's part of
+the
+   last step is kept (`checkpoint.live`).
+2. The fit ends as Lightning ends it: `teardown` of strategy, loops, callbacks and data module.
+3. The ranks that are left form the next generation (`runtime.generation.membership`), together with
+   joiners that wait (`runtime.generation.joiners`). If ranks have stopped between two steps to let
+   some join or leave, this comes first, so that no rank closes connections that others still use.
+4. Random state, loops and flags are set back to what they were before the first fit. 5. Callbacks
+get `on_generation(trainer, old, new)`, and the fit begins as after any restart: processes
+   meet, a plan is made for the ranks that are left, and the state comes from what they have kept,
+   or else from the newest checkpoint.
 
-A joiner comes here in its first fit, as every process does, and meets the generation that lets it
-in. An error before that generation has trained a step is blamed on the joiners: the others go on
-without them.
+A joiner comes here in its first fit, as every process does, and meets the generation that has
+called it. If an error comes before that generation has trained a step, the joiners are held
+responsible: the others go on without them.
 
-Written for NCCL, but not tried with it: only ranks abort operations, before anything waits for
-them, and a step that a device hadn't finished by then doesn't count (`communicators.StepEnd`).
-Generations share no communicators, and an error that poisons a process (CUDA's) ends only that one.
+This is written for NCCL, too, but not tried with it. Only ranks abort operations, before anything
+waits for them, and a step that a device hadn't finished by then doesn't count
+(`communicators.StepEnd`). Generations share no communicators, and an error that makes a process
+unusable (CUDA's) ends only that process.
 
-A retry inside the iteration was considered: it would save the set-up, but loaders, optimizers,
-loops and callbacks know ranks and shares, and each would need a second way to change them. The path
-by which a new process enters the run is there in any case, so an old one takes it, too.
+Why not repeat the failed iteration instead? It would save the set-up. But loaders, optimizers,
+loops and callbacks know ranks and shares of data, and each would need a second way to change them.
+The way in which a new process enters a run is needed in any case, so old processes take it, too.
 """
 
 import gc
@@ -55,14 +57,15 @@ __all__ = ["Generations", "size_that_stays"]
 
 _log = logging.getLogger(__name__)
 _MOST_IN_VAIN = 10
-"""Generations in a row without a step after which the run ends: the fault comes back each time."""
+"""After so many generations in a row without a step the run ends, since its fault always
+returns."""
 
 
 def size_that_stays(told: Iterable[int]) -> int:
-    """Return how many of a loader's batches make an iteration: as many as in earlier generations.
+    """Return how many of a loader's batches make an iteration, which no generation changes.
 
     Args:
-        told: Each rank's number; 0 from a joiner.
+        told: The number that each rank gives; 0 from a joiner.
 
     Raises:
         CheckpointError: Only joiners are left.
@@ -77,10 +80,10 @@ def size_that_stays(told: Iterable[int]) -> int:
 
 
 class Generations:
-    """The fits of one `Trainer.fit`.
+    """The fits, one for each generation, that follow each other in one `Trainer.fit`.
 
     Args:
-        strategy: The Trainer's.
+        strategy: The Trainer's strategy.
         trainer: The Trainer.
         silence: How late a heartbeat may be.
     """
@@ -93,13 +96,13 @@ class Generations:
         self._trainer: Any = trainer
         self._num_in_vain = 0
         self._joiners: tuple[int, ...] = ()
-        """Members that weren't in the generation before this one."""
+        """The numbers of members that weren't in the generation before the present one."""
         self._processes.outlive_ranks(silence)
         leave_failures_to_ranks(os.environ)
 
     def fit(self, work: Callable[[], Any]) -> Any:
         """Fit until training has ended, whichever ranks come, leave or are lost on the way."""
-        # Modules and other things that stay: a collection after a loss needn't look at them.
+        # Objects that stay, such as modules, needn't be visited by a collection after a loss.
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
@@ -120,7 +123,7 @@ class Generations:
                 else:
                     self._processes.end_generations()
                     return result
-                # Outside of `except`, so that nothing of the old generation is held by its error.
+                # Outside of `except`, where the error would keep old objects alive.
                 self._begin_next(end, before)
         except BaseException as error:
             if not isinstance(error, AgreedExit):
@@ -128,9 +131,9 @@ class Generations:
             raise
 
     def _reason_to_go_on(self, error: Exception) -> str | None:
-        """Return why another generation goes on after an error; None, and log why, if none does."""
+        """Return why a next generation follows an error; None, and log why, if none does."""
         if self._strategy.memory is not None:
-            self._strategy.memory.explain(error)  # Before the others are told of it.
+            self._strategy.memory.explain(error)  # First, since others are told the explanation.
         trained, joiners = self._strategy.has_trained, self._joiners
         lost = self._processes.lost_peer(error)
         if joiners and not trained:
@@ -159,7 +162,7 @@ class Generations:
             self._end_fit(ended)
             old, new = processes.form_generation(calls_joiners=False)
         else:
-            processes.comms.step_end.wait()  # Or the generation's end would cut it short.
+            processes.comms.step_end.wait()  # Before groups are closed: they would cut it short.
             if processes.comms.global_rank in end.leaving:
                 processes.see_others_off()
                 raise AgreedExit(0)
@@ -205,14 +208,14 @@ class _End:
 
     reason: str
     leaving: frozenset[int] | None = None
-    """Ranks that leave, where all have stopped between two steps; None where one was lost."""
+    """The ranks that leave, if all have stopped between two steps; None if a rank was lost."""
 
 
 class _BeforeFit:
-    """The state of a Trainer and of this process's generators of random numbers before a fit.
+    """The state of a Trainer, and of the generators of random numbers, before a fit.
 
     Args:
-        trainer: Whose fit begins.
+        trainer: The Trainer whose fit begins.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -222,7 +225,7 @@ class _BeforeFit:
         self._steps = fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps
 
     def put_back(self, trainer: Any) -> None:
-        """Restore that state, with new loops, as in a process that is new to its fit."""
+        """Restore that state, with new loops, as in a new process."""
         self._random_state.put_back()
         trainer.fit_loop = _FitLoop(trainer, *self._epochs)
         trainer.fit_loop.epoch_loop = _TrainingEpochLoop(trainer, *self._steps)

@@ -1,15 +1,16 @@
 """`HeteroStrategy`: a Lightning strategy that runs a `ParallelPlan`.
 
-A thin adapter: Lightning's hooks are in `hooks`, and the strategy's parts do the work: `Processes`
-(connect and talk), `SlicedState` (the module's weights), `Dealer` (who gets which samples) and
-`Steps` (an iteration of the engine for each step). In order:
+The strategy is a thin adapter. Lightning's hooks are in `hooks`; the work is done by the strategy's
+parts: `Processes` (connections to other processes), `SlicedState` (the module's weights), `Dealer`
+(which rank gets which samples) and `Steps` (one iteration of the engine for each step). Lightning
+calls in this order:
 
-1. `setup_environment`: processes meet, communicators are made,
-2. `setup`: layers are found, the plan is checked or made, the module's parameters become slices,
-3. `process_dataloader`: loaders deal batches out to pipelines,
-4. `training_step`: one iteration of the engine, schedule and exchange included; its gradients wait
-   until Lightning's `backward` puts them into the slices,
-5. `save_checkpoint` and friends: consolidated files that plain Lightning reads,
+1. `setup_environment`: processes meet, communicators are made.
+2. `setup`: layers are found, the plan is checked or made, the module's parameters become slices.
+3. `process_dataloader`: batches of loaders are dealt out to pipelines.
+4. `training_step`: the engine runs one iteration, exchange included. Its gradients are kept until
+   Lightning's `backward` puts them into the slices.
+5. `save_checkpoint` and others: consolidated files that plain Lightning reads.
 6. `teardown`: the module keeps its slices after the run, or gets whole parameters back.
 """
 
@@ -70,68 +71,74 @@ class HeteroStrategy(HookedStrategy):
         trainer.fit(model, loader)
 
     Args:
-        plan: The plan to run: a `ParallelPlan`, its dictionary or the path of its JSON file; "auto"
-            or an `AutoPlan` to make one for the devices that run (see `lightning_hetero.autoplan`);
-            or None for equal pipelines of `num_stages` stages. Under an automatic plan an iteration
-            takes one batch of the loader per rank, as DDP does; else one per pipeline.
+        plan: The plan to run: a `ParallelPlan`, its dictionary, or the path of its JSON file.
+            "auto" or an `AutoPlan` makes one for the devices that run (see
+            `lightning_hetero.autoplan`). None makes equal pipelines of `num_stages` stages. Under
+            an automatic plan an iteration takes one batch of the loader for each rank, as in DDP;
+            else one for each pipeline.
         num_candidate_plans: Number of plans that "auto" makes for a `HeteroDataModule`, which
             chooses one for every iteration; the first is the best single one.
-        num_stages: Stages of each of the equal pipelines; if given, "auto" means None.
-        num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
-            the plan names no number. None takes 1 for pipelines of one stage, else 4 per stage.
-        schedule: The order of a pipeline's passes: "1f1b"; "split", in which gradients of linear
-            layers' weights wait for idle time (Zero Bubble), in the memory of 1F1B; "deep": the
-            same with stages that run ahead where that saves time, as far as memory allows; or
-            "auto": "deep" where it saves 1 % of an iteration. They are solved for the times of
-            stages and links measured in a plan's first iterations, and an automatic plan is the
-            best one under them, its ranks' stages in chunks where that is faster. Backward passes
-            of compiled layers aren't split.
+        num_stages: Number of stages of each pipeline, if pipelines are equal; if given, "auto"
+            means None.
+        num_microbatches: Number of micro-batches into which a pipeline cuts its share of an
+            iteration, if the plan doesn't say it. None takes 1 for pipelines of one stage, else 4
+            for each stage.
+        schedule: The order of a pipeline's passes. "1f1b": one forward, one backward. "split":
+            gradients of linear layers' weights are computed in idle time (Zero Bubble), with the
+            memory of 1F1B. "deep": the same, and stages run ahead as far as memory allows where
+            that saves time. "auto": "deep" where it saves 1 % of an iteration, else "1f1b". Orders
+            other than 1F1B are solved for the times of stages and links measured in a plan's first
+            iterations. An automatic plan is the best one under the chosen schedule; ranks may then
+            run several stages, their chunks. Backward passes of compiled layers aren't split.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
-        ownership: Who keeps which slices of masters and optimizer state; "parameter" for
-            optimizers that need whole matrices, such as Muon, "memory" where stages leave unequal
-            memory free. "auto" follows the plan's `owner_shares`, if it has any.
-        redundancy: 1 keeps a second copy of each slice on another rank (of another node, if there
-            is one), which takes the same steps, so that losing a rank loses no state. Owned memory
-            and the bytes of a push double. For optimizers that compute element by element; with
-            `ownership="parameter"` for those that need whole matrices.
-        standby_check_steps: Optimizer steps between comparisons of both copies of each slice, which
-            find a device that computes wrongly; 0 never compares.
+        ownership: Which rank keeps which slices of masters and optimizer states (see
+            `exchange.slices.Ownership`): "parameter" for optimizers that need whole matrices, such
+            as Muon; "memory" if stages leave unequal memory free. "auto" follows the plan's
+            `owner_shares` if it has any.
+        redundancy: With 1, a second rank (on another node, if there is one) keeps a copy of each
+            slice and makes the same optimizer steps, so that the loss of a rank loses no state.
+            This doubles owned memory and the bytes of a push. It needs an optimizer that computes
+            element by element, or `ownership="parameter"`.
+        standby_check_steps: Both copies of each slice are compared after this many optimizer steps,
+            which finds a device that computes wrongly; 0 never compares.
         owned_device: Where masters and optimizer state live: on the "device", on the host ("cpu"),
             where the optimizer then steps (`AdamW(fused=True)` is fastest there), or "auto", as the
             plan's `host_owners` say.
-        exchange: How weights and gradients travel between all that hold a layer: by "messages" or
-            "collectives" (both sum gradients in the pipelines' order), "by-node" (sums on each node
-            first), or "reduce-scatter" (sums in the compute dtype, in its own order). "auto" takes
-            collectives, by node where links make that faster; messages on gloo up to 8 ranks.
-        tp_plan: How tensor parallelism shards modules, name pattern to style (see
-            `runtime.tensor_parallel.styles`); None takes the module's own plan. One given here also
-            allows a later plan with tensor parallelism where the first has none.
+        exchange: How weights and gradients travel between a layer's owners and holders: by
+            "messages" or by "collectives" (both sum gradients in the order of pipelines), "by-node"
+            (each node sums its gradients first), or "reduce-scatter" (the backend sums in the
+            compute dtype, in its own order). "auto" takes collectives, by node if that is faster
+            over the links, and messages for up to 8 ranks on gloo.
+        tp_plan: How tensor parallelism shards modules: name patterns and their styles (see
+            `runtime.tensor_parallel.styles`). None takes the module's own plan. If given, later
+            plans may use tensor parallelism even if the first one doesn't.
         sequence_parallel: Whether tensor-parallel ranks cut activations along the tokens between
             attention and MLP, which saves activations of norms and dropout.
         activation_checkpointing: Layers that recompute their activations in backward: "none",
             "full", n for every n-th, or "selective": all but matrix products and attention. A plan
             overrides it (`recomputed_layers`, `selective_layers`, `activation_budget_bytes`).
-        activation_budget_bytes: Most bytes of layers' activations that each rank keeps; every
-            micro-batch recomputes only as many layers as that takes. The first iteration measures
-            what a layer keeps, and recomputes nearly all.
+        activation_budget_bytes: Most bytes of layers' activations that each rank keeps. Every
+            micro-batch recomputes only as many layers as that needs. The first iteration, which
+            measures what a layer keeps, recomputes nearly all layers.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
             micro-batches in fp32. False saves 2 bytes per parameter, but rounds every sum.
-        loss_reduction: Whether a loss is the "mean" or "sum" over its batch; None measures it. What
-            is declared is measured, too. A module whose loss is a mean over something that its
-            batch doesn't show may have `num_target_tokens(batch)`.
+        loss_reduction: Whether the loss is the "mean" or "sum" over its batch; None measures it. A
+            declared one is checked, too. If the batch doesn't show what the loss is a mean over,
+            the module may have a method `num_target_tokens(batch)`.
         share_outputs: Whether every rank gets what steps return and append to the module's lists.
         nonfinite_gradients: What happens if gradients are NaN or infinite on any rank: "error" ends
             the run and names the rank, "skip" leaves the iteration out on all ranks.
         allow_mixing: Whether samples of a micro-batch may affect each other (batch statistics,
-            in-batch negatives, routers), as samples of a rank's batch do under DDP. The first
-            pipeline's buffers are kept. If not, what the gradient shows of it is refused.
-        whole_after_run: Whether every rank's module has whole parameters after a run. If not, it
+            in-batch negatives, routers), as samples of a rank's batch do under DDP. Buffers are
+            then those of the first pipeline. If False, a step whose gradients show such effects is
+            refused.
+        whole_after_run: Whether every rank's module has whole parameters after a run. If False, it
             keeps its slices: see `whole_state_dict`.
         timeout: How long a rank waits for another before it gives up, in set-up and in steps. Must
-            cover what one rank does alone in set-up, such as measuring.
-        start_timeout: How long until all processes have connected, imports included; `timeout` if
-            that is longer, which holds from then on.
+            be longer than what one rank does alone in set-up, such as measuring.
+        start_timeout: How long processes may take to connect, imports included; at least `timeout`,
+            which applies from then on.
         start_method: How processes are started: "popen" runs the script again for each; the others
             use multiprocessing, and make the module whole afterwards. torchrun starts its own.
         process_group_backend: "nccl", "gloo", …; None takes what fits the device.
@@ -191,7 +198,7 @@ class HeteroStrategy(HookedStrategy):
                 start_timeout=max(start_timeout, timeout),
                 backend=process_group_backend,
             ),
-            # Other processes than these would get the module back, and they have no slices.
+            # With multiprocessing the module goes back to the main process, which has no slices.
             SlicedState(whole_after_run=whole_after_run or start_method != "popen"),
             start_method=start_method,
             accelerator=accelerator,
@@ -235,7 +242,7 @@ class HeteroStrategy(HookedStrategy):
         self.auto_planned: AutoPlanned | None = None
         """The basis of the automatic plan; None where a plan was given."""
         self.run = Run(self)
-        """Through which the run's callbacks find each other."""
+        """Lets the run's callbacks find each other."""
         self.emulation = Emulation()
         """The device that this rank emulates; callbacks may replace it in their `setup`."""
         self._announced: ParallelPlan | None = None
@@ -245,7 +252,7 @@ class HeteroStrategy(HookedStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        # Notebooks import a module anew.
+        # `override`, since notebooks may import a module again.
         strategy_registry.register(
             cls.strategy_name,
             cls,
@@ -258,16 +265,16 @@ class HeteroStrategy(HookedStrategy):
     def change_plan(self, plan: ParallelPlan) -> int:
         """Run another plan from now on; called by every rank with the same plan, between steps.
 
-        No optimizer state moves and nothing restarts: only the weights of the next iterations
-        travel elsewhere. Batches that were dealt already run under the plan they were dealt for.
+        No optimizer state moves and nothing restarts: only the weights of the next iterations go to
+        other ranks. Batches that were dealt out already still run under the plan at that time.
 
         Returns:
             The number of training iterations that still run under earlier plans.
 
         Raises:
             PlanError: The plan doesn't fit the ranks or the model.
-            ConfigurationError: The plan deals differently to several training loaders; or a data
-                module names each iteration's plan itself (see `set_candidate_plans`).
+            ConfigurationError: There are several training loaders, to which the plan deals
+                differently; or a data module chooses the plans (see `set_candidate_plans`).
         """
         self.engine.plans.check(plan)
         assert self._dealer is not None
@@ -320,8 +327,8 @@ class HeteroStrategy(HookedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._failed = False
-        # `process_dataloader` deals out whatever order the user's sampler gives. An injected
-        # DistributedSampler would shuffle it, and no public option of a strategy prevents that.
+        # `process_dataloader` deals out samples in the order of the user's sampler. An injected
+        # DistributedSampler would change the order, and no public option of a strategy prevents it.
         trainer._accelerator_connector.use_distributed_sampler = False
         trains = trainer.state.fn == TrainerFn.FITTING
         if trains:

@@ -67,7 +67,7 @@ class HookedStrategy(ConnectedStrategy):
         self.memory: MemoryWatch | None = None
         """Explains out-of-memory errors, and tells whether a plan fits; set by `setup`."""
         self.has_begun_training = False
-        """Whether a fit has begun to train; before that, no loss of a rank is survived in place."""
+        """Whether a fit has begun to train; before that, the loss of a rank ends the run."""
         self.has_trained = False
         """Whether this generation has finished a step."""
 
@@ -133,7 +133,7 @@ class HookedStrategy(ConnectedStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Not used by our own runs, see `setup`; for users who build samplers from it.
+        # For users who build samplers from it; our own runs don't use it, see `setup`.
         place = self.engine.place
         index = 0 if place is None else place.pipeline_index
         return {"num_replicas": self.plan.num_pipelines, "rank": index}
@@ -180,7 +180,7 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # Writers of predictions name samples by the indices that this rank's pipeline has loaded.
+        # Callbacks that write predictions have the sample indices of this rank's pipeline only.
         return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
@@ -208,7 +208,7 @@ class HookedStrategy(ConnectedStrategy):
         return self.hooked_slices.norm(parameters)
 
     def begin_change(self) -> None:
-        """Hear that an optimizer is about to change the slices."""
+        """Note that an optimizer is about to change the slices."""
         self.hooked_slices.leave()
         self._num_changes += 1
 
@@ -281,7 +281,7 @@ class HookedStrategy(ConnectedStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if self._restored is not None:
-            return self._restored.checkpoint  # The file was for the first start.
+            return self._restored.checkpoint  # The file counts at the first start only.
         return read_checkpoint(
             checkpoint_path,
             weights_only=weights_only,
@@ -319,7 +319,7 @@ class HookedStrategy(ConnectedStrategy):
         """Drop what was set up, because a rank is lost; the next `setup` recovers the state."""
         self._failed, self.has_trained = True, False
         self._slices.await_recovery()
-        # Else `teardown` would move their state to the CPU and keep the old engine in memory.
+        # So that `teardown` doesn't move their state to the CPU and keep the old engine in memory.
         self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None
 
@@ -340,5 +340,5 @@ class HookedStrategy(ConnectedStrategy):
         super().teardown()
         # Not earlier: stand-ins have no values that could move to CPU, as the slices just did.
         self._slices.leave_stand_ins()
-        # Last of all after a failure, so that a wait for a dead peer in here is ended, too.
+        # After a failure, watching stops last, so that it also ends a wait for a dead peer in here.
         self._processes.stop_watching()

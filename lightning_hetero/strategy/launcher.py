@@ -1,9 +1,9 @@
-"""Start a node's other processes, and take hold of whole fits.
+"""Start a node's other processes, and wrap the whole of `Trainer.fit`.
 
-The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
-`ElasticRestart(in_place=True)` it first makes the process that was started a keeper
-(`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. That
-one's fits follow each other (`generations`).
+Lightning runs all of `Trainer.fit` inside the launcher, so here a strategy can do something before
+and after it. With `ElasticRestart(in_place=True)` the launcher first makes the process that was
+started a keeper (`runtime.generation.keeper`). The keeper's child runs the script again, comes here
+as a worker, and runs one fit for each generation (`generations`).
 """
 
 import logging
@@ -42,7 +42,7 @@ __all__ = ["HeteroLauncher", "launcher_of"]
 
 _log = logging.getLogger(__name__)
 _NO_SCRIPT = ("-c", "-", "")
-"""First entries of `sys.argv` where Python runs no file."""
+"""First entries of `sys.argv` if Python doesn't run a file."""
 
 
 def launcher_of(
@@ -54,11 +54,11 @@ def launcher_of(
     """Return the launcher of this node's other processes, which starts them if nobody else has.
 
     Args:
-        strategy: Whose launcher it is.
+        strategy: The strategy that launches.
         start_method: See `HeteroStrategy`.
         num_nodes: Number of nodes.
-        check_world_size: Raises for a number of processes that can't run, before any is started;
-            not called for joiners.
+        check_world_size: Raises an error for a number of processes that can't run. Called before
+            any process is started, but not for joiners.
     """
     environment = strategy.cluster_environment
     assert environment is not None
@@ -89,8 +89,8 @@ class HeteroLauncher(_SubprocessScriptLauncher):
     """Starts this node's other processes, if nobody else has, and outlives the loss of ranks.
 
     Args:
-        strategy: Whose launcher it is.
-        num_processes: Processes of this node.
+        strategy: The strategy that launches.
+        num_processes: Number of processes on this node.
         num_nodes: Number of nodes.
     """
 
@@ -131,13 +131,13 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _be_kept(self, *, replaces: bool) -> NoReturn:
-        """Become the keeper of the worker that this process was started to be, or of this node's.
+        """Turn this process into the keeper of one worker, or of all workers of this node.
 
         Args:
             replaces: Whether joiners take the devices of lost workers.
 
         Raises:
-            ConfigurationError: The system can't do it.
+            ConfigurationError: It isn't possible on this system.
         """
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
@@ -147,7 +147,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         environment, joins = self.cluster_environment, is_joiner()
         started = environment.main_address, environment.main_port
         address, port = split_address(os.environ[JOIN]) if joins else started
-        # What this process's first start of Lightning may have set itself isn't the user's.
+        # Variables that Lightning has set here aren't the user's: workers don't get them.
         common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         if environment.creates_processes_externally:
             workers = [common]
@@ -188,7 +188,7 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
         rehearse(layer, described, device=strategy.root_device, dtype=dtype)
         _log.info("Called a layer before joining.")
     except Exception as error:
-        # Its first step will show whether it can train; it is only slower.
+        # Without the rehearsal the joiner's first step is slower; it shows whether it can train.
         _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
     finally:
         vars(layer).pop("forward", None)

@@ -1,12 +1,12 @@
 """The precision plugin of `HeteroStrategy`: which dtype computes, and clipping over all slices.
 
-A backward runs inside the strategy's step, so Lightning's own `backward` only hands the finished
-gradients over to the slices. Clipping by norm needs the norm over every rank's slices, each counted
-once, which is one all-reduce of one number.
+Backward passes run inside the strategy's step, so Lightning's own `backward` only puts the finished
+gradients into the slices. Clipping by norm needs the norm over the slices of all ranks, each
+counted once: one all-reduce of one number.
 
-In fp16 losses are scaled as by torch's `GradScaler`, so that small gradients don't vanish. All
-ranks know in each iteration whether any gradient overflowed on any rank; then none of them steps,
-and all lower the scale alike. So the scale is the same everywhere, and checkpoints hold one.
+In fp16, losses are scaled as by torch's `GradScaler`, so that small gradients don't vanish. In each
+iteration all ranks know whether any gradient has overflowed on any rank. If so, no rank makes the
+optimizer step, and all lower the scale. So all have the same scale, and checkpoints save one.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ _REASONS = {
 
 
 class Gradients(Protocol):
-    """The gradients of a run, as its strategy has them."""
+    """What the precision plugin needs of the strategy: the run's gradients."""
 
     def deposit_gradients(self) -> None:
         """Move the iteration's gradients into the slices."""
@@ -56,7 +56,7 @@ class Gradients(Protocol):
         """Return the norm of parameters' gradients over all ranks; collective."""
 
     def begin_change(self) -> None:
-        """Hear that an optimizer is about to change the slices, after all that ranks wait for."""
+        """Note that an optimizer is about to change the slices, and no rank waits for others."""
 
 
 class HeteroPrecision(Precision):
@@ -95,7 +95,7 @@ class HeteroPrecision(Precision):
         return plugin if isinstance(plugin, cls) else cls(name, getattr(plugin, "scaler", None))
 
     def connect_gradients(self, gradients: Gradients, device: torch.device) -> None:
-        """Take the gradients and the device of a run; called by the strategy's `setup`."""
+        """Set the gradients and the device of a run; called by the strategy's `setup`."""
         self._gradients, self._device_type = gradients, device.type
 
     @property
@@ -143,7 +143,7 @@ class HeteroPrecision(Precision):
 
     @property
     def _is_half(self) -> bool:
-        """Whether all that is computed with is in 16 bits."""
+        """Whether all weights, buffers and activations are in 16 bits."""
         return self.precision in ("bf16-true", "16-true")
 
     def _converted(self, tensor: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class HeteroPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Give the context of a step, as in Lightning: autocast, or bf16 for new tensors."""
+        """Context of a step, as in Lightning: autocast, or bf16 for new tensors."""
         if self.precision.endswith("-mixed"):
             with torch.autocast(self._device_type, self.compute_dtype):
                 yield
@@ -180,7 +180,7 @@ class HeteroPrecision(Precision):
 
     @contextmanager
     def explain_dtypes(self) -> Iterator[None]:
-        """Add a remedy to torch's errors about tensors of two dtypes inside this context."""
+        """Context that adds advice to torch's errors about tensors of two dtypes."""
         try:
             yield
         except RuntimeError as error:
@@ -197,7 +197,7 @@ class HeteroPrecision(Precision):
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        # Hooks and clipping, in which ranks wait for each other; the step itself waits for nobody.
+        # Ranks wait for each other in hooks and clipping, but not in the optimizer's step itself.
         super()._after_closure(model, optimizer)
         if self._gradients is not None:
             self._gradients.begin_change()

@@ -1,4 +1,4 @@
-"""The processes of a run: how they start, meet, talk, and find out that one of them failed.
+"""Connect the processes of a run, and notice when one of them fails.
 
 World size and ranks come from the cluster environment, so nodes may run different numbers of
 processes. Every wait for another rank can end in `PeerError`, which names the rank and why.
@@ -55,9 +55,9 @@ __all__ = ["Processes", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MAX_EAGER_RANKS = 64
-"""Ranks up to which gloo connects all pairs of a new group at once, not when they first talk."""
+"""Up to so many ranks gloo connects all pairs of a new group at once, not only when needed."""
 _FORMING = 1.5
-"""Times the patience of members, after which their store counts as frozen if none has formed."""
+"""If a generation takes this many times `patience_s` to form, the store counts as frozen."""
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -92,7 +92,7 @@ class Processes:
         self._membership: Membership | None = None
         self._connections = Connections()
         self._heartbeat: Heartbeat | None = None
-        """This process's beats, until the run ends."""
+        """This process's heartbeat, until the run ends."""
 
     @property
     def comms(self) -> Communicators:
@@ -111,7 +111,7 @@ class Processes:
         device: torch.device,
         module: "pl.LightningModule | None" = None,
     ) -> ClusterEnvironment:
-        """Connect to the other processes, unless they are connected already; collective.
+        """Connect to the other processes, unless they are connected already. All of them call it.
 
         Args:
             environment: Knows this process's rank.
@@ -125,14 +125,14 @@ class Processes:
         if environment.world_size() > _MAX_EAGER_RANKS:
             allow_files(os.getpid())
             if self._silence is None:
-                # Else each group costs a rank as many sockets as there are ranks. But connections
-                # that may have to be hung up are known only if they are made with their group.
+                # Lazily, because each group costs a rank as many sockets as there are ranks. But
+                # connections that may have to be closed are known only if made with their group.
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if self._silence is not None and self._membership is None:
             environment = self._become_member(package_versions() | facts_of_fit(module))
         if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
-            # From the first moment in which this rank may wait for another.
+            # From the first moment when this rank may wait for another.
             if self._detector is None:
                 self._detector = self._make_detector()
                 self._detector.expect_slow_start(is_expected=self._silence is not None)
@@ -146,7 +146,7 @@ class Processes:
         return self._environment
 
     def begin_training(self) -> None:
-        """Hold heartbeats to their limit from now on: all processes have started."""
+        """Apply the usual limit to heartbeats from now on: all processes have started."""
         if self._detector is not None:
             self._detector.expect_slow_start(is_expected=False)
 
@@ -192,7 +192,7 @@ class Processes:
         return self._store
 
     def open_store(self, name: str) -> tuple[Store, str]:
-        """Return new names in the ranks' store, by a client of their own, and its host.
+        """Return a part of the ranks' store with names of its own, by a new client; and its host.
 
         All ranks call it equally often.
         """
@@ -246,7 +246,7 @@ class Processes:
         self._silence = silence
 
     def end_generations(self) -> None:
-        """Declare training ended: if a rank is lost from now on, the others end, too."""
+        """Note that training has ended: if a rank is lost from now on, the others end, too."""
         if self._membership is not None:
             self._membership.tell_end()  # Keepers of lost members end when they hear of it.
         # What follows, such as a test, may make others wait as long as in any run.
@@ -274,7 +274,7 @@ class Processes:
         return generation.number if generation else 0
 
     def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
-        """Form the first generation with all started processes, or join a later one; collective."""
+        """Form the first generation with all started processes, or join a later one."""
         assert self._environment is not None
         assert self._silence is not None
         patience_s = min(60.0, self._timeout.total_seconds())
@@ -331,8 +331,9 @@ class Processes:
     ) -> tuple[Generation, Generation]:
         """Agree with the others on who goes on; `enter_generation` follows.
 
-        If a rank was lost, call `leave_generation` first: then nobody waits for anybody in a group.
-        If all have stopped between two steps, call it later: no connection is closed while in use.
+        If a rank was lost, `leave_generation` must come first, so that nobody waits in a group. If
+        all have stopped between two steps, it must come later, so that no connection in use is
+        closed.
 
         Args:
             leaving: Ranks that don't go on; the same on all others.
@@ -362,7 +363,7 @@ class Processes:
         return self._enter(new)
 
     def see_others_off(self) -> None:
-        """As a rank that leaves, wait until the others have formed a generation without it."""
+        """On a rank that leaves, wait until the others have formed a generation without it."""
         assert self._membership is not None
         self._stop_judging()
         self._membership.wait_for_next(_FORMING * self._membership.patience_s)

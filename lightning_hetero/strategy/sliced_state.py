@@ -1,6 +1,6 @@
-"""Keep a module's parameters as slices: save and load them whole, freeze, average, add gradients.
+"""Keep a module's parameters as slices: save and load whole ones, freeze, average, add gradients.
 
-Checkpoint files are ones that plain Lightning reads, whatever plan cut the parameters.
+Checkpoint files can be read by plain Lightning, whatever plan the parameters were cut for.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,10 +59,10 @@ __all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
 class SlicedState:
     """A module's weights, and its optimizers' states, during a run and after it.
 
-    1. `begin`: the engine has cut the parameters,
-    2. whatever Lightning does with weights during the run,
-    3. `end`: the module keeps its slices, or becomes whole,
-    4. `leave_stand_ins`: once Lightning has moved what it moves to the CPU.
+    1. `begin`: after the engine has cut the parameters.
+    2. The run, in which Lightning saves, loads and changes weights.
+    3. `end`: the module keeps its slices, or becomes whole.
+    4. `leave_stand_ins`: after Lightning has moved the module to the CPU.
 
     Args:
         whole_after_run: See `HeteroStrategy`.
@@ -74,9 +74,9 @@ class SlicedState:
         self._whole_after_run = whole_after_run
         self._comms: Communicators | None = None
         self._kept: SliceStore | None = None
-        """Slices of the last run, for which the module has stand-ins now."""
+        """The slices of the last run, for which the module has stand-ins now."""
         self._trained: SliceStore | None = None
-        """Slices that the optimizers hold, even after the run that trained them."""
+        """The slices in the optimizers, also after the run that trained them."""
         self._cut_when_loading: RemovableHandle | None = None
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
@@ -148,7 +148,7 @@ class SlicedState:
         self.awaits_recovery = True
 
     def note_recovery(self) -> None:
-        """Note that the slices have got the values of another process or time."""
+        """Note that the slices were recovered, so have other values than before."""
         self._running.mark_weights_stale()
         self.awaits_recovery = False
 
@@ -186,7 +186,7 @@ class SlicedState:
     # -- weights that the engine must pull again ------------------------------------------------
 
     def share_buffers(self) -> None:
-        """Let the evaluation that begins use the present buffers and weights; collective."""
+        """Let the evaluation that begins use the present buffers and weights; all ranks call it."""
         self._running.buffers.share()
         # Callbacks such as weight averaging may swap weights in before and out after validation.
         self._running.mark_weights_stale()
@@ -208,7 +208,7 @@ class SlicedState:
         for index, optimizer in enumerate(optimizers):
             agree_on_groups(engine.store, engine.comms, optimizer)
             for callback in finetuning:
-                # What it has noted to be saved is this rank's view from before they agreed.
+                # What the callback has noted for its state is only this rank's view so far.
                 groups = callback._apply_mapping_to_param_groups(optimizer.param_groups, names)
                 callback._internal_optimizer_metadata[index] = groups
 
@@ -243,8 +243,8 @@ class SlicedState:
         """Add the iteration's gradients, times `scale`, to the slices', as a backward would.
 
         Args:
-            scale: Its share of a step's gradients.
-            are_first: Whether it is the first that makes them.
+            scale: The iteration's share of a step's gradients.
+            are_first: Whether it is the first iteration of a step.
         """
         engine, hooked = self._running, self.hooked
         assert hooked is not None
@@ -278,7 +278,7 @@ class SlicedState:
         if store is None:
             return module.state_dict()
         if self.engine is not None:
-            self.engine.settle()  # Raises if the last iteration's numbers are bad: save none.
+            self.engine.settle()  # Raises if the last sums are bad, which mustn't be saved.
             self.engine.buffers.share()
         assert self._comms is not None
         return whole_module_state(store, self._comms, module)
@@ -287,7 +287,7 @@ class SlicedState:
         """Return an optimizer's whole state on rank 0; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if not optimizer.param_groups:  # Lightning's own, where the module configures none.
+        if not optimizer.param_groups:  # Lightning's own, if the module configures no optimizer.
             return optimizer.state_dict()
         assert self._trained is not None, "nothing was trained"
         assert self._comms is not None
@@ -301,9 +301,9 @@ class SlicedState:
         self._running.mark_weights_stale()
 
     def refit_finetuning(self, trainer: pl.Trainer) -> None:
-        """Let callbacks make the groups again that they had added to optimizers.
+        """Let callbacks add their groups to optimizers again.
 
-        Lightning calls them too early: this strategy restores callbacks after `on_fit_start`.
+        Lightning asks them too early, since this strategy restores callbacks after `on_fit_start`.
         """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
@@ -339,7 +339,8 @@ def read_checkpoint(
     Args:
         checkpoint_path: The file.
         weights_only: See `torch.load`.
-        by_pages: Whether the file may be mapped, so that a rank reads only the pages of its slices.
+        by_pages: Whether to map the file into memory: a rank then reads only the pages of its
+            slices.
         otherwise: Reads a file that can't be mapped.
 
     Raises:
@@ -355,7 +356,7 @@ def read_checkpoint(
                 return loaded
         return otherwise(checkpoint_path, weights_only)
     except UnpicklingError as error:
-        # Lightning hands `weights_only` to no strategy that restores after setup.
+        # Lightning doesn't give `weights_only` to strategies that restore after setup.
         raise CheckpointError(
             f"{checkpoint_path} holds more than tensors and plain values, and reading that can "
             f"run code: {str(error).splitlines()[0]} Allow its classes by "

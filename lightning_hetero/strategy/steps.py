@@ -1,9 +1,10 @@
 """Run an iteration of the engine for each of Lightning's steps, under the plan of its batch.
 
-A SIGTERM to any rank ends the run on all after the same iteration. Lightning broadcasts before each
-step whether rank 0 has got one, and reads the answer from the device, so each host waits for both;
-its signal handler broadcasts, too, which would never end on another rank. Here a SIGTERM sets a
-flag, which travels with an iteration's row.
+A SIGTERM to any rank ends the run on all ranks after the same iteration: it sets a flag, which is
+part of the iteration's agreement. Lightning's own way is switched off. It broadcasts before each
+step whether rank 0 has got a SIGTERM and reads the answer from the device, so each host waits for
+the broadcast and for its device. And its signal handler broadcasts, too, which on another rank
+never ends.
 """
 
 import weakref
@@ -44,7 +45,7 @@ class Steps:
         module: The user's LightningModule.
         engine: Runs the iterations.
         dealer: Tells for which plan a batch was dealt.
-        context: Gives the context of each call of a step.
+        context: Returns the context for each call of a step.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Steps:
         parts: Sequence[Any] = [batch]
         if isinstance(batch, AssignedBatch):
             parts = batch.microbatches
-        # Before the move: to read values on an accelerator, the host would have to wait for it.
+        # Before the move, since a host that reads values of an accelerator waits for it.
         self._engine.fingerprint = fingerprint_of(parts)
 
         def move_part(part: Any) -> Any:
@@ -83,12 +84,12 @@ class Steps:
         return moved[0]
 
     def plan_to_train(self, batch: Any) -> ParallelPlan:
-        """Return the plan under which a batch is trained on; collective as a pass begins."""
+        """Return the plan under which a batch is trained on; called by all ranks."""
         self._dealer.compare_orders(self._engine.comms.gather_objects)
         return self._dealer.plan_to_run(batch, self._module.trainer.fit_loop.batch_idx)
 
     def train(self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Train on a batch; return the loss and what else the step returned. Collective."""
+        """Train on a batch; return the loss and what else the step returned. All ranks call it."""
         loss, records = self._run(self._module.training_step, batch, args, kwargs)
         return {"loss": loss, **(self._leave_behind(records) or {})}
 
@@ -101,7 +102,7 @@ class Steps:
         *,
         of_pipeline: bool = False,
     ) -> Any:
-        """Run a step forward only; return what it would return on one device. Collective.
+        """Run a step forward only; return what it would return on one device. All ranks call it.
 
         Args:
             step: The module's `validation_step`, `test_step` or `predict_step`.
@@ -131,7 +132,7 @@ class Steps:
         return made
 
     def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
-        """Extend the module's lists, and return the step's output, as one device would."""
+        """Extend the module's lists as one device would, and return the output of its step."""
         everything = [item for index in sorted(records) for item in records[index]]
         extend_lists(self._module, everything)
         if of_pipeline:
@@ -143,7 +144,7 @@ class Steps:
         trainer = self._module.trainer
         stage = trainer.state.stage
         assert stage is not None
-        # Not from the step's arguments: it need not take `batch_idx`.
+        # Not from the step's arguments, since a step needn't take `batch_idx`.
         loop: Any = trainer.fit_loop.epoch_loop if trainer.training else trainer._active_loop
         batch_idx = loop.batch_progress.current.ready - 1
         return IterationKey(phase=_PHASES[stage], epoch=trainer.current_epoch, batch_idx=batch_idx)
@@ -164,7 +165,7 @@ def explained(
     *,
     trains: bool,
 ) -> Iterator[None]:
-    """Explain an error of the iteration inside this context, and tell the other ranks of it.
+    """Context that explains an error of an iteration, and tells the other ranks of it.
 
     Args:
         watching: See `Processes`.
@@ -177,7 +178,7 @@ def explained(
     except Exception as error:
         if "index out of range" in str(error) or "device-side assert" in str(error):
             error.add_note(_INDEX)
-        # Entered after an error only: each of them would cost every iteration some microseconds.
+        # Entered only after an error, since each would cost every iteration some microseconds.
         explaining = memory.explaining(trains=trains)
         with watching(), explaining, explain_dtypes():
             raise
@@ -190,7 +191,7 @@ def sees_early(*hooked: pl.LightningModule | Callback) -> bool:
 
 
 def epoch_to_load(trainer: pl.Trainer) -> int:
-    """Return the epoch that a new loader is for: the next one if a run resumes where one ended."""
+    """Return the epoch of a new loader: the next one if a run resumes at the end of an epoch."""
     loop: Any = trainer.fit_loop
     counted = loop.epoch_progress.total
     has_ended = (
@@ -203,7 +204,7 @@ def epoch_to_load(trainer: pl.Trainer) -> int:
 
 def _note_sigterm(trainer: Any, engine: Engine) -> None:
     """Tell all ranks of a SIGTERM to this one with the next iteration; called before a run."""
-    running = weakref.ref(engine)  # Else its groups would live until the Trainer is collected.
+    running = weakref.ref(engine)  # So that its groups don't live as long as the Trainer.
 
     def note(number: int, _: object) -> None:
         launcher, engine = trainer.strategy.launcher, running()
@@ -217,9 +218,9 @@ def _note_sigterm(trainer: Any, engine: Engine) -> None:
 
 
 def _heed_sigterm(trainer: Any, engine: Engine) -> None:
-    """Let Lightning end the run after an iteration in which a rank said that it got a SIGTERM.
+    """Let Lightning end the run after an iteration in which any rank had got a SIGTERM.
 
-    `ElasticRestart` ends a fit by itself, from the first step on.
+    With `ElasticRestart`, that callback ends a fit.
     """
     is_restarted = trainer.strategy.run.restarters and trainer.state.fn == TrainerFn.FITTING
     if engine.leaving and not is_restarted:

@@ -8,29 +8,47 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
+from lightning_hetero.runtime.setup.layout import find_layers
 from tests.runtime.huggingface_runs import make_model
 from tests.runtime.peft_runs import PeftCase, quantize, with_adapters
 from tests.toy import ADAM_EPS, VOCABULARY
 
 
 class Quantized(L.LightningModule):
-    """A llama of four layers with LoRA, on the toy's batches.
+    """A model of four layers with LoRA, on the toy's batches.
 
     Args:
         kind: Of quantization; None leaves it out.
         folder: Its weights, which are quantized while they are read; None builds it in memory.
         is_planned: Whether each rank reads the weights of its layers.
+        model: Its family.
+        adapters: Options of LoRA.
     """
 
-    def __init__(self, kind: str | None, folder: Path | None, *, is_planned: bool) -> None:
+    def __init__(
+        self,
+        kind: str | None,
+        folder: Path | None,
+        *,
+        is_planned: bool,
+        model: str = "llama",
+        adapters: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(5)
-        base = make_model("llama", vocab_size=VOCABULARY)
+        base = make_model(model, vocab_size=VOCABULARY)
         if folder is None and kind is not None:
-            quantize(base.model.layers, kind)
-        plan: Any = {} if is_planned else None
-        path = None if folder is None else str(folder)
-        self.model = with_adapters(base, PeftCase(plan=plan, folder=path, while_loading=kind))
+            _, layers = find_layers(base, None)
+            for layer in layers:
+                quantize(layer, kind)
+        case = PeftCase(
+            model=model,
+            plan={} if is_planned else None,
+            folder=None if folder is None else str(folder),
+            while_loading=kind,
+            adapters=adapters or {},
+        )
+        self.model = with_adapters(base, case)
         for name, weight in self.model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(weight, std=0.2)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,21 @@ pytestmark = [
 NUM_RANKS, NUM_STEPS = 4, 8
 
 
-@pytest.mark.parametrize(("kind", "is_stored"), [("nf4", True), ("int8", False), ("torchao", True)])
-def test_survivors_read_the_quantized_layers_that_they_lack(
-    tmp_path: Path, kind: str, *, is_stored: bool
+@pytest.mark.parametrize(
+    ("kind", "is_stored", "more"),
+    [
+        ("nf4", True, {}),
+        ("int8", False, {}),
+        ("torchao", True, {}),
+        ("nf4", True, {"model": "gpt2"}),
+        ("int8", True, {"model": "bert"}),
+        ("torchao", False, {"model": "mixtral"}),
+        (None, False, {"model": "gemma3_text", "adapters": {"use_dora": True}}),
+        (None, False, {"model": "qwen3", "adapters": {"modules_to_save": ["lm_head"]}}),
+    ],
+)
+def test_survivors_read_the_layers_that_they_lack(
+    tmp_path: Path, kind: str | None, more: dict[str, Any], *, is_stored: bool
 ) -> None:
     """Of two pipelines of two stages two ranks are lost, one after the other."""
     pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
@@ -34,8 +47,8 @@ def test_survivors_read_the_quantized_layers_that_they_lack(
     if is_stored:
         folder = tmp_path / "model"
         torch.manual_seed(0)
-        make_model("llama", vocab_size=VOCABULARY).save_pretrained(folder)
-    make = partial(Quantized, kind, folder)
+        make_model(more.get("model", "llama"), vocab_size=VOCABULARY).save_pretrained(folder)
+    make = partial(Quantized, kind, folder, **more)
     expected = undisturbed(2, NUM_STEPS, make_module=partial(make, is_planned=False))
     options = {"num_steps": NUM_STEPS, "every": 100, "redundancy": 1, "num_stages": 2}
     options["make_module"] = partial(make, is_planned=True)

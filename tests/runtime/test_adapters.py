@@ -10,6 +10,7 @@ import pytest
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import (
     PeftCase,
+    PeftOutcome,
     refusal,
     save_adapters,
     train,
@@ -90,11 +91,15 @@ def check(
     expected = pool.run_alone(run, alone, *arguments)
     assert len(set(expected.losses)) == len(expected.losses) == case.max_steps
     for found in pool.run(run, case.world_size, case, *arguments):
-        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-        assert found.trained.keys() == expected.trained.keys()
-        for name, weight in expected.trained.items():
-            scale = max(np.abs(weight).max(), 1e-3)
-            assert np.abs(found.trained[name] - weight).max() <= 1e-5 * scale, name
+        check_outcome(found, expected)
+
+
+def check_outcome(found: PeftOutcome, expected: PeftOutcome) -> None:
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert found.trained.keys() == expected.trained.keys()
+    for name, weight in expected.trained.items():
+        scale = max(np.abs(weight).max(), 1e-3)
+        assert np.abs(found.trained[name] - weight).max() <= 1e-5 * scale, name
 
 
 MODELS = ["llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "bert", "gpt_neox"]
@@ -285,3 +290,44 @@ def test_whole_checkpoints_resume(pool: ProcessPool, quantized: str, tmp_path: P
     whole = pool.run(train, 2, case)[0]
     for losses in pool.run(train_and_resume, 2, case, tmp_path / "half.ckpt"):
         np.testing.assert_allclose(losses, whole.losses[2:], rtol=1e-5)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"adapters": {"use_dora": True}},
+    "saved": {"adapters": {"modules_to_save": ["lm_head", "cls"]}},
+    "nf4": {"quantized": "nf4"},
+    "int8": {"quantized": "int8"},
+    "torchao": {"quantized": "torchao"},
+}
+FAMILIES = ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bert"]
+DAILY = {("dora", "gpt2"), ("saved", "qwen3"), ("int8", "bert"), ("torchao", "mixtral")}
+
+
+@pytest.mark.parametrize(
+    ("way", "model"),
+    [
+        pytest.param(way, model, marks=[] if (way, model) in DAILY else [slow])
+        for way in WAYS
+        for model in FAMILIES
+        if way in ("lora", "dora", "saved") or model != "gpt2"  # Which has no linear layers.
+    ],
+)
+def test_packed_samples_a_change_of_plan_and_a_resume_on_other_ranks(
+    pool: ProcessPool, tmp_path: Path, way: str, model: str
+) -> None:
+    check_packed_changed_and_resumed(pool, tmp_path, model, WAYS[way])
+
+
+def check_packed_changed_and_resumed(
+    pool: ProcessPool, folder: Path, model: str, way: dict[str, Any]
+) -> None:
+    """Three ranks train under two plans, and two ranks go on from their checkpoint in a folder."""
+    later = case_of("stages", model, max_steps=5, packed=True, **way)
+    expected = pool.run_alone(train, later.on_single_device())
+    changing = (PLANS["mirrored"][0],)
+    first = case_of("beside a copy", model, max_steps=3, packed=True, plans=changing, **way)
+    for found in pool.run(train_with_checkpoints, 3, first, folder):
+        np.testing.assert_allclose(found.losses, expected.losses[:3], rtol=1e-5)
+    for found in pool.run(train_with_checkpoints, 2, later, folder):
+        check_outcome(replace(found, losses=expected.losses[:3] + found.losses), expected)

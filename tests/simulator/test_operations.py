@@ -52,6 +52,6 @@ def test_members_of_a_group_end_with_the_last():
     assert ends.tolist() == [1.0, 5.0, 5.5, 5.25]
 
 
-def test_a_circle_is_refused():
-    with pytest.raises(ValueError, match="circle"):
+def test_a_cycle_is_refused():
+    with pytest.raises(ValueError, match="cycle"):
         OperationGraph.build(np.array([[1], [0]]), np.arange(2))

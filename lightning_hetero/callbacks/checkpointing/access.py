@@ -1,7 +1,8 @@
 """One rank's access to the places where a run keeps checkpoints: leases, run identity, writer.
 
-Every rank takes the leases of the places that it looks after, recovers the newest checkpoint unless
-it goes on from what ranks still hold, and enters the run: only then it may save.
+A rank may save only after three steps. It takes the leases of its places, so that no other job
+writes there. It recovers the newest checkpoint, unless it goes on from a state that ranks still
+have in memory. It enters the run, which gives its checkpoints an identity.
 """
 
 import logging
@@ -34,7 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 class Access:
-    """One rank's access, in this order; all ranks make the same calls, which communicate.
+    """One rank's access. All ranks make the same calls, which communicate.
+
+    In this order:
 
     1. `take_leases`, so that no other job writes to the places,
     2. `recover`, unless there is a state already,
@@ -45,8 +48,8 @@ class Access:
         places: This node's places.
         peers: All ranks; used by one thread at a time.
         is_first_of_node: Whether this rank looks after its node's places.
-        options: The writer's.
-        skip_unreadable: Go on without places that can't be read.
+        options: Options of the writer.
+        skip_unreadable: Whether to go on without places that can't be read.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Access:
         """Open the places, tell the nodes apart and take the leases.
 
         Args:
-            tidies: Whether to remove old leftovers: once per start, since there may be many.
+            tidies: Whether to remove what earlier runs left; once per start, as it may be much.
 
         Raises:
             CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
@@ -96,7 +99,7 @@ class Access:
                     self._leases[-1].take()
             return tiers
 
-        # Ranks wait for one that checks whether a lease's owner lives, or waits for a slow place.
+        # Other ranks wait while one checks whether a lease's owner lives, or a place is slow.
         try:
             taking, answers = self._peers.do(take, lambda _: {"node": self._places.node})
         except BaseException:
@@ -116,7 +119,7 @@ class Access:
         )
 
     def enter(self, recovered: Recovered | None, *, anew: bool = False) -> CheckpointId:
-        """Make the writer; return step 0 of the attempt that begins, see `begin_run`.
+        """Make the writer; return the id of step 0 of this attempt, see `begin_run`.
 
         Args:
             recovered: The state from which the ranks go on.
@@ -148,7 +151,7 @@ class Access:
         """The writer of this rank's checkpoints.
 
         Raises:
-            OccupiedError: Another job has taken a place since.
+            OccupiedError: Another job has taken over a place.
         """
         assert self._writer is not None, "this rank has not entered the run"
         for lease in self._leases:

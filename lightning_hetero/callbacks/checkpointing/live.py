@@ -1,13 +1,14 @@
 """Keep each step's state in memory, so that other ranks may be lost without losing the step.
 
-The slices change in the optimizer's step only, so they needn't be copied: it is enough to know that
-they are still those of the last step when a rank is lost. What else of a checkpoint an iteration
-changes is copied at the end of each step, where the step would be saved; what doesn't change is
-read when a rank is lost. A validation in mid-epoch that follows the step is run again. Where a step
-was half made, or the end of an epoch, or of training, was under way, the newest checkpoint is used.
+A checkpoint has three kinds of entries. Slices change only in the optimizer's step, so they aren't
+copied: it is enough to know, when a rank is lost, that they are still those of the last step.
+Entries that an iteration changes are copied at the end of each step, where the step would be saved.
+Entries that never change are read when a rank is lost. The state of the last step can't be used if
+a rank is lost during an optimizer's step, or at the end of an epoch or of training: then the newest
+checkpoint is used. A validation in mid-epoch that follows the step is run again.
 
-What no checkpoint holds begins anew after a loss, as after any restart: metrics and logged means.
-If a module or a callback has a hook `on_save_checkpoint`, it is called after each step.
+As after any restart, metrics and logged means, which no checkpoint has, begin anew. If a module or
+a callback has a hook `on_save_checkpoint`, it is called after each step.
 """
 
 import copy
@@ -66,7 +67,7 @@ _CHANGED = NothingLive("weights or buffers have changed since the end of its las
 
 @dataclass(frozen=True, kw_only=True)
 class _Noted:
-    """The state noted at the end of a step."""
+    """What is noted at the end of a step."""
 
     step: int
     num_changes: int
@@ -74,20 +75,20 @@ class _Noted:
     versions: int
     """`LiveSteps._versions` of the tensors that must not have changed since."""
     metadata: dict[str, Any]
-    """Entries of a checkpoint that an iteration changes; all, if hooks had to be called."""
+    """The checkpoint's entries that an iteration changes; all entries, if hooks change them."""
     groups: list[list[dict[str, Any]]]
-    """Options of each optimizer's groups."""
+    """Options of each optimizer's parameter groups."""
     random_state: RandomState
     is_validation_due: bool
     """Whether a validation follows the step; a run that goes on from the step repeats it."""
 
 
 class LiveSteps:
-    """One rank's record of the last step. Every rank makes the same calls; `keep` after a loss."""
+    """One rank's record of the last step; every rank makes the same calls, `keep` after a loss."""
 
     def __init__(self) -> None:
         self.state: LiveState | NothingLive | NothingYet = NothingYet()
-        """The step to continue from: set by `keep`, until the next generation ends a step."""
+        """The state to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Dict and key of each tensor that must not change between steps."""
@@ -95,23 +96,23 @@ class LiveSteps:
         """The last step of an epoch whose end is under way."""
 
     def begin_evaluation(self, trainer: pl.Trainer) -> None:
-        """Hold no state while a validation runs, unless the last step calls for it.
+        """Forget the state before a validation, unless one in mid-epoch follows the last step.
 
-        Nor while averages of weights are in the weights' place.
+        Forget it as well if averages take the place of the weights in the validation.
         """
         noted, has_averages = self._noted, any(average_models(trainer))
         if not isinstance(noted, NothingLive) and (has_averages or not noted.is_validation_due):
             self._noted = _IN_EVALUATION
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
-        """Note what the end of the last epoch has changed; doesn't communicate.
+        """Note what the end of the previous epoch has changed; doesn't communicate.
 
-        A run that goes on from it begins this epoch again, after the last step of the one before.
+        A run that goes on from this state begins the new epoch again.
         """
         ended, self._ended = self._ended, None
         if ended is not None:
             new = self._note(trainer)
-            # The loops as of the step: going on, Lightning itself begins the epoch.
+            # The loops' state is that of the step: Lightning itself then begins the epoch.
             of_step = {key: ended.metadata[key] for key in ("loops", "epoch")}
             self._noted = replace(new, metadata={**new.metadata, **of_step})
 
@@ -120,7 +121,7 @@ class LiveSteps:
         strategy = run_of(trainer).strategy
         if strategy is None or not strategy.processes.outlives_ranks:
             return
-        # All have ended a step since the last recovery.
+        # By now all ranks have ended a step since the last recovery.
         self.state, self._ended = _NO_STEP, None
         engine = strategy.engine
         engine.comms.step_end.note(engine.device)
@@ -170,23 +171,23 @@ class LiveSteps:
         """Keep the last step's state in `state`, if it is unchanged; doesn't communicate.
 
         Args:
-            trainer: Not torn down yet; its fit was ended by ranks lost, leaving or joining.
+            trainer: The trainer, not torn down yet, whose fit is being ended.
             start: Names the run's checkpoints.
             generation: Number of the generation that has ended.
 
         Returns:
-            Whether it is kept.
+            Whether the state is kept.
         """
         noted, self._noted, self._ended = self._noted, _NO_STEP, None
         if isinstance(noted, NothingLive):
-            # A generation that has trained no step still has the state that it began with.
+            # A generation that has trained no step still has the state with which it began.
             if noted is not _NO_STEP:
                 self.state = noted
         else:
             try:
                 self.state = self._kept(trainer, noted, start, generation)
             except Exception as error:
-                # An error of a user's object mustn't end a rank that can go on from a checkpoint.
+                # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
                 self.state = NothingLive(f"{type(error).__name__}: {error}")
         self._watched = []
         return isinstance(self.state, LiveState)
@@ -224,7 +225,7 @@ class LiveSteps:
         live = recover_live(needs, self.state, peers)
         if isinstance(live, NothingLive):
             rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
-            self.state = live  # Nobody may go on from a state later than that checkpoint any more.
+            self.state = live  # From now on nobody may use a state newer than that checkpoint.
         return live
 
     def _versions(self) -> int:

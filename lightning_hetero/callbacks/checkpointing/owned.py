@@ -1,9 +1,9 @@
-"""The part of a run's state that one rank owns: slices, their optimizer state and averages.
+"""Read and write the state that one rank owns: slices, their optimizer state and averages.
 
-Under `HeteroStrategy` these are the rank's master slices; under single-device Lightning every
-parameter is one slice. Rows that a rank keeps as a standby are recovered, but not saved.
-Checkpoints know nothing else of the strategy, so they go from any plan, or from one device, to any
-other (AutoHet §IV-C).
+Under `HeteroStrategy` these are the rank's master slices; on a single device every parameter is one
+slice. A rank also recovers the rows that it keeps as a standby, but doesn't save them. Checkpoints
+have nothing else of the strategy, so they can be read under any other plan, or on one device
+(AutoHet §IV-C).
 """
 
 from collections import defaultdict
@@ -42,9 +42,9 @@ class OwnedSlice:
 
     spec: ParameterSpec
     kept: tuple[Interval, ...]
-    """The rows that it keeps, laid end to end."""
+    """The rows that it keeps, as owner or standby."""
     owned: tuple[Interval, ...]
-    """The rows that it saves: no other rank does."""
+    """The rows that it owns, and therefore saves."""
     parameter: nn.Parameter
     """The optimizer's parameter of the kept rows; empty if there are none."""
 
@@ -74,7 +74,7 @@ class OwnedState:
         self._keeps_whole = False
         if hetero is not None:
             engine = hetero.engine
-            engine.settle()  # Raises if the last iteration's numbers are bad: save none.
+            engine.settle()  # Raises if the last iteration's sums are bad, which mustn't be saved.
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
             self._engine = engine
@@ -118,12 +118,12 @@ class OwnedState:
             return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
     def kept_contents(self) -> tuple[SliceContent, ...]:
-        """Return the same, and the rows that this rank keeps as a standby."""
+        """Return the slices that this rank keeps, as owner or standby."""
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
 
     def needs(self) -> list[SliceNeed]:
-        """Return the slices to recover: what this rank keeps, or would keep if it had owners."""
+        """Return the slices to recover: those kept here, and shares of weights without owners."""
         kept = [(item.spec, rows) for item in self.slices for rows in item.kept]
         if self._engine is not None:
             store = self._engine.store
@@ -151,19 +151,19 @@ class OwnedState:
                     item.parameter.requires_grad = trains[item.spec.name]
 
     def frozen_fingerprints(self) -> dict[str, int]:
-        """Return a fingerprint of each weight that nobody owns, so that it isn't saved."""
+        """Return a hash of each weight without owners, by which a restart can compare it."""
         if self._engine is None:
             return {}
         store = self._engine.store
         return {name: store.frozen.fingerprint(store.specs[name]) for name in store.frozen.sources}
 
     def own_all_saved(self, metadata: Mapping[str, Any]) -> bool:
-        """Give owners to frozen weights that had some when a checkpoint was saved.
+        """Give owners to frozen weights that had owners when a checkpoint was saved.
 
-        Returns whether there are any: then this object is out of date.
+        Returns whether there were any: then this object is out of date.
 
         Raises:
-            CheckpointError: A weight that it doesn't hold has another value now.
+            CheckpointError: A weight that the checkpoint lacks has another value now.
         """
         saved, own = metadata.get("frozen", {}), self.frozen_fingerprints()
         for name, fingerprint in saved.items():
@@ -179,7 +179,7 @@ class OwnedState:
         return bool(names)
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
-        """Return each optimizer's groups as in its `state_dict`, but with parameters' names."""
+        """Return each optimizer's groups as in its `state_dict`, with names in place of indices."""
         names = self._names()
         return [
             {
@@ -192,7 +192,7 @@ class OwnedState:
         ]
 
     def join(self, restored: Sequence[RestoredSlice]) -> dict[str, RestoredSlice]:
-        """Return recovered slices by parameter, the rows of each laid end to end."""
+        """Return recovered slices by parameter, the rows of each concatenated."""
         dims = {item.spec.name: item.spec.cut_dim for item in self._all}
         pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
         for piece in restored:
@@ -203,7 +203,7 @@ class OwnedState:
         """Take over recovered weights."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for item in self.slices:
-                # Else it is frozen, and no rank owned it when the checkpoint was saved.
+                # A missing one is frozen, and no rank owned it when the checkpoint was saved.
                 if item.spec.name in by_name:
                     item.parameter.copy_(by_name[item.spec.name].weight)
 
@@ -264,17 +264,17 @@ class OwnedState:
         return next((o for o in self.optimizers if item.parameter in o.state), None)
 
     def _is_whole(self, optimizer: Optimizer | None) -> bool:
-        """Whether an optimizer's state must never be cut, even where it has the parameter's shape.
+        """Whether an optimizer's state must never be cut, even if it has the parameter's shape.
 
-        For the preconditioner of a square matrix has the shape of a momentum. Torch's own
-        optimizers are known to keep only state that can be cut.
+        Its shape doesn't tell: the preconditioner of a square matrix has the shape of a momentum.
+        Torch's own optimizers keep only state that can be cut.
         """
         bases = type(optimizer).__mro__ if optimizer is not None else ()
         known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
         return self._keeps_whole and not known
 
     def _averages_of(self, item: OwnedSlice) -> dict[str, Tensor]:
-        """Return this slice in the copies that weight averaging keeps."""
+        """Return this slice of the copies that weight averaging keeps."""
         return {
             f"{OF_CALLBACKS}average{index}": average.get_parameter(item.spec.name).detach()
             for index, average in enumerate(self._averages)
@@ -316,7 +316,7 @@ def average_models(trainer: pl.Trainer) -> Iterator["AveragedModel"]:
 
 
 def _joined(pieces: Sequence[RestoredSlice], dim: int) -> RestoredSlice:
-    """Return the rows of several intervals laid end to end, with their state."""
+    """Return the rows of several intervals concatenated, with their state."""
     if len(pieces) == 1:
         return pieces[0]
     first = pieces[0]

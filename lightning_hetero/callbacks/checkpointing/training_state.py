@@ -1,7 +1,7 @@
-"""A run's state besides its slices: loops, schedulers, callbacks, data, buffers, random numbers.
+"""Save and restore a run's state besides its slices: loops, schedulers, callbacks, data, buffers.
 
-It mirrors what Lightning puts into a checkpoint, with two differences: parameters stay in slices,
-and all of it must be readable with `weights_only=True`, so no objects are pickled.
+It has what Lightning puts into a checkpoint, with two differences: parameters stay in slices, and
+all of it can be read with `weights_only=True`, so no objects are pickled.
 """
 
 import warnings
@@ -68,7 +68,7 @@ def content_of(
 
 
 def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
-    """Return the entries of a checkpoint that are the same on all ranks, by Lightning's names.
+    """Return the entries of a checkpoint that all ranks have alike, under Lightning's names.
 
     Called by every rank; communicates if buffers have changed.
     """
@@ -101,7 +101,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
 
 
 def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state of callbacks, schedulers, data module and precision: it changes in steps."""
+    """Return the state that changes with each step: of callbacks, schedulers, data, precision."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     plugin = trainer.precision_plugin
     states = {
@@ -131,7 +131,7 @@ def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None
 
 
 def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
-    """Let Lightning restore a state once `on_fit_start` has been called; loops are restored now.
+    """Restore the loops now, and let Lightning restore the rest after `on_fit_start`.
 
     Raises:
         CheckpointError: A frozen weight isn't the one that was trained with.
@@ -143,7 +143,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
         owned = OwnedState(trainer)
     owned.freeze(own.get("trains", {}))
     if own["averages"]:
-        # Averages are slices, too: they come with these, not from that callback's own entries.
+        # Averages are slices, too, and recovered with them, not from their callback's entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     strategy, connector = run_of(trainer).strategy, trainer._checkpoint_connector
     restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
@@ -156,7 +156,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     else:
         strategy.engine.reseed(own["seed"])
         strategy.restore_from(restored)
-    # Lightning does it again; but what is left to train must be known before.
+    # Lightning does it again later, but before that we must know what is left to train.
     connector.restore_loops()
     # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
     trainer.fit_loop._combined_loader = None
@@ -231,11 +231,11 @@ class _Restored:
 
 def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     """Let Lightning go on from a restored state; called when training starts."""
-    # Not earlier, because making the loader's iterator has drawn a number.
-    if recovered.rank_metadata is not None:  # None unless as many ranks had saved theirs.
+    # Not earlier, because the loader's iterator draws a random number when it is made.
+    if recovered.rank_metadata is not None:  # Only if as many ranks saved the checkpoint.
         RandomState.from_dict(recovered.rank_metadata).put_back()
     if has_finished_epoch(trainer):
-        # The next epoch's iterator would have drawn its number by now.
+        # Without the interruption the next epoch's iterator would have drawn its number by now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
@@ -243,9 +243,10 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
 
 
 def _changed_freezing(trainer: pl.Trainer, owned: OwnedState) -> dict[str, bool]:
-    """Return whether parameters train that were frozen or unfrozen since the first fit began.
+    """Return whether parameters train, for those frozen or unfrozen since the first fit began.
 
-    Callbacks do that once, such as at the start of an epoch that a restart doesn't begin again.
+    Callbacks do this once, for instance as an epoch begins, which after a restart doesn't begin
+    again.
     """
     first = run_of(trainer).trained_at_first or {}
     return {n: trains for n, trains in owned.trains().items() if trains is not first.get(n, trains)}
@@ -263,8 +264,8 @@ def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:
         # A loader restored to the end of this epoch would make the next epoch empty.
         loops["fit_loop"]["state_dict"].pop("combined_loader", None)
     if batches.current.completed < batches.current.processed:
-        # In mid-epoch. If training was resumed at the end of the epoch before, Lightning hasn't
-        # counted this one's beginning, and a run resumed from that would stay an epoch behind.
+        # In mid-epoch. If training was resumed at the end of the previous epoch, Lightning hasn't
+        # counted that this one has begun; a run resumed from that would stay an epoch behind.
         for epochs in loops["fit_loop"]["epoch_progress"].values():
             epochs["ready"] = epochs["started"] = epochs["processed"] + 1
             epochs["completed"] = epochs["processed"]
@@ -272,16 +273,16 @@ def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the callbacks whose hooks don't need whole weights in the checkpoint."""
+    """Return the callbacks whose hooks need no whole weights in the checkpoint."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [item for item in callbacks if not isinstance(item, WeightAveraging)]
 
 
 def _begin_next_epoch(trainer: pl.Trainer) -> None:
-    """Make Lightning count the epoch that begins after a resume at the end of another one.
+    """Make Lightning count the epoch that begins after a resume at the end of another epoch.
 
-    Else it would take it for the rest of that one: checkpoints saved in it would look complete, and
-    a second restart would begin it anew.
+    By itself Lightning takes the new epoch for the rest of the old one. Then checkpoints that are
+    saved in it would look complete, and a second restart would begin the epoch again.
     """
     if trainer.num_training_batches != float("inf"):
         trainer.fit_loop.reset_restart_stage()

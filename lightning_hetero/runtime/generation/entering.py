@@ -1,8 +1,8 @@
 """Make a process a member of a run: with all others at the first start, or as a joiner later.
 
-Then Lightning gets its rank from each generation (`GenerationEnvironment`), and the process its
-part of a machine's cores: two threads for each of four processes on two cores make an iteration
-take three times as long, since idle threads spin.
+From then on Lightning gets the process's rank from each generation (`GenerationEnvironment`). The
+process also takes its part of the machine's cores: with two threads in each of four processes on
+two cores an iteration takes three times as long, since idle threads spin.
 """
 
 import os
@@ -43,10 +43,11 @@ __all__ = [
 ]
 
 OPEN = "lightning_hetero/open membership"
-"""Key in the store that holds the prefix of the membership which joiners may join."""
+"""Key in the store, whose value is the prefix of the membership that processes may join."""
 _NUM_THREADS = "OMP_NUM_THREADS"
 _SHARED = "LIGHTNING_HETERO_SHARES_CORES"
-"""Set where the number of threads isn't the user's."""
+"""Environment variable that is set if this package, not the user, has chosen the number of
+threads."""
 
 
 def is_joiner() -> bool:
@@ -73,16 +74,16 @@ def open_membership(
     silence_s: float,
     patience_s: float = 60.0,
 ) -> tuple[Membership, Heartbeat]:
-    """Return a member's part in a new membership, once its first generation has formed.
+    """Form the first generation of a new membership; return this process's part in it.
 
-    Every rank of the first start calls it. Its keeper, if it has one, is told, and so are this
-    process's leases.
+    Every rank of the first start calls it. Tells the process's keeper, if it has one, and its
+    leases which member it is.
 
     Args:
-        met: What the ranks have met in, served by no rank, as `connect_store` returns it.
-        environment: Says which rank this is, and of how many.
-        facts: What it runs; joiners must run the same.
-        silence_s: How late a beat may be.
+        met: The store in which the ranks have met, as `connect_store` returns it.
+        environment: Knows this process's rank and the number of ranks.
+        facts: What this process runs; joiners must run the same.
+        silence_s: How late a heartbeat may be.
         patience_s: See `Membership`.
 
     Raises:
@@ -117,17 +118,17 @@ def join_membership(
     silence_s: float,
     patience_s: float = 60.0,
 ) -> tuple[Membership, Heartbeat]:
-    """Return a member's part in the membership of the run that `JOIN` names, once it is let in.
+    """Join the run that `JOIN` names; return this process's part in its membership.
 
     Args:
-        facts: What it runs.
-        start_timeout: How long it may take until it is let in.
-        silence_s: How late a beat may be.
+        facts: What this process runs.
+        start_timeout: How long it may take until this process is let in.
+        silence_s: How late a heartbeat may be.
         patience_s: See `Membership`.
 
     Raises:
-        ConfigurationError: `JOIN` is no address; or this process is refused.
-        PeerError: No run is there, or it doesn't let this process in.
+        ConfigurationError: `JOIN` isn't an address, or the run refuses this process.
+        PeerError: There is no run at this address, or it doesn't let this process in.
     """
     prefix, server = _connect_to_run(start_timeout)
     number = draw_number(PrefixStore(prefix, server))
@@ -139,7 +140,7 @@ def join_membership(
         own, number=number, node=node, admission=admission, patience_s=patience_s
     )
     membership.enter_called(joiner.wait_for_call(start_timeout.total_seconds()))
-    # From now on it is a process like all others, whatever its script does after this fit.
+    # From now on it is a process like all others, also for what its script does after this fit.
     del os.environ[JOIN]
     return membership, heartbeat
 
@@ -172,7 +173,7 @@ def _begin_beats(
 ) -> tuple[PrefixStore, Heartbeat]:
     """Tell this process's keeper and leases which member it is, and begin its heartbeat.
 
-    Returns a client of its own for the membership, since another one's wait holds up all calls.
+    Returns a new client of the store, because a wait in a client holds up its other calls.
     """
     name_membership(prefix)
     tell_keeper(prefix, number)
@@ -185,14 +186,14 @@ def _begin_beats(
 
 
 def _find_node(store: Store, *, otherwise: str) -> str:
-    """Return what the membership calls this machine; a new name where nobody of it has been."""
+    """Return this machine's name in the membership; a new one if it has no member yet."""
     return str(store.compare_set(f"node/{machine_namespace()}", "", otherwise).decode())
 
 
 def share_cores(num_processes: int) -> None:
-    """Take this process's part of its machine's cores, and never more than before.
+    """Take this process's part of its machine's cores, never more than before.
 
-    A number of threads that the user has set stays.
+    A number of threads that the user has chosen isn't changed.
     """
     if _NUM_THREADS in os.environ and _SHARED not in os.environ:
         return
@@ -203,13 +204,13 @@ def share_cores(num_processes: int) -> None:
 
 
 class GenerationEnvironment(ClusterEnvironment):
-    """The ranks of a generation, for Lightning; and in `os.environ`, for others that look there.
+    """Tells Lightning the ranks of a generation, and sets them in `os.environ` for other code.
 
-    Making it leaves other ranks of the machine their part of its cores.
+    When it is made, this process takes its part of the machine's cores.
 
     Args:
-        first: What described the processes when they were started.
-        generation: Who trains together.
+        first: The environment in which the processes were started.
+        generation: The members that train together.
         number: This process's number as a member.
     """
 

@@ -1,18 +1,19 @@
-"""Let a process join a run that trains: what it does, and how the run checks it first.
+"""Let a process join a run that trains.
 
-1. The *joiner* does alone what it can: it imports everything and makes its module. It draws a
-   member's number, writes down what it runs, and beats under that number (`ranks.heartbeat`) as all
-   processes do.
-2. Rank 0 looks at it between two steps. If it runs something else, it is *refused*, with advice,
-   and nobody else notices. If it has beaten between two looks, so is alive, it is *admitted*.
+1. The process, the *joiner*, does alone what it can: it imports everything and makes its module. It
+   draws a member's number, writes into the store what it runs, and sends heartbeats under that
+   number (`ranks.heartbeat`), as all processes do.
+2. Rank 0 checks it between two steps. If it runs something else, it is *refused*, with advice, and
+no
+   other rank notices. If it has sent heartbeats between two checks, so is alive, it is *admitted*.
 3. Ranks agree in an iteration's row that joiners wait, and all stop after the same step. The first
-   member to come *calls* those admitted for the next generation; the first call counts
-   (`compare_set`). A generation that forms because a rank was lost calls nobody: the next one does.
-4. A called joiner says that it is here, as all members do, and is in the proposed generation. If it
-   shows no sign of life, it is gone, as a member would be.
+   member that comes to the next generation *calls* those that were admitted; the first call counts
+   (`compare_set`). A generation that forms because a rank was lost calls nobody; the next one does.
+4. A joiner that was called writes that it is here, as all members do, and is in the proposed
+   generation. If it sends no heartbeats it counts as gone, as a member would.
 
-A joiner that dies holds up nobody before it is called; after that, the others wait for it as long
-as for a lost rank's heartbeat.
+A joiner that dies before it is called delays nobody. If it dies after that, the others wait for it
+as long as for the heartbeat of a lost rank.
 """
 
 import json
@@ -52,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS, _FIRST, _ADMITTED = "numbers", "first joiner", "admitted"
 MOST_SILENT_S = 30.0
-"""Seconds after which a joiner that stops beating is forgotten, or gives up to reach the store."""
+"""Seconds without a heartbeat after which a joiner is forgotten, and without an answer of the store
+after which a joiner gives up."""
 
 
 def begin_numbers(store: Store, num_first: int) -> None:
@@ -76,8 +78,8 @@ class Joiner:
 
     Args:
         store: The membership's store.
-        heartbeat: This process's, under a number that it has drawn.
-        facts: What it runs, by name: must be the same in all members.
+        heartbeat: This process's heartbeat, under the number that it has drawn.
+        facts: What it runs, by name; must be the same in all members.
     """
 
     def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
@@ -89,7 +91,7 @@ class Joiner:
         store.add(NEWS, 1)
 
     def wait_for_call(self, timeout_s: float) -> int:
-        """Wait until a generation calls this process, which beats; return the generation's number.
+        """Wait until a generation calls this process; return the generation's number.
 
         Raises:
             ConfigurationError: It is refused: what it runs differs from what the members run.
@@ -130,11 +132,11 @@ class Joiner:
 
 
 class Admission:
-    """Joiners as members see them: rank 0 judges them, any member may call them.
+    """What members do with joiners: rank 0 admits or refuses them, any member may call them.
 
     Args:
         store: The membership's store.
-        heartbeat: This process's, which reads the beats of others.
+        heartbeat: This process's heartbeat, which can read those of others.
         facts: What the members run; see `Joiner`.
     """
 
@@ -144,22 +146,22 @@ class Admission:
         self._facts = dict(facts)
         self._next = 0
         self._waiting: dict[int, int] = {}
-        """By number: the beats of each joiner that waits, when it was first seen."""
+        """For each joiner that waits, by number, its heartbeats when it was first seen."""
         self._news = -1
 
     def look(self, num_news: int) -> bool:
-        """Judge joiners that beat, and return whether admitted ones wait to be called.
+        """Admit or refuse joiners; return whether admitted ones wait to be called.
 
-        Makes no call of the store while there are no news and nobody waits.
+        Makes no call of the store while the membership hasn't changed and nobody waits.
 
         Args:
-            num_news: Grows with each news in the membership.
+            num_news: A number that grows with each change of the membership.
         """
         if num_news == self._news and not self._waiting:
             return False
         self._news = num_news
         total = int(self._store.add(_NUMBERS, 0))
-        # Those before it were there from the start.
+        # Lower numbers belong to members of the first start.
         self._next = self._next or num_first(self._store)
         for number in range(self._next, total):
             self._waiting[number] = self._heartbeat.beats_of(number)
@@ -170,7 +172,7 @@ class Admission:
         return not self._waiting.keys().isdisjoint(_numbers(self._store, _ADMITTED))
 
     def _waits_on(self, number: int) -> bool:
-        """Judge a joiner; return whether it still waits."""
+        """Admit or refuse a joiner; return whether it still waits."""
         store, facts, refused = self._store, f"facts/{number}", f"refused/{number}"
         is_known = any(store.check([key]) for key in (f"entered/{number}", refused))
         if is_known or reason_of(store, number) is not None:
@@ -192,7 +194,7 @@ class Admission:
         admitted = _numbers(store, _ADMITTED)
         lives = self._heartbeat.beats_of(number) > self._waiting[number]
         if lives and number not in admitted:
-            # Whoever isn't waiting any more is in, refused or gone.
+            # A joiner that doesn't wait any more has joined, was refused, or is gone.
             waiting = [other for other in admitted if other in self._waiting]
             store.set(_ADMITTED, json.dumps([*waiting, number]))
         return True

@@ -1,17 +1,20 @@
 """The process that keeps a worker: starts it, outlives it, and tells the others when it dies.
 
-Launchers end or restart all processes when one of theirs ends. So the process that they start is a
-keeper, and the real worker is its child: the launcher doesn't notice if a worker dies. With
-`python -m lightning_hetero.keep` it is one from the start; else the process that begins the script
-becomes one, by `exec` and with the same process id. A keeper
+A launcher such as torchrun ends or restarts all processes when one of its own ends. So the process
+that it starts is a keeper, and the real worker is the keeper's child: the launcher doesn't notice
+if a worker dies. Started by `python -m lightning_hetero.keep`, the process is a keeper from the
+beginning; otherwise the process that begins the script becomes one, by `exec`, with the same
+process id. A keeper
 
-- starts its workers, which run the same script again; they die with it (`PR_SET_PDEATHSIG`),
+- starts its workers, which run the script from its beginning and die with the keeper
+  (`PR_SET_PDEATHSIG`),
 - passes signals on to them,
-- serves the store if it is rank 0's and torchrun's agent doesn't,
-- tells the membership when a worker has died, and why; ends a worker that others have given up,
+- serves the store if it is rank 0's keeper and torchrun's agent doesn't serve it,
+- tells the membership when a worker has died, and why, and ends a worker that others have given up,
 - starts a joiner on a lost worker's device, if the others go on and nobody has told it to end,
-- ends when its workers and training have ended: with 0 if training was finished, else with a
-  worker's exit code, for the launcher to act on.
+- ends when its workers and training have ended: with exit code 0 if training was finished, else
+with
+  a worker's exit code, on which the launcher can act.
 
 It imports torch after its workers have started, and Lightning never. Linux only.
 """
@@ -46,25 +49,27 @@ __all__ = [
 JOIN = "LIGHTNING_HETERO_JOIN"
 """Environment variable of a joiner: host:port of the store of the run that it is to join."""
 KEPT = "LIGHTNING_HETERO_KEPT"
-"""Variable of a worker's environment: where it tells its keeper which member of a run it is."""
+"""Environment variable of a worker: where it tells its keeper which member of a run it is."""
 ALL_LEAVE = 14
 """Exit code of all ranks of a run that have agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
 _LOOK_S = 0.2
 """How often it looks into the store."""
 _FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
-"""How long a device stays empty after a loss; losses older than six of the longest don't count."""
+"""After the n-th loss on a device, seconds until the next process starts there: 5·4ⁿ⁻¹, at most
+600. Losses more than 3,600 s ago don't count."""
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
 """Signals that a keeper's loop waits for; blocked before it has threads."""
 _FROM_TERMINAL = 0x80
-"""`si_code` of what the system itself sends: to the whole process group, so to workers as well."""
+"""`si_code` of signals from the system itself. Workers get these, too, since they go to the whole
+process group."""
 
 
 def joiner_variables(address: str) -> dict[str, str]:
-    """Return what the environment of a joiner has besides that of a worker of the first start.
+    """Return the variables that a joiner's environment has beside those of the first workers.
 
-    It does none of rank 0's work before it has a rank.
+    They keep a joiner from doing rank 0's work before it has a rank.
 
     Args:
         address: host:port of the run's store.
@@ -81,10 +86,10 @@ class Worker:
     """A worker process, and what its keeper knows of it.
 
     Args:
-        start: Starts it: returns its process id, given the variables that its environment has
-            besides this process's, and a descriptor that it inherits.
+        start: Starts it and returns its process id. Gets the variables that its environment has
+            beside this process's, and a file descriptor that it inherits.
         more: Further variables of its environment.
-        ends_s: When those that had its device before it have ended, the latest last.
+        ends_s: When earlier workers on its device ended, the latest last.
     """
 
     def __init__(
@@ -101,15 +106,15 @@ class Worker:
         os.close(write)
         self._status: int | None = None
         self.member: tuple[str, int] | None = None
-        """The prefix of its membership, and its number; None until it has told."""
+        """The prefix of its membership, and its number as a member; None until it has told them."""
         self.died_in_training: bool | None = None
         """Whether it died before training had ended; None until the membership has been told."""
         self.is_first = not ends_s
-        """Whether it is of the first start."""
+        """Whether it is a worker of the first start."""
         self.is_joiner = not self.is_first
-        """Whether it took a lost one's device, and the run, as far as known, hasn't let it in."""
+        """Whether it was started on a lost worker's device and isn't known to have joined yet."""
         self.is_replaced = False
-        """Whether another one has its device."""
+        """Whether another worker was started on its device."""
 
     def look(self) -> None:
         """Check whether it has ended, and read what it has told; called by one thread only."""
@@ -154,10 +159,10 @@ class Worker:
 
     @property
     def is_due(self) -> bool:
-        """Whether its device has been empty for as long as its losses call for.
+        """Whether its device has been unused for long enough after its losses.
 
-        What breaks each of its workers costs all others a generation each time, so the wait grows:
-        5 s, 20 s, 80 s, …, 10 minutes.
+        A fault that kills each worker on a device costs all other ranks a generation each time. So
+        the wait grows: 5 s, 20 s, 80 s, …, 10 minutes.
         """
         may_be_replaced = self.died_in_training or self.is_joiner
         if not self.is_lost or not may_be_replaced or self.is_replaced:
@@ -183,10 +188,10 @@ class _Outlook(enum.Enum):
 
 
 class Keeper:
-    """See the module's docstring.
+    """The keeper of a node's workers; see the module's docstring.
 
     Args:
-        workers: The workers, started from the main thread.
+        workers: The workers, which the main thread has started.
         address: Host of the store.
         port: Port of the store.
         serves: Whether this keeper serves it.
@@ -203,7 +208,7 @@ class Keeper:
         replaces: bool = False,
     ) -> None:
         self._workers = list(workers)
-        """Of the first start, then those that took their devices."""
+        """The workers of the first start, then those that were started on their devices."""
         self._address, self._port, self._serves = address, port, serves
         self._replaces = replaces
         self._is_told_to_end = False
@@ -216,8 +221,8 @@ class Keeper:
         threading.Thread(target=self._watch_store, name="keeper-store", daemon=True).start()
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
-            # Not `sigtimedwait`, which tells of a signal that never was, in memory that nobody has
-            # written to, if this process is stopped and goes on after the timeout.
+            # Not `sigtimedwait`: if this process is stopped and continues after the timeout, it
+            # reports a signal that never was, out of uninitialised memory.
             received = signal.sigwaitinfo(BLOCKED)
             if received.si_signo in _HANDED_ON:
                 if received.si_code != _FROM_TERMINAL:
@@ -261,7 +266,7 @@ class Keeper:
         if self._has_members():
             return None
         if any(worker.code == ALL_LEAVE for worker in self._workers):
-            return ALL_LEAVE  # Those too whose workers were lost before: nobody goes on.
+            return ALL_LEAVE  # Also if its own workers were lost before: nobody goes on.
         if not dead:
             return max(worker.code or 0 for worker in self._workers)
         num_told, outlook = self._seen
@@ -270,7 +275,7 @@ class Keeper:
         if outlook is _Outlook.GOES_ON and (self._serves or not self._is_told_to_end):
             return None
         # Joiners that the run hasn't let in end with this process.
-        # What failed after training is the script's failure, whoever was lost before.
+        # A failure after training is the script's, whichever workers were lost before.
         failed = min(dead, key=lambda worker: worker.died_in_training is not False)
         return 0 if outlook is _Outlook.ENDED else failed.code
 
@@ -278,7 +283,7 @@ class Keeper:
         return [worker for worker in self._workers if worker.is_lost]
 
     def _has_members(self) -> bool:
-        """Whether a worker lives for which this process stays, whatever becomes of the run."""
+        """Whether a worker lives that this process must wait for, whatever becomes of the run."""
         return any(worker.code is None and not worker.is_joiner for worker in self._workers)
 
     # -- the thread that waits for the store ------------------------------------------------------
@@ -313,7 +318,7 @@ class Keeper:
         from lightning_hetero.runtime.generation import joiners, records
 
         dead = self._dead()
-        # The dead first: others wait for that word.
+        # First report the dead: others wait for it.
         for worker in sorted(self._workers, key=lambda item: item not in dead):
             if worker.member is None:
                 continue
@@ -344,10 +349,10 @@ class Keeper:
             of_run = PrefixStore(prefix, store)
             outlook = _Outlook.OVER
             if joiners.has_never_entered(of_run, number):
-                # The run is none of its own: whoever started it hears at once that it failed.
+                # A joiner of somebody else's run: whoever started it learns at once that it failed.
                 pass
             elif of_run.check([records.ENDED]):
-                # What fails after training, in code that follows, is a failure of the script.
+                # If code that follows training fails, the script has failed.
                 outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
             elif records.is_anybody_left(of_run):
                 outlook = _Outlook.GOES_ON

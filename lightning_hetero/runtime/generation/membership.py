@@ -4,20 +4,24 @@ A *member* is one process, with its own number for the whole run. A *generation*
 that train together, and in it each has a rank. If a member is lost, leaves or joins, the generation
 ends, and the remaining members agree on the next one:
 
-1. every member that has stopped using the old generation's groups says that it is *here*,
-2. a member is *gone* if anybody says so: itself, its keeper, or a member that waits for it and gets
-   no heartbeat,
-3. as soon as each member of the old generation is here or gone, any of them proposes those that are
-   here, together with the joiners that were called for it (`joiners`). The first proposal
-   counts (`compare_set`), so there is one next generation or none,
-4. a member that isn't in it ends. It was frozen or cut off, and nobody uses its generation's groups
-   and names any more: each generation has a prefix of its own.
+1. A member that has stopped using the old generation's groups writes that it is *here*. 2. A member
+is *gone* if anybody writes so: the member itself, its keeper, or a member that waits for
+   it and gets no heartbeat.
+3. As soon as every member of the old generation is here or gone, any of them proposes the next
+   generation: those that are here, and the joiners that were called for it (`joiners`). The first
+   proposal counts (`compare_set`), so all remaining members see the same generation.
+4. A member that isn't in the new generation ends. It was frozen or cut off. It can't disturb the
+   others, since each generation uses process groups and names in the store of its own.
 
-The store decides, so two sides of a partition never both train: the side without it can't form a
-generation, and its old one lacks ranks. If nobody reaches it, as when the whole network fails,
-nobody trains: all wait, then go on together if it comes back within `patience_s`, or else end. It
-is served by torchrun's agent, if that shares its store, or by the keeper (`keeper`) of rank 0's
-process. Both outlive every worker. If that node is lost, so is the store, and the run is restarted.
+Example: of members 0, 1 and 2 the process of 1 is killed. Its keeper writes that 1 is gone; 0 and 2
+write that they are here, and propose {0, 2}, in which member 2 has rank 1.
+
+Because the store decides, two sides of a network partition never both train: the side that doesn't
+reach the store can't form a generation, and its old generation lacks ranks. If nobody reaches the
+store, nobody trains: all wait, and go on together if it comes back within `patience_s`, or end. The
+store is served by torchrun's agent, if the agent shares its store, or by the keeper (`keeper`) of
+rank 0's process. Both outlive every worker. If their node is lost, so is the store, and the run is
+restarted.
 """
 
 import time
@@ -37,8 +41,8 @@ from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 __all__ = ["Membership"]
 
 _FEW, _LOOKS_OF_FEW, _LOOKS_OF_OTHERS = 8, 5, 50
-"""The first few ask after as many looks who is silent, a call for each member, and others seldom:
-most waits are over before anybody needs to."""
+"""While members wait, the first 8 to come check for silent members in every 5th read, the others in
+every 50th: a check takes a call for each member, and most waits are over before it is needed."""
 
 
 class Membership:
@@ -51,15 +55,15 @@ class Membership:
         ...  # a rank is lost
         generation = membership.form(members, is_silent)
 
-    It is the `Bulletin` of this generation's heartbeats. The store's client is used by the main
-    thread and by theirs, and each call is short.
+    It is also the `Bulletin` of the generation's heartbeats. The main thread and the heartbeat's
+    thread share the store's client, so each call is short.
 
     Args:
-        store: Served by no member, under a prefix of this run's own.
+        store: A store that no member serves, under a prefix of this run's own.
         number: This member's number.
         node: Name of this member's node.
-        admission: Where this member sees joiners; None if none are let in.
-        patience_s: How long a generation may take to form, while the members waited for are alive.
+        admission: Admits joiners; None if no process may join.
+        patience_s: How long a generation may take to form while all awaited members are alive.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Membership:
         self._admission = admission
         self._news_heard = 0
         self.patience_s = patience_s
-        """How long a generation may take to form, while those that are waited for beat."""
+        """How long a generation may take to form while all awaited members are alive."""
         self.generation: Generation | None = None
         """The newest generation that this member is in."""
 
@@ -88,7 +92,7 @@ class Membership:
 
     @property
     def first_ranks(self) -> tuple[int, ...] | None:
-        """Each rank's rank in the first start; None if there are joiners."""
+        """For each rank its rank in the first start; None if there are joiners."""
         members = () if self.generation is None else self.generation.members
         count = joiners.num_first(self._store)
         numbers = tuple(member.number for member in members)
@@ -102,7 +106,7 @@ class Membership:
         return records.meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
 
     def ring_of(self, generation: Generation) -> Ring:
-        """Return a generation as those see it that watch each other in it."""
+        """Return the ring in which a generation's members watch each other."""
         rank = generation.rank_of(self.number)
         assert rank is not None
         return Ring(
@@ -142,7 +146,7 @@ class Membership:
             self._agree(number, list(dict.fromkeys([*expected, *called])), called, is_silent)
             formed = self._enter(number)
             if number == 0 and formed.world_size < len(expected):
-                # A run that begins with fewer would train something else than was asked for.
+                # With fewer processes the run would train something else than was asked for.
                 left = {member.number for member in formed.members}
                 lost = [f"rank {n}: {self.reason_of(n)}" for n in expected if n not in left]
                 raise PeerError(f"Ranks were lost before training began. {' '.join(lost)}")
@@ -162,11 +166,12 @@ class Membership:
             awaited = [other for other in expected if other not in gone]
             here = [other for other in awaited if other in come]
             missing = [other for other in awaited if other not in come]
-            # The more there are, the seldomer the later ones look, who go on if the first are lost.
+            # The more members there are, the less often the later ones read: they are needed only
+            # if the first ones are lost.
             place = here.index(self.number) if self.number in here else len(here)
             num_looks += 1
             if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
-                # Who is here may freeze, too, while others are waited for.
+                # A member that is here may freeze while it waits for others.
                 known = [n for n in here if n != self.number and n not in called]
                 self._judge([*known, *missing], missing if deadline.is_over else (), is_silent)
             if not missing:
@@ -177,7 +182,7 @@ class Membership:
     def _judge(
         self, members: Sequence[int], late: Sequence[int], is_silent: Callable[[int], bool]
     ) -> None:
-        """Tell who is gone: silent ones, and those that had enough time to come."""
+        """Write which members are gone: silent ones, and those that had enough time to come."""
         for member in members:
             if is_silent(member):
                 self.tell_gone(member, "It showed no sign of life.")
@@ -194,8 +199,8 @@ class Membership:
     ) -> tuple[Generation, Generation]:
         """Agree with this generation's remaining members on the next one; see `form`.
 
-        Silence that was seen before this call counts: a rank that has been silent since then is
-        waited for only for the rest of `silence_s`.
+        Silence before this call counts: for a rank that has been silent already, the others wait
+        only for the rest of `silence_s`.
 
         Args:
             signs: This process's heartbeat.
@@ -233,8 +238,9 @@ class Membership:
     def wait_for_next(self, timeout_s: float) -> None:
         """As a member that leaves, wait until the others have formed the next generation.
 
-        Then they have stopped using the old one's groups. Waits for `timeout_s` at most: if a rank
-        is lost meanwhile, others may not know that this member leaves, and wait for it.
+        By then they have stopped using the old generation's groups. Waits for at most `timeout_s`:
+        if a rank is lost meanwhile, the others may not know that this member leaves, and wait for
+        it.
         """
         assert self.generation is not None
         self._wait_until_formed(self.generation.number + 1, timeout_s, or_gone=True)
@@ -264,7 +270,7 @@ class Membership:
     # -- who comes, and who is gone ---------------------------------------------------------------
 
     def look_for_joiners(self) -> bool:
-        """Judge joiners, and return whether some wait; called by rank 0 at every step."""
+        """Admit or refuse joiners; return whether some wait. Rank 0 calls it at every step."""
         return self._admission is not None and self._admission.look(self._news_heard)
 
     def tell_layer_call(self, description: str) -> None:

@@ -1,4 +1,4 @@
-"""The records of a membership: its generations, who is here or gone, and whether it has ended."""
+"""The records of a membership: generations, who is ready or gone, whether training has ended."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 LOOK_S = 0.01
-"""Seconds between two looks at who has come."""
+"""Seconds between two reads of who is ready."""
 
 ENDED, NEWEST, NEWS, _GONE = "ended", "newest", "news", "gone"
 LAYER_CALL = "layer call"
-"""Key of what joiners rehearse."""
+"""Key of the description of a layer's call, which joiners make before they join."""
 
 
 class Member(NamedTuple):
     """One process of a run."""
 
     number: int
-    """Its own for the whole run, even after it is lost."""
+    """Its number in the whole run, which no other member ever gets."""
     node: str
     """Name of its node."""
 
@@ -52,7 +52,7 @@ class Generation:
 
     number: int
     members: tuple[Member, ...]
-    """By rank."""
+    """The members, by rank."""
 
     @property
     def world_size(self) -> int:
@@ -115,7 +115,7 @@ def newest_generation(store: Store) -> int | None:
     """Return the number of the newest generation, None before the first one has formed."""
     if not store.check([NEWEST]):
         return None
-    number = int(store.get(NEWEST))  # Of whoever was the last to enter one, maybe an older one.
+    number = int(store.get(NEWEST))  # A slow member may have written an older number last.
     while has_formed(store, number + 1):
         number += 1
     return number
@@ -148,7 +148,7 @@ def is_anybody_left(store: Store) -> bool:
 
 
 def loses_store(store: Store, generation: Generation, leaving: Collection[int]) -> bool:
-    """Whether the store goes with ranks that leave: with the first member, or its node's last one.
+    """Whether the store is lost if some ranks leave: if member 0 leaves, or its node's last member.
 
     Args:
         store: The membership's store.

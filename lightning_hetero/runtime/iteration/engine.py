@@ -172,6 +172,7 @@ class Engine:
         running = self.plans.begin(key.phase, key.epoch)
         # Cut.
         microbatches, first_index = self._cut(batch)
+        sizes = [sizes_of(item) for item in microbatches]
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
         seed = self.config.seed, key.phase, key.epoch, key.batch_idx
         if is_training and is_cut and self._split.is_due():
@@ -187,13 +188,14 @@ class Engine:
             factor=self.gradients.loss_scale,
         )
         schedule = self.schedules.of(
-            running, [sizes_of(item)[1] for item in microbatches], is_training=is_training
+            running, [tokens for _, tokens in sizes], is_training=is_training
         )
         passes = StagePasses(
             running,
             self.boundary,
             results,
             microbatches,
+            [samples for samples, _ in sizes],
             self._recomputation.of(running.chunks, microbatches, schedule.actions),
             first_index=first_index,
             seed=seed,
@@ -224,8 +226,7 @@ class Engine:
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = None if sums is None else self._keep_gradients(sums, agreed, scale, key)
-        entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
-        self.logs.replay(entries, logged, agreed.num_samples)
+        self.logs.replay(agreed.reports.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         if is_training:
             self.schedules.learn(running)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.actions import Action, ActionKind
-from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
@@ -57,6 +56,7 @@ class StagePasses:
         boundary: The wrapped layers of the user's model.
         results: Collects the steps' results.
         microbatches: This rank's micro-batches, in order.
+        num_samples: Samples of each.
         recomputations: By stage, what each micro-batch computes again in backward.
         first_index: Index of the first micro-batch among those of all pipelines.
         seed: The numbers from which the random numbers of all micro-batches are seeded.
@@ -69,6 +69,7 @@ class StagePasses:
         boundary: StageBoundary,
         results: StepResults,
         microbatches: Sequence[Any],
+        num_samples: Sequence[int],
         recomputations: Mapping[int, Sequence[Recomputation]],
         *,
         first_index: int,
@@ -85,9 +86,9 @@ class StagePasses:
         self._results = results
         self._microbatches = microbatches
         self._recomputations = recomputations
+        self._num_samples = num_samples
         # For all micro-batches at once: inside an action the same code takes ten times as long,
         # because the kernels before it have displaced it from the processor's caches.
-        self._sizes = [sizes_of(item)[0] for item in microbatches]
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
         self._splitter = splitter
@@ -193,7 +194,7 @@ class StagePasses:
         microbatch, running = self._microbatches[index], self._running
         chunk = self._chunks[stage_index]
         link = chunk.link
-        self._results.begin(microbatch, self._sizes[index], counts=chunk is running.chunks[0])
+        self._results.begin(microbatch, self._num_samples[index], counts=chunk is running.chunks[0])
         if chunk is not running.chunks[-1]:
             microbatch = copy_of(microbatch)  # It is still needed, and a step may change it.
         forward = MicrobatchPass(

@@ -1,15 +1,16 @@
-"""End the connections of a run's groups, so that nobody waits in them any more.
+"""Close the connections of a run's groups, so that nobody waits in them any more.
 
-gloo's `abort` and `shutdown` end no wait (torch 2.13), so a rank that waits for a frozen one, or
-for one that has given up waiting itself, would wait until its timeout. Groups outlive their run
-besides: frames of the exception that ended it hold them. So what groups open is noted, and hung up
-by hand.
+gloo's `abort` and `shutdown` end no waits (torch 2.13). So a rank that waits for a frozen one, or
+for one that has itself stopped waiting, would wait until its timeout. Groups also outlive their
+run, because frames of the exception that ended it hold them. Therefore the sockets that groups open
+are recorded, and closed by hand.
 
-gloo tells a waiting rank of a connection that ended while it was read, but not always of one on
-which a write failed: the send is forgotten, and who waits for it waits until the timeout (seen in a
-third of hang-ups while ranks exchanged message after message). So a connection first ends for
-reading only, on this rank alone: the last messages can still be written, and the other rank sees
-nothing yet, since it stays open. A moment later nobody here talks any more, and it ends for both.
+They are closed in two steps. gloo notifies a waiting rank if a connection ends while it reads, but
+not always if a write fails: then the send is forgotten, and whoever waits for it waits until the
+timeout (this was seen in a third of the cases while ranks exchanged message after message). So a
+connection is first closed for reading only, on this rank: the last messages can still be written,
+and the other rank notices nothing. A moment later, when no thread here writes any more, it is
+closed for both.
 """
 
 import os
@@ -31,40 +32,40 @@ __all__ = ["Connections", "is_broken_connection"]
 
 _T = TypeVar("_T")
 _NOTICE_S = 0.05
-"""How long groups may take to notice that nothing more is to be read; a group that is nearly there
-may take ten times as long once connections are hung up."""
+"""Seconds that groups may take to notice that connections are closed for reading. A group that is
+just being made may take ten times as long."""
 
 _OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
 """Texts of NCCL's errors about memory on this rank's own device: no peer has failed."""
 
 _Opened = set[tuple[int, str]]
-"""File descriptors, and what the system says they are: a descriptor is soon used again."""
+"""File descriptors with what the system says they are, since a descriptor's number is used
+again."""
 
 
 class Connections:
-    """Connections of this process's groups, on Linux; elsewhere nothing is known of them.
+    """The connections of this process's groups; only on Linux, elsewhere none are known.
 
     Args:
-        may_end: Whether the process may outlive them, so that nothing may wait in them for long.
+        may_end: Whether the process may go on after they are closed.
     """
 
     def __init__(self, *, may_end: bool = False) -> None:
         self._opened: _Opened = set()
-        # What is there already outlives this, such as a membership's own connection to its store,
-        # whatever another thread does while connections are opened.
+        # Connections that exist already are no group's, such as a membership's to its store.
         self._kept: _Opened = _sockets() if may_end else set()
         self._may_end = may_end
         self._is_hung_up = False
 
     def open(self, make: Callable[[], _T]) -> _T:
-        """Return what `make` does, such as a new group, and note what is opened meanwhile.
+        """Return what `make` returns, such as a new group, and record the sockets that it opens.
 
-        gloo waits for every rank of a new group, and nothing ends that wait but its timeout, not
-        even that the rank is dead. So where connections may be hung up, a thread waits, and is left
-        there.
+        gloo waits for every rank of a new group, even for a dead one, and only a timeout ends that
+        wait. So if connections may be closed here, `make` runs on a thread, which may be left
+        behind.
 
         Raises:
-            RuntimeError: They were hung up. It counts as a broken connection.
+            RuntimeError: The connections were closed. It counts as a broken connection.
         """
         before = _sockets()
         try:
@@ -88,16 +89,16 @@ class Connections:
         return answer.result()
 
     def check(self) -> None:
-        """Go on only where they weren't hung up.
+        """Check that the connections weren't closed.
 
         Raises:
-            RuntimeError: They were. It counts as a broken connection.
+            RuntimeError: They were closed. It counts as a broken connection.
         """
         if self._is_hung_up:
             raise RuntimeError("gloo: connections were hung up before all ranks had come.")
 
     def hang_up(self) -> None:
-        """End the connections, and what waits for them."""
+        """Close the connections, and so end what waits for them."""
         self._is_hung_up = True
         with ExitStack() as held:
             ends = [held.enter_context(end) for end in self._ends()]

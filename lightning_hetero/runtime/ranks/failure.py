@@ -1,12 +1,12 @@
-"""Find out that another rank failed, say which and why, and never hang because of it.
+"""Find out that another rank has failed, report which and why, and never hang because of it.
 
-Every process beats in the store, and each rank watches the next one (`heartbeat`). A rank that
-raises first writes the reason into the store. What others then see differs: gloo closes the
-connection of a peer that is gone, NCCL just never returns, and a frozen rank keeps its connections.
-All cases end the same way: the waiting rank raises `PeerError` with the failed rank's reason. A
-rank that can't raise, because its main thread waits inside a collective or its teardown doesn't
-end, is ended with that message and a non-zero exit code. Rank 0 serves the store; it may be the
-frozen one.
+Every process sends heartbeats through the store, and each rank watches the next one (`heartbeat`).
+A rank that raises an error first writes the reason into the store. Other ranks notice it in
+different ways: gloo closes the connection of a peer that is gone, NCCL never returns, and the
+connections of a frozen rank stay open. In all cases the waiting rank raises `PeerError` with the
+failed rank's reason. If it can't raise, because its main thread waits inside a collective or its
+teardown doesn't end, the process is ended with that message and a non-zero exit code. All this
+works although rank 0 serves the store, and may be the one that is frozen.
 """
 
 import atexit
@@ -35,7 +35,7 @@ _GRACE_S = 10.0
 """Seconds that a main thread may take to notice a failure, if nobody goes on in place."""
 
 _STARTING_S = 20.0
-"""Seconds for which a rank may be silent while processes start: imports may starve its thread."""
+"""Seconds for which a rank may be silent while processes start: imports may stop its thread."""
 
 _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
@@ -56,10 +56,10 @@ class AgreedExit(SystemExit):
 
 
 class GenerationChange(Exception):
-    """All ranks have stopped between the same two steps, with a checkpoint of the first.
+    """All ranks have stopped after the same step, and have a checkpoint of it.
 
     Args:
-        reason: Why.
+        reason: Why they have stopped.
         leaving: Ranks that end now; the others go on, with any joiners that wait.
     """
 
@@ -69,11 +69,11 @@ class GenerationChange(Exception):
 
 
 class FailureDetector:
-    """One rank's watch over the others.
+    """Finds out on one rank when another one has failed.
 
     Args:
-        heartbeat: This process's.
-        ring: The ranks; where it has a bulletin, no rank serves the store.
+        heartbeat: This process's heartbeat.
+        ring: The ranks; if it has a bulletin, no rank serves the store.
         timeout: How long this process may take to end, or to go on, after another rank's failure.
         silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
         abort: Ends waits in communicators; called on a thread of its own once a rank has failed.
@@ -94,7 +94,7 @@ class FailureDetector:
         self._rank = ring.rank
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
-        # In place its own work (a compilation, a file) may take as long as the others wait for it.
+        # In place, its own work (a compilation, a file) may take as long as others wait for it.
         patience_s = _GRACE_S if ring.bulletin is None else ring.bulletin.patience_s
         self._grace_s = min(patience_s, self._timeout_s)
         self._watch: Watch | None = None
@@ -110,7 +110,7 @@ class FailureDetector:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """In this context turn a peer's failure into `PeerError`, and report this rank's own."""
+        """Context that turns a peer's failure into `PeerError`, and reports this rank's own."""
         try:
             yield
         except PeerError:
@@ -126,7 +126,7 @@ class FailureDetector:
             raise PeerError(reason) from error
 
     def start(self) -> None:
-        """Begin to beat and to watch: from now on a silent peer counts as dead."""
+        """Begin to send heartbeats and to watch: from now on a silent peer counts as dead."""
         if self._watch is not None:
             return
         self._heartbeat.begin()
@@ -142,16 +142,16 @@ class FailureDetector:
         atexit.register(self.stop)
 
     def expect_slow_start(self, *, is_expected: bool) -> None:
-        """Let ranks be silent for longer, or not any more: imports may starve their threads."""
+        """Allow ranks to be silent for longer while processes start, or no longer allow it."""
         self._is_starting = is_expected
 
     def stop(self) -> None:
-        """Say goodbye: this rank ends, or goes on alone, without having failed."""
+        """Report that this rank ends, or goes on alone, without having failed."""
         self.pause()
         self._heartbeat.end(10 * self._interval_s)
 
     def pause(self) -> None:
-        """Stop judging; this process beats on."""
+        """Stop watching; this process goes on sending heartbeats."""
         atexit.unregister(self.stop)
         self._stopped.set()
         watch, self._watch = self._watch, None
@@ -161,14 +161,14 @@ class FailureDetector:
             # Communicators that are destroyed by another thread never end their own threads.
             self._judging.join(10 * self._interval_s)
         if self._aborting is not None:
-            # A late one would hang up what the next generation has opened. And where Python ends
-            # meanwhile, a thread that comes back from C++ is unwound by force, through code that
-            # bears no exception: "terminate called without an active exception".
+            # A late thread would close what the next generation has opened. And if Python ends
+            # meanwhile, a thread that returns from C++ is unwound by force, through code in which
+            # no exception is allowed: "terminate called without an active exception".
             self._aborting.join(10 * self._interval_s)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the run's first report counts."""
-        has_reported = self._raised.is_set()  # Errors come through several callers.
+        has_reported = self._raised.is_set()  # An error may pass through several callers.
         self._raised.set()
         if self._watch is not None and not has_reported and not isinstance(error, PeerError):
             notes = getattr(error, "__notes__", ())
@@ -187,7 +187,7 @@ class FailureDetector:
         )
 
     def _let_others_read(self) -> None:
-        """On a rank 0 that serves the store, give the others time to read why the run ends."""
+        """If this is rank 0 and serves the store, give others time to read why the run ends."""
         if self._rank == 0 and self._ring.bulletin is None:
             self._heartbeat.wait_until_heard(3 * self._interval_s)
 
@@ -217,7 +217,7 @@ class FailureDetector:
         heard = self._heartbeat
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
             return _STORE_IS_GONE if self._ring.bulletin is None else _STORE_OF_OTHERS_IS_GONE
-        # A round of the heartbeat measures it: while the store is silent nothing is known of peers.
+        # Rounds of the heartbeat measure it: while the store doesn't answer, peers aren't seen.
         if watch.peer_silence_s > patience_s:
             heard.tell(watch.peer, _describe_silent(watch.peer))
         return None

@@ -1,18 +1,19 @@
-"""One beat per process: how others know that it lives, and what it hears of them.
+"""Send this process's heartbeat, and watch those of others.
 
-From the moment in which others may wait for it until it ends, each process adds to a number of its
-own in the run's store: as a rank of one generation after another, as a member that agrees on the
-next one, and as a joiner that waits to be let in. Whoever asks whether a process lives reads that
-number: `silence_s` is the one measure of silence, and what it has seen counts for all who ask.
+A heartbeat is a counter in the run's store, one for each process. The process increases it from the
+moment when others may wait for it until it ends: as a rank of one generation after another, as a
+member that agrees on the next generation, and as a joiner. `silence_s` tells for how long a counter
+hasn't changed; it is used wherever one process asks whether another one lives.
 
-Ranks that train together form a `Ring`: each watches the next one. A round is three calls of the
-store for any number of ranks, each an addition: the own beat, the number of news, and the beat of
-the watched rank. Only if there are news, or that rank is silent, it reads more: a node's ranks are
-lost together, and with them who would have watched all but the first. Rounds follow each other
-quickly once a connection has broken, until it is known why.
+Ranks that train together form a `Ring`, in which each watches the next one. A round takes three
+calls of the store, whatever the number of ranks: increase the own counter, read the number of news,
+and read the counter of the watched rank. Only if there are news, or if the watched rank is silent,
+more is read. Then the ranks behind the silent one are watched as well: a node's ranks are lost
+together, and with each of them the one that watches the next. Once a connection has broken, rounds
+follow each other quickly until it is known why.
 
 A call to a store whose server is frozen never returns and can't be cancelled. So a thread makes
-these calls; others read what it has heard, and whether it still hears anything.
+these calls. Other threads read what it has found, and whether it still gets answers.
 """
 
 import json
@@ -33,11 +34,11 @@ __all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 _FAILURE, _HEARD, _NEWS = "failure", "heard", "news"
 _SERVER_LEFT, _SUSPICION = "server left", "suspicion"
 _GONE = 2**32
-"""More than any process's beats; a process that ends adds it."""
+"""Larger than any number of heartbeats; a process that ends adds it to its counter."""
 _OF_A_NODE = 16
-"""Ranks that are watched once the first of them is silent: a node's ranks are lost together."""
+"""Number of ranks that are watched when the first of them is silent."""
 _SILENT_ROUNDS = 1.5
-"""Rounds without a beat after which a rank is silent."""
+"""Rounds without a heartbeat after which a rank counts as silent."""
 
 
 def interval_s(silence_s: float) -> float:
@@ -46,11 +47,11 @@ def interval_s(silence_s: float) -> float:
 
 
 class Silence:
-    """Measures for how long something shows no sign of life, while this process was awake to see.
+    """Measures for how long something has shown no sign of life, while this process could see it.
 
     Args:
-        nap_s: The most that a gap between two looks counts: a process that was stopped itself, or
-            got no time on a busy machine, has seen nothing of the others.
+        nap_s: Most seconds that count between two checks. If this process was stopped, or got no
+            time on a busy machine, it has seen nothing of the others meanwhile.
         sign: The last sign of life, if one is known.
     """
 
@@ -62,7 +63,7 @@ class Silence:
         """Seconds of silence so far."""
 
     def look(self, sign: object) -> float:
-        """Take in the present sign; return the seconds of silence, 0 if the sign has changed."""
+        """Compare with the present sign; return the seconds of silence, 0 if it has changed."""
         now_s = time.monotonic()
         gap_s = min(now_s - self._looked_at_s, self._nap_s)
         self.seconds = 0.0 if sign != self._sign else self.seconds + gap_s
@@ -71,11 +72,11 @@ class Silence:
 
 
 class Bulletin(Protocol):
-    """Tells of ranks that are gone, from others than ranks, such as a worker's keeper."""
+    """Other sources than the ranks that say which rank is gone, such as a worker's keeper."""
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which the others wait for a rank that is alive, once one is gone."""
+        """Seconds for which others wait for a live rank once a rank is gone."""
 
     def num_news(self) -> int:
         """Return a number that grows with each news; one call of a store."""
@@ -89,17 +90,17 @@ class Ring:
     """Processes that train together and watch each other."""
 
     numbers: tuple[int, ...]
-    """By rank: the number under which a process beats."""
+    """For each rank the number of its process, which names its counter."""
     rank: int
-    """This process's."""
+    """The rank of this process."""
     name: str = "ring"
-    """Begins the names of its news in the store; no other ring of the run has it."""
+    """Prefix of the ring's news in the store; different for each ring of the run."""
     bulletin: Bulletin | None = None
     """Read in every round, if there is one."""
 
 
 class Watch:
-    """What a process has heard of its ring: written by its heartbeat's thread, read by the judge.
+    """What a process knows of its ring: written by its heartbeat, read by the `FailureDetector`.
 
     Args:
         ring: The ring.
@@ -108,31 +109,31 @@ class Watch:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.failure: str | None = None
-        """Why the run ends: the first failure that any rank has reported; None if none has."""
+        """The first failure that any rank has reported; None if there is none."""
         self.failed_rank = -1
-        """The rank that has failed, which may be dead."""
+        """The rank that has failed, and may be dead."""
         self.is_suspicious = False
-        """Whether any rank has lost a connection, so that silence counts sooner."""
+        """Whether any rank has lost a connection; then silent ranks count as dead sooner."""
         self.wakes_judge = threading.Event()
-        """Set once there is a failure, or nobody watches any more."""
+        """Set when there is a failure, or when watching ends."""
         self.has_server_left = False
-        """Whether rank 0 has said goodbye: then the store may go without harm."""
+        """Whether rank 0 has ended normally; then the loss of the store is no failure."""
         self.peer = (ring.rank + 1) % len(ring.numbers)
-        """The watched rank: the next one that hasn't said goodbye; this rank if there is none."""
+        """The watched rank: the next one that hasn't ended normally; this rank if there is none."""
         self.peer_silence_s = 0.0
-        """For how long that rank has been silent."""
+        """Seconds for which the watched rank has been silent."""
         self.num_news = 0
         self.to_tell: str | None = None
         self.suspects = False
 
 
 class Heartbeat:
-    """One process's beats, from `begin` until `end` says goodbye; may begin again.
+    """One process's heartbeat, from `begin` to `end`; may begin again.
 
-    Processes begin equally often: the n-th beats in a store belong together.
+    All processes of a run must begin equally often: their n-th counters belong together.
 
     Args:
-        store: The run's store; the thread talks to it over a connection of its own.
+        store: The run's store; the thread uses a connection of its own.
         number: This process's number.
         interval_s: Seconds between two rounds.
     """
@@ -146,7 +147,7 @@ class Heartbeat:
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._silences: dict[int, Silence] = {}
-        """By number of a process, all that are or were watched."""
+        """For each process that was ever watched, by number, its silence."""
         self._watch: Watch | None = None
         self._suspected_at_s = -math.inf
         self._is_ending = False
@@ -158,7 +159,7 @@ class Heartbeat:
         """Whether the store has closed the connection."""
 
     def begin(self) -> None:
-        """Begin to beat, unless this process does already."""
+        """Begin to send heartbeats, unless this process does already."""
         if self._thread is None:
             self._is_ending = self.is_store_gone = False
             self._watch, self._silences = None, {}
@@ -167,7 +168,7 @@ class Heartbeat:
             self._thread.start()
 
     def watch(self, ring: Ring) -> Watch:
-        """From now on, watch another ring; return what is heard of it."""
+        """Watch another ring from now on; return what is known of it, which changes with time."""
         self._watch = watch = Watch(ring)
         self._suspected_at_s = -math.inf
         self._wake.set()
@@ -180,26 +181,26 @@ class Heartbeat:
         self._wake.set()
 
     def wait_until_heard(self, timeout_s: float) -> None:
-        """Wait until each rank has heard which one has failed, `timeout_s` at most."""
+        """Wait until each rank knows which rank has failed, at most `timeout_s`."""
         watch, deadline = self._watch, Deadline(timeout_s)
         if watch is None:
             return
         key, num_ranks = self._key(watch, _HEARD), len(watch.ring.numbers)
-        with suppress(DistError):  # Without the store nobody hears anything.
+        with suppress(DistError):  # Without the store nobody can be told.
             while self._store.add(key, 0) < num_ranks and not deadline.is_over:
                 time.sleep(self.interval_s / 20)
 
     def suspect(self) -> None:
-        """Tell the others that a connection has broken, so somebody may be dead."""
+        """Tell the others that a connection has broken, so that a rank may be dead."""
         self._suspected_at_s = time.monotonic()
         if self._watch is not None:
             self._watch.suspects = True
         self._wake.set()
 
     def beats_of(self, number: int) -> int:
-        """Return a process's number of beats so far; one call of the store, by any thread.
+        """Return a process's counter; one call of the store, by any thread.
 
-        If the process has said goodbye, it is larger than any number of beats.
+        After the process has ended normally, the counter is larger than any number of heartbeats.
         """
         return int(self._store.add(self._beat(number), 0))
 
@@ -208,9 +209,10 @@ class Heartbeat:
         return self._look_at(number, self.beats_of(number))
 
     def end(self, timeout_s: float) -> None:
-        """Say goodbye, so that nobody misses this process; wait `timeout_s` at most for the store.
+        """Report a normal end, so that nobody takes this process for dead.
 
-        Rank 0 stays, for a moment, until the others know that the store goes without harm.
+        Waits for the store, at most `timeout_s`. Rank 0 waits a moment longer, until the others
+        know that the loss of its store is no failure.
         """
         self._is_ending = True
         self._wake.set()
@@ -237,11 +239,11 @@ class Heartbeat:
     def _pause_s(self) -> float:
         """Return the seconds until the next round."""
         watch = self._watch
-        # Silence is judged after as long; what is said of a dead process is there within moments.
+        # News of a failed rank come within moments; after this time silence is measured again.
         is_over = time.monotonic() - self._suspected_at_s > 6 * self.interval_s
         if watch is None or is_over or watch.failure is not None:
             return self.interval_s
-        # All ranks together ask the store no oftener than they would at a hundred ranks.
+        # With more than 100 ranks each waits longer, so that all together don't ask more often.
         return min(max(0.01, 1e-4 * len(watch.ring.numbers)), self.interval_s)
 
     def _round(self) -> None:
@@ -290,7 +292,7 @@ class Heartbeat:
             self._see_server_leave(watch)
 
     def _watch_peer(self, watch: Watch) -> None:
-        """Watch the next rank; of those that have said goodbye each is passed over once."""
+        """Watch the next rank that hasn't ended normally."""
         numbers = watch.ring.numbers
         while watch.peer != watch.ring.rank:
             number = numbers[watch.peer]
@@ -302,7 +304,7 @@ class Heartbeat:
         watch.peer_silence_s = 0.0
 
     def _watch_further(self, watch: Watch) -> None:
-        """While the watched rank is silent, watch those that follow, which it no longer may do."""
+        """While the watched rank is silent, also watch the ranks behind it."""
         if watch.peer_silence_s <= _SILENT_ROUNDS * self.interval_s:
             return
         numbers = watch.ring.numbers

@@ -1,8 +1,8 @@
-"""What a loss is over its batch, and how a micro-batch's targets are counted.
+"""Count the targets of a micro-batch, by which its loss is weighted.
 
-Losses that are means are weighted by their micro-batches' numbers of targets; sums are added. Only
-then does a plan give the gradient of one big device. `split_check` measures which rule holds.
-Counts read only the batch, never the step.
+A loss that is a mean is weighted by the number of targets of its micro-batch, a sum has weight 1:
+only then does a plan give the gradient of one big device. `split_check` measures which rule holds.
+To count targets only the batch is read, never the step's code.
 """
 
 from collections import UserDict
@@ -24,11 +24,11 @@ Count = Tensor | int | float
 _NAMES = ("shift_labels", "labels", "label", "targets", "target", "y")
 """Names under which batches hold targets, the likeliest first."""
 _IGNORED = (IGNORED_LABEL, 0, -1, 1, 2)
-"""Values of integers that losses leave out: torch's own, then usual ids of pads."""
+"""Values of integers that losses ignore: torch's default, then usual ids of pads."""
 
 
 class LossReduction(Choice):
-    """Ways in which a training step's loss may sum up the targets of its batch."""
+    """How the loss of a training step reduces over its batch."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -44,7 +44,7 @@ class Counting:
 
     how: str
     place: int = -1
-    """Index of the counted tensor among those of the batch."""
+    """Index of the counted tensor among the batch's tensors."""
     ignored: int = IGNORED_LABEL
     is_shifted: bool = False
     """Whether the first position of each row has no target, as in a loss of next tokens."""
@@ -62,11 +62,11 @@ class Counting:
         return told[self.how]
 
     def of(self, microbatch: Any, by_module: Callable[[Any], Count] | None) -> Count:
-        """Return the number of targets; one on an accelerator stays there.
+        """Return the number of targets, as a tensor on the device if it is counted there.
 
         Args:
-            microbatch: The argument of a step.
-            by_module: The module's `num_target_tokens`; None if it has none.
+            microbatch: The batch that a step gets.
+            by_module: The module's method `num_target_tokens`; None if it has none.
         """
         if self.how == "module" and by_module is not None:
             return by_module(microbatch)
@@ -83,7 +83,7 @@ class Counting:
 
     @classmethod
     def usual(cls, microbatch: Any, by_module: Callable[[Any], Count] | None) -> "Counting":
-        """Return what is most likely: the module's count, the batch's own, labels, or samples."""
+        """Return the likeliest way: the module's count, the batch's own, labels, or samples."""
         if by_module is not None:
             return cls("module")
         if _own_count(microbatch) is not None:
@@ -101,7 +101,7 @@ class Counting:
 
     @classmethod
     def likely(cls, microbatch: Any, by_module: Callable[[Any], Count] | None) -> list["Counting"]:
-        """Return all ways to count that a batch allows, each once, the usual one first."""
+        """Return all ways to count the targets of a batch, the likeliest first."""
         found = [cls.usual(microbatch, by_module)]
         tensors = tensors_of(microbatch)
         places = list(reversed(range(len(tensors))))
@@ -118,7 +118,7 @@ class Counting:
 
 @dataclass(frozen=True)
 class LossRule:
-    """What the losses of training steps are over their micro-batches."""
+    """Whether the losses of training steps are sums, or means over what."""
 
     reduction: LossReduction
     counting: Counting
@@ -128,7 +128,7 @@ class LossRule:
 
     @property
     def is_sum(self) -> bool:
-        """Whether losses are added as they are."""
+        """Whether losses are added without weights."""
         return self.reduction is LossReduction.SUM
 
 
@@ -149,7 +149,7 @@ def _plain_and_shifted(
 
 
 def _masks(place: int, tensor: Tensor) -> Iterator[Counting]:
-    """Yield how to count a tensor that may be a mask, or weights of samples or tokens."""
+    """Yield ways to count by a tensor that may be a mask, or weights of samples or tokens."""
     is_mask = not tensor.dtype.is_complex and tensor.ndim in (1, 2) and bool((tensor >= 0).all())
     if is_mask:
         yield from _plain_and_shifted("sum", place, tensor)

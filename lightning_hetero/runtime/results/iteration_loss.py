@@ -1,7 +1,7 @@
-"""The loss of an iteration from the totals of all ranks, and whether gradients are finite.
+"""Compute the loss of an iteration from the sums of all ranks, and whether gradients are finite.
 
-Each rank checks the gradients that it made, before they travel, and reports the result with its
-totals. So if any gradient is NaN or infinite, all ranks know of it, and none steps on it.
+Each rank checks its own gradients before they travel, and reports the result with its sums. So if
+any gradient is NaN or infinite, all ranks know it, and none makes an optimizer step with it.
 """
 
 import warnings
@@ -28,34 +28,34 @@ __all__ = [
 ]
 
 NUM_TOTALS = 5
-"""Totals of a rank: the sums of losses (means times their targets) and of targets, the sum and the
-number of losses without targets, whether gradients aren't finite."""
+"""Number of a rank's totals: the sum of losses (means times their targets), the sum of targets, the
+sum and the number of losses without targets, and whether gradients aren't finite."""
 
 _SMALL_NUMEL = 2**14
-"""Largest tensors, in elements, that are copied end to end before they are summed: 49 gradients of
-a small model then take 25 µs, not 110."""
+"""Tensors of up to this many elements are concatenated before they are summed: 49 gradients of a
+small model then take 25 µs instead of 110."""
 
 
 @dataclass(frozen=True)
 class IterationLoss:
-    """An iteration's loss and state of gradients, the same on each rank."""
+    """An iteration's loss, and whether gradients are finite; the same on each rank."""
 
     value: Tensor
     scale: Tensor
-    """Factor for sums of gradients."""
+    """Factor by which summed gradients are multiplied."""
     has_nonfinite: Tensor
-    """Whether some rank made gradients that aren't finite."""
+    """Whether any rank made gradients that aren't finite."""
 
     @classmethod
     def of(cls, totals: Tensor, *, is_sum: bool, unit: float) -> "IterationLoss":
-        """Return the loss that the ranks' totals give.
+        """Return the loss from the ranks' totals.
 
-        If nobody has a target, it is the mean of what the steps made of none.
+        If no rank has a target, it is the mean of the losses that steps returned.
 
         Args:
-            totals: The totals of each rank, (num_ranks, NUM_TOTALS or more).
+            totals: The totals of each rank: shape (num_ranks, NUM_TOTALS or more).
             is_sum: Whether losses are sums.
-            unit: By what the targets that backward passes begin with were divided.
+            unit: See `LossScale.unit`.
         """
         loss, weight, empty, num_empty = totals[:, : NUM_TOTALS - 1].sum(0).unbind()
         broken = totals[:, NUM_TOTALS - 1].any()
@@ -72,7 +72,7 @@ def nonfinite_ranks(totals: Tensor) -> list[int]:
 
 
 class LossSums:
-    """The losses of one rank's micro-batches, summed as `IterationLoss` takes them.
+    """Sums up the losses of one rank's micro-batches for `IterationLoss`.
 
     Args:
         device: Where they are summed.
@@ -81,7 +81,7 @@ class LossSums:
 
     def __init__(self, device: torch.device, *, is_sum: bool) -> None:
         self.has_nonfinite: Tensor | None = None
-        """What the function returns for the rank's gradients; None if there are none."""
+        """What `has_nonfinite` returned for the rank's gradients; None if there are none."""
         self._device = device
         self._is_sum = is_sum
         self._losses: list[Tensor] = []
@@ -104,7 +104,7 @@ class LossSums:
         losses, weights = torch.stack(self._losses).double(), torch.stack(self._weights)
         if self._is_sum:
             return torch.stack([losses.sum(), weights.sum(), nothing, nothing, broken])
-        # The mean of no targets may be NaN, and must count nothing where others have any.
+        # A mean over no targets may be NaN, and mustn't count if other micro-batches have targets.
         has_any = weights > 0
         total = torch.where(has_any, losses * weights, 0.0).sum()
         empty = torch.where(has_any, 0.0, losses).sum()
@@ -128,7 +128,7 @@ class NonfiniteGradients(Choice):
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return NaN if any element is NaN or infinite, else 0.0, without waiting for the device."""
     real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
-    # A sum keeps NaN and infinity, and reads each tensor once. For small ones calls cost more.
+    # A sum keeps NaN and infinity, and reads each tensor once. Small tensors cost calls, not bytes.
     small = [item for item in real if item.numel() <= _SMALL_NUMEL]
     sums = [item.sum(dtype=torch.float32) for item in real if item.numel() > _SMALL_NUMEL]
     if small:
@@ -144,9 +144,9 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
     """Raise or warn, as the user chose; called by every rank alike.
 
     Args:
-        found: Describes the gradients; the message goes on after it.
+        found: Describes the gradients; the beginning of the message.
         answer: The user's choice.
-        is_late: Whether the optimizer has stepped since, on zeros in their place.
+        is_late: Whether the optimizer has already stepped, with zeros in place of the gradients.
 
     Raises:
         StepError: The answer is an error.
@@ -166,20 +166,20 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
 
 
 class LateNumbers:
-    """Numbers on their way from one device to its host, which judges them without waiting.
+    """Lets a host check numbers of its device without waiting for them.
 
-    A host that reads a number which the device has yet to compute waits, and then the device idles.
-    So numbers that only decide whether a run may go on are judged one iteration later: by then they
-    have arrived. On a CPU they are judged at once. Called by every rank alike, on numbers that all
-    ranks have, so that all raise the same error in the same iteration.
+    If a host reads a number that its device hasn't computed yet, it waits, and then the device has
+    no work. So numbers that only decide whether a run may go on are checked one iteration late,
+    when they have arrived. On a CPU they are checked at once. All ranks make the same calls with
+    the same numbers, so all raise the same error in the same iteration.
 
     Args:
-        device: Where they are computed.
+        device: The device that computes the numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.is_late = device.type != "cpu"
-        """Whether `judge` leaves its judgement to the next `settle`."""
+        """Whether `judge` leaves the check to the next `settle`."""
         self._pending: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = []
 
     def judge(
@@ -195,7 +195,7 @@ class LateNumbers:
         self._pending.append((arriving, arrived, judgement))
 
     def settle(self) -> None:
-        """Call the judgements that `judge` has left; raises what they raise."""
+        """Call the functions that `judge` has left for later; raises what they raise."""
         pending, self._pending = self._pending, []
         for numbers, arrived, judgement in pending:
             if arrived is not None:

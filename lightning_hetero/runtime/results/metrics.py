@@ -1,10 +1,10 @@
 """Give the module's torchmetrics the states that they would have on one device, on every rank.
 
-Last stages update them, each with its pipeline's micro-batches. When a metric computes, the states
-of those ranks are merged by its own reductions; other ranks have no states. Its value for a step is
-that of all micro-batches of the iteration.
+Last stages update metrics, each with its pipeline's micro-batches; other ranks have no states. When
+a metric computes, the states of last stages are merged by the metric's own reductions. Its value
+for a step is that of all micro-batches of the iteration.
 
-States that hooks update are the same on every rank, and count once.
+If hooks update a metric, its states are the same on every rank, and count once.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,8 @@ class StepMetrics:
     Args:
         module: The LightningModule that holds them.
         comms: The communicators.
-        speaks: Whether this rank's states count: the first of a tensor-parallel group does.
+        speaks: Returns whether this rank's states count: those of a tensor-parallel group's first
+            rank do.
     """
 
     def __init__(self, module: nn.Module, comms: Communicators, speaks: Callable[[], bool]) -> None:
@@ -49,7 +50,7 @@ class StepMetrics:
         self._is_cut = self._is_last = True
         self._calls: dict[int, list[_Call]] = {}
         self._under_way: list[list[tuple[Metric, dict[str, Any], int]]] = []
-        """For each running call: the states to restore after it, if it was run for its value."""
+        """For each running call that only computes a value, the states to restore after it."""
         self._hooks, self._own = [], []
         for metric in self._metrics.values():
             self._hooks += [
@@ -73,7 +74,7 @@ class StepMetrics:
         return self.comms.world_size > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepMetrics":
-        """Return itself: it also synchronises copies of metrics."""
+        """Return the object itself, which also synchronises copies of metrics."""
         return self
 
     def remove(self) -> None:
@@ -101,7 +102,7 @@ class StepMetrics:
         finally:
             self.in_step = False
             for metric in self._metrics.values():
-                # Otherwise ranks that updated nothing would return what they computed before.
+                # Without this, ranks that updated nothing would return an earlier result.
                 metric._computed = None
 
     # -- calls in a step ----------------------------------------------------------------------
@@ -176,7 +177,7 @@ class _Account:
 
 
 class _Sync:
-    """Stands in for a metric's `_sync_dist`; a copy of the metric gets one of its own."""
+    """Replaces a metric's `_sync_dist`; a copy of the metric gets its own."""
 
     def __init__(self, metric: Metric, metrics: StepMetrics) -> None:
         self._metric = metric

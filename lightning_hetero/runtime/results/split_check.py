@@ -56,7 +56,7 @@ class Spared:
         self._generators: list[tuple[Any, Any]] = []
         """Each of the module's generators, and the copy in its place."""
         self._copies: dict[int, Any] = {}
-        """By the identity of what is copied: what modules share they share inside, too."""
+        """The copies by the identity of the originals, so that shared objects stay shared."""
 
     def __enter__(self) -> Self:
         for part in self._module.modules():
@@ -71,7 +71,7 @@ class Spared:
 
     def __exit__(self, *_: object) -> None:
         for own, before in self._kept:
-            # New attributes stay, such as Hugging Face's note that it has registered its hooks.
+            # New attributes stay: Hugging Face sets one to remember that it has registered hooks.
             own.update(before)
 
     @property
@@ -112,7 +112,7 @@ def _state_of(generator: Any) -> str:
 
 _DUE = frozenset({0, 1, 10, 100, 1000})
 _FACTOR = 3.0
-"""The usual rule is kept unless another one's residual is smaller by this factor."""
+"""Another rule replaces the usual one if its residual is smaller by this factor."""
 Triple = tuple[float, float, float]
 
 
@@ -130,14 +130,14 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> "Limits":
-        """Return those of a dtype that layers or losses compute in."""
+        """Return the limits for a dtype in which layers or losses are computed."""
         if torch.finfo(dtype).eps > 1e-5:
             return cls(refuse=2e-2, warn=1.2e-2)
         return cls(refuse=1e-3, warn=1e-4)
 
     @classmethod
     def of_graph(cls, loss: Tensor) -> "Limits":
-        """Return those of the coarsest dtype in which autograd computes a loss's gradient."""
+        """Return the limits for the coarsest dtype in which a loss's gradient is computed."""
         waiting: list[Any] = [loss.grad_fn]
         seen, dtypes = set(waiting), {loss.dtype}
         while waiting:
@@ -155,16 +155,16 @@ class Evidence:
     """What the check has found on one last stage."""
 
     products: tuple[Triple, Triple, Triple]
-    """Scalar products of G_m, G_a and G_b with each other."""
+    """Scalar products of G_m, G_a and G_b with each other: [m, a, b][m, a, b]."""
     counts: Mapping[Counting, Triple]
-    """Targets of m, a and b, by each way to count them; the usual one first."""
+    """For each way to count, the targets of m, a and b; the usual way comes first."""
     num_samples: int
-    """Samples of m; one sample is its own half, twice."""
+    """Samples of m; if it is 1, m is that sample twice, and both halves are equal."""
     limits: Limits
     is_random: bool = False
     """Whether the step has drawn random numbers, so that gradients can't be compared."""
     failure: str = ""
-    """The error that the step ended with on a half."""
+    """The error with which the step of a half ended."""
     empty: tuple[bool, ...] = ()
     """Whether m, a and b gave NaN, as means over nothing do; a sum over nothing is 0."""
 
@@ -192,7 +192,7 @@ class Evidence:
 
     @property
     def is_blind(self) -> bool:
-        """Whether it shows nothing: no gradients, infinite ones, or random ones."""
+        """Whether nothing follows from it: no gradients, infinite ones, or random numbers."""
         whole = self.products[0][0]
         parts = max(self.products[1][1], self.products[2][2])
         return (
@@ -202,7 +202,7 @@ class Evidence:
         )
 
     def residual(self, weights: tuple[float, float]) -> float:
-        """Return the size of G_m - w_a · G_a - w_b · G_b, relative to its summands."""
+        """Return the norm of G_m - w_a · G_a - w_b · G_b, relative to its summands."""
         factors = 1.0, -weights[0], -weights[1]
         pairs = ((i, j) for i in range(3) for j in range(3))
         square = sum(factors[i] * factors[j] * self.products[i][j] for i, j in pairs)
@@ -211,7 +211,7 @@ class Evidence:
         return math.sqrt(max(square, 0.0)) / largest if largest else 0.0
 
     def best_weights(self) -> tuple[float, float]:
-        """Return the least squares' w_a and w_b; the smallest where the halves are alike."""
+        """Return the w_a and w_b of least squares; the smallest ones if both halves are alike."""
         gram = torch.tensor([row[1:] for row in self.products[1:]], dtype=torch.float64)
         wanted = torch.tensor(self.products[0][1:], dtype=torch.float64)
         first, second = (torch.linalg.pinv(gram, hermitian=True, rtol=1e-10) @ wanted).tolist()
@@ -261,7 +261,7 @@ def judge(
         allow_mixing: Whether samples may affect each other.
 
     Raises:
-        StepError: No rule fits, or not the one that is declared.
+        StepError: No rule fits, or the declared one doesn't.
     """
     failure = next((item.failure for item in found if item.failure), "")
     if failure and not allow_mixing:

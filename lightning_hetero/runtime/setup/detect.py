@@ -1,9 +1,8 @@
-"""Detect the machines and devices of this run's ranks: the `Cluster` that plans are made for.
+"""Detect the machines and devices of a run's ranks: the `Cluster` for which plans are made.
 
-Every rank reports its host and its device; consecutive ranks on one host with one device type make
-a node. CUDA devices are looked up in the table of known devices by name and memory. A device that
-isn't in it, such as a CPU, becomes a device type of the cluster with rough figures, which a
-measured profile then replaces.
+Every rank reports its host and its device. Consecutive ranks on one host with one device type form
+a node. CUDA devices are looked up in the table of known devices by name and memory. Other devices,
+such as CPUs, become device types of the cluster with rough figures, until a profile is measured.
 """
 
 import os
@@ -57,7 +56,8 @@ class Seat:
     host: str
     """Name of the machine."""
     node: str = ""
-    """Ranks of one node are lost together. By default the host's name and torchrun's group rank."""
+    """Name of its node, whose ranks are lost together. By default the host's name with torchrun's
+    group rank."""
     device: DeviceSpec
     """Its device, slowdown included."""
     base: str
@@ -71,7 +71,7 @@ class Seat:
     host_memory_bytes: float | None = None
     """The host's memory, if the device has its own; None for a CPU."""
     correction: MemoryCorrection = field(default_factory=MemoryCorrection)
-    """What earlier runs out of memory have taught; `device.memory_bytes` is corrected by it."""
+    """Correction from earlier runs that ran out of memory; `device.memory_bytes` includes it."""
 
 
 def detect_seats(
@@ -91,7 +91,7 @@ def detect_seats(
         slowdown: Factor by which this rank emulates a slower device.
         memory_bytes: Memory to plan with instead of the device's own.
         node: Name of this rank's node, if nodes are emulated.
-        correction_of: Returns what earlier runs out of memory have taught, by device type.
+        correction_of: Returns the correction of a device type from runs that ran out of memory.
     """
     base = describe_device(device)
     spec = slowed(base, slowdown)
@@ -160,7 +160,7 @@ def _devices_of(seats: Sequence[Seat]) -> dict[str, DeviceSpec]:
         if seat.is_cpu and seat.shares_memory:
             spec = replace(spec, memory_bytes=spec.memory_bytes // per_host[seat.host])
         known = devices.setdefault(spec.name, spec)
-        # The same CPU in hosts of unequal memory: a plan must fit the smallest.
+        # Hosts with the same CPU may have unequal memory: a plan must fit the smallest.
         if spec.memory_bytes < known.memory_bytes:
             devices[spec.name] = spec
     return devices
@@ -210,9 +210,9 @@ def _host_memory_bytes() -> int:
 def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:
     """Return the known device with a driver's name, such as "NVIDIA A100-SXM4-80GB", or None.
 
-    A driver adds vendor, form factor and memory to the known name. With any other word more it is
-    another card (RTX 3090 Ti), or a part of one. Of devices that differ only in memory the one with
-    the nearest memory is returned; None if that differs by more than a quarter.
+    Drivers add vendor, form factor and memory to the known name. A name with any other word is
+    another card (RTX 3090 Ti), or part of one. If several devices differ only in memory, the one
+    with the nearest memory is returned; None if that differs by more than a quarter.
     """
     model = _MEMORY.sub("", name)
 

@@ -1,11 +1,11 @@
 """Find the layers of the user's module, and describe all its parameters.
 
-The layer list is the one that the user names, else the `ModuleList` (or `Sequential`) of like
-modules that holds the most parameters. Modules of one class are alike, and so are blocks of several
-classes whose forwards have the same first argument, as in hybrid models. Parameters outside of the
-layers are *outer*: those registered before the layers are taken to be used before them, the others
-after them. That guess decides only which ranks own outer slices; which stages compute with them is
-observed in the first iteration.
+The layer list is the one that the user names, else the `ModuleList` (or `Sequential`) of modules of
+one kind that has the most parameters. Modules are of one kind if they have the same class, or if
+they are blocks whose forwards have the same first argument, as in hybrid models. Parameters outside
+of the layers are called *outer*. Those that are registered before the layers are assumed to be used
+before them, the others after them. This assumption only decides which ranks own their slices; which
+stages compute with them is observed in the first iteration.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ __all__ = ["ModelLayout", "Slot", "find_layers"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a module where a parameter is registered; a tied parameter has several."""
+    """A place in a module where a parameter is registered; a tied parameter has several slots."""
 
     module: nn.Module
     attribute: str
@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def current(self) -> nn.Parameter:
-        """The parameter that is registered here now."""
+        """The parameter that is registered here at present."""
         parameter = self.module._parameters[self.attribute]
         assert parameter is not None
         return parameter
@@ -154,7 +154,7 @@ def find_layers(module: nn.Module, name: str | None) -> tuple[str | None, tuple[
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a list of like modules, not of embeddings, nor a Sequential of one."""
+    """Whether a module is a list of modules of one kind (no embeddings, no Sequential of one)."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     entries = list(module.children())
@@ -167,7 +167,7 @@ def _is_list(module: nn.Module) -> bool:
 def _are_blocks(entries: Sequence[nn.Module]) -> bool:
     """Whether all modules have submodules with parameters, and forwards with one first argument.
 
-    So alternating linear layers and norms aren't blocks, though all of them take an `input`.
+    So linear layers and norms in turn aren't blocks, though all of them take an `input`.
     """
     for entry in entries:
         if not any(True for part in entry.children() for _ in part.parameters()):

@@ -1,13 +1,16 @@
 """Give slices their initial values: sent by rank 0, read from a folder, or drawn.
 
-A parameter that has values is broadcast by rank 0, since the ranks' modules may have drawn others.
-One that an earlier run left as slices is taken from them, with messages only if the slices change.
-One that will be recovered, as after the loss of a rank, is filled with NaN. One on the meta device
-is read from the `weight_source` of a module: of a pretrained model a rank reads only the rows that
-it keeps. If no source has it, the model's own functions draw it: `_init_weights` of the nearest
-module around it that has this method, as in Hugging Face models, or `reset_parameters`. They run on
-CPU, for one layer or one module outside the layers at a time, each with a seed of its own. So
-weights depend neither on the plan nor on the devices, and no rank ever holds the whole model.
+- A parameter with values is sent by rank 0, since other ranks' modules may have drawn other values.
+- A parameter that an earlier run left as slices keeps them; ranks exchange rows only if slices
+change.
+- A parameter whose value will be recovered, as after the loss of a rank, is filled with NaN.
+- A parameter on the meta device is read from a module's `weight_source`, such as the folder of a
+  pretrained model; a rank reads only the rows that it keeps.
+- If no source has it, the model's own functions draw it: `_init_weights` of the nearest module
+around
+  it that has this method, as in Hugging Face models, or `reset_parameters`. They run on the CPU,
+  for one layer at a time, or one module outside the layers, each with a seed of its own. So weights
+  depend neither on the plan nor on the devices, and no rank ever has the whole model.
 """
 
 import inspect
@@ -36,16 +39,16 @@ _Initializer = Callable[[nn.Module], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """Parameters drawn together: a layer's, or those of one module outside the layers."""
+    """Parameters that are drawn together: those of a layer, or of one module outside the layers."""
 
     name: str
     parameters: tuple[str, ...]
     modules: tuple[nn.Module, ...]
-    """Modules to initialise: those inside, then those around it, children before parents."""
+    """Modules to initialise: those in the unit, then those around it, children before parents."""
 
 
 def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, seed: int) -> None:
-    """Give every slice of a module its values; collective over all ranks.
+    """Give every slice of a module its values; called by all ranks.
 
     Args:
         module: The module that `store` describes. A parameter is on the meta device on all ranks
@@ -153,7 +156,7 @@ def _adopt_built(store: SliceStore, comms: Communicators, name: str, *, is_await
     """Adopt this rank's slice of a parameter with values, or one whose values are awaited."""
     current = store.layout.slots[name][0].current
     if is_awaited:
-        # A value that is never recovered then makes the first loss NaN.
+        # With NaN, a value that is never recovered makes the first loss NaN.
         rows = torch.full(store.shape_of(name), torch.nan, dtype=current.dtype)
         store.adopt_rows(name, rows)
         return
@@ -218,7 +221,7 @@ def _initialize(
     if callable(reset) and any(
         _is_marked(tensor, highest=highest).any() for tensor in members.values()
     ):
-        # As on CPU, where constructors call it before `_init_weights` runs.
+        # As constructors do on the CPU, before `_init_weights` runs.
         reset()
         initializers[item](item)
 

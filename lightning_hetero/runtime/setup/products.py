@@ -72,15 +72,16 @@ _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scal
 
 
 class KeptProducts:
-    """The products whose outputs one layer keeps: those that its backward was seen to need.
+    """Recomputes one layer, except for the products whose outputs its backward needs.
 
-    The first pass keeps all. Its backward stops as soon as it has all that autograd saves, so
-    later passes needn't keep what only later products return, such as the layer's last one.
+    In the first pass all products are kept. The recomputation in its backward stops as soon as it
+    has everything that autograd saves, so later passes don't keep the products behind that point,
+    such as the layer's last one.
     """
 
     def __init__(self) -> None:
         self.num_needed: int | None = None
-        """Products up to the last one that backward needs; None before the first backward."""
+        """Number of products up to the last one that backward needs; None before the first one."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return a function's result; its backward recomputes all but products."""
@@ -128,7 +129,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def bytes_of_products(layer: Callable[[], Any]) -> int:
     """Return the bytes that the products of a layer return, without its last one.
 
-    That is added to the residual, so its backward doesn't need it.
+    The last product is added to the residual, so no backward needs its output.
     """
     with _Products() as seen:
         layer()

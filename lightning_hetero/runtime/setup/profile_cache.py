@@ -1,10 +1,9 @@
 """Measure the device types of a run once, and cache the profiles on disk.
 
-The first rank of each hardware type measures it, all types at once, unless there is a cached
-profile of the same model, micro-batches, device and versions. A profile that is too old, broken or
-of other versions is measured again. The times of an emulated device are its hardware's times its
-slowdown. The folder is `$LIGHTNING_HETERO_CACHE`, else `lightning-hetero` in the user's cache
-folder.
+The first rank of each hardware type measures it, all types at the same time, unless there is a
+cached profile of the same model, micro-batches, device and package versions that isn't too old or
+broken. The times of an emulated device are those of its hardware, multiplied by its slowdown.
+Profiles are in `$LIGHTNING_HETERO_CACHE`, or else in `lightning-hetero` in the user's cache folder.
 
 `CorrectionFile` keeps, beside the profiles, how far the prediction of memory was off when a device
 ran out of it: one file for each device type and model. A later start on the same machine reads it

@@ -1,7 +1,8 @@
 """Guess a `ModelSpec` from a module, so that its plans can be predicted.
 
-Exact: the number of layers, the number of parameters in the largest layer's matrices (which gives
-its FLOPs; all layers are planned as if as large) and in the largest tables outside. Inferred:
+Exactly known are the number of layers, the parameters in the matrices of the largest layer (from
+which its FLOPs follow; all layers are planned as if they were as large), and those of the largest
+tables outside the layers. The rest is inferred:
 
 - hidden size: the most frequent length of the layer's one-dimensional parameters (norms and
   biases), or of the dims of its matrices if there are none,

@@ -1,4 +1,4 @@
-"""Digests of tensors, and the comparison of slices with their standbys' copies by them.
+"""Compute digests of tensors, and compare slices with their standbys' copies.
 
 A digest is the sum of the elements' bits as integers, each times an odd number given by its index.
 A slice and its copy get the same gradients and make the same steps, so they are equal bit for bit
@@ -21,14 +21,14 @@ __all__ = ["StandbyCheck", "digests_of", "is_looked_at"]
 
 _LOOKED_AT = frozenset({1, 100, 10_000, 1_000_000})
 _AT_ONCE = 2**22
-"""Values that are widened to 8 bytes at a time."""
+"""Number of values that are converted to 8 bytes at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the digest of each tensor; the host waits for its device.
 
-    They show changes that increment no version, such as `weight.data.clamp_(...)` in a forward.
+    Digests find changes that increment no version, such as `weight.data.clamp_(...)` in a forward.
     """
     digests = list(map(_digest_of, tensors.values()))
     numbers = torch.stack(digests).tolist() if digests else []
@@ -48,7 +48,8 @@ def _digest_of(rows: Tensor) -> Tensor:
 def is_looked_at(iteration: int) -> bool:
     """Return whether costly checks run in an iteration, counted from 1.
 
-    They run in few, so that steps stay fast; a fault of every iteration is found in the first.
+    They run in few iterations, so that steps stay fast. A fault that is in every iteration is found
+    in the first.
     """
     return iteration in _LOOKED_AT
 
@@ -69,7 +70,7 @@ class StandbyCheck:
         self._steps = 0
 
     def after_step(self) -> None:
-        """Count an optimizer's step, and compare if it is due; then it is collective.
+        """Count an optimizer's step, and compare if it is due; called by all ranks.
 
         Raises:
             StepError: A slice and its standby differ; on every rank.

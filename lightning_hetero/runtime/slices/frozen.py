@@ -1,9 +1,10 @@
-"""Keep the weights that never train: no rank owns them, and each reads those that it computes with.
+"""Keep weights that never train: no rank owns them, and each reads those that it needs.
 
-A weight that is frozen when a run is set up has no slices, so nothing of it is pulled, pushed,
-saved or kept by standbys. Its *source* has the values: the folder of a pretrained model, or else
-the module as this process has built it. When a plan changes or a rank joins, whoever lacks a
-weight reads it again. If it is unfrozen, it gets owners, who read their slices.
+A weight that is frozen when a run is set up has no slices, so it is never pulled, pushed, saved or
+kept by standbys. Its values come from its *source*: the folder of a pretrained model, or else the
+module as this process has built it. When a plan changes or a rank joins, each rank reads the
+weights that it lacks. If a weight is unfrozen, it gets owners, which read their slices from the
+source.
 """
 
 import zlib
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 Reader = Callable[[Box], Tensor]
-"""Returns a box of one weight, on the CPU."""
+"""Returns part of a weight, on the CPU; a box has an interval for each dim."""
 
 _FindOwners = Callable[[Sequence[ParameterSpec]], dict[str, tuple[Slice, ...]]]
 
@@ -40,11 +41,11 @@ STAYS_FROZEN = (
     "Parameter {} is quantized, and can't be trained or cut. Leave it frozen "
     "(requires_grad_(False)), and train adapters beside it."
 )
-"""The error of who would train or cut a quantized parameter, which it names."""
+"""Error for training or cutting a quantized parameter, which it names."""
 _QUANTIZED = ("whole_reader", "__tensor_flatten__", "quant_state", "SCB")
 """Attributes of weights to be read, of torchao's, and of bitsandbytes' in 4 and 8 bits."""
 _LOOKED_AT = 256
-"""Values of a weight that its fingerprint depends on."""
+"""Number of a weight's first values from which its fingerprint is computed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A weight that only its own module understands, such as a quantized one: never cut or cast."""
+    """A weight that only its module can use, such as a quantized one; it is never cut or cast."""
 
     like: nn.Parameter
     """The weight, or its parameter on the meta device, whose `whole_reader` reads it."""
@@ -73,7 +74,7 @@ class Opaque:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is read when a rank computes with it."""
+        """Whether it is read only when a rank needs it."""
         return hasattr(self.like, "whole_reader")
 
 
@@ -88,7 +89,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def packed_size(parameter: Tensor) -> PackedSize | None:
-    """Return the size of a quantized weight, or of the one that a parameter stands in for."""
+    """Return the size of a quantized weight, also of one that hasn't been read yet."""
     if isinstance(parameter, StandIn):
         return parameter.store.specs[parameter.parameter].packed
     if isinstance(parameter, Awaited):
@@ -137,7 +138,7 @@ class FrozenWeights:
         return self.sources[spec.name](tuple((0, size) for size in spec.shape))
 
     def rows(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
-        """Return rows of the cut dim, laid end to end, on the CPU."""
+        """Return rows of the cut dim, concatenated, on the CPU."""
         if not spec.shape or tuple(intervals) == ((0, spec.cut_length),):
             return self.whole(spec)
         if is_opaque(self.whole(spec)):
@@ -154,7 +155,7 @@ class FrozenWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> nn.Parameter:
-        """Return the rows that this rank computes with; they are read unless it has them already.
+        """Return the rows that this rank computes with; read them if it doesn't have them yet.
 
         Args:
             spec: The parameter.
@@ -173,7 +174,7 @@ class FrozenWeights:
         self._held = {name: item for name, item in self._held.items() if name in names}
 
     def replace(self, spec: ParameterSpec, whole: Tensor) -> None:
-        """Take another value of a weight, such as one from a checkpoint's file."""
+        """Replace the value of a weight, such as by one from a checkpoint's file."""
         before = self.whole(spec)
         if torch.equal(before, whole.to("cpu", before.dtype)):
             return
@@ -183,7 +184,7 @@ class FrozenWeights:
             weight.data.copy_(self.rows(spec, intervals))
 
     def opaque(self) -> dict[str, nn.Parameter]:
-        """Return weights that only their modules understand; those to be read have no values."""
+        """Return weights that only their modules can use; unread ones have no values."""
         return {name: r.like for name, r in self.sources.items() if isinstance(r, Opaque)}
 
     def thaw(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:

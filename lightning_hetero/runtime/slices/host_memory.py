@@ -3,8 +3,9 @@
 On CUDA the host's tensors are pinned, so copies are enqueued like kernels and run at the link's
 rate. If slices live on the device, nothing is copied.
 
-Per iteration and owned parameter: a pull takes the compute dtype's bytes to the device, a push
-4 bytes (fp32 sums) to the host, where they are scaled and the optimizer's step reads and writes.
+In each iteration, for each owned value, a pull copies 2 or 4 bytes (the compute dtype) to the
+device, and a push copies 4 bytes (a sum in fp32) to the host, where it is scaled and the optimizer
+steps.
 """
 
 import math
@@ -49,7 +50,7 @@ class PinnedBlocks:
             self._left = self._allocate(1 << max(filled, (aligned - 1).bit_length()))
         part, self._left = self._left[:num_bytes], self._left[aligned:]
         self._expected_bytes = max(0, self._expected_bytes - aligned)
-        return part.view(dtype).view(tuple(shape)).data  # With a version counter of its own.
+        return part.view(dtype).view(tuple(shape)).data  # `data` has its own version counter.
 
 
 def _pin(num_bytes: int) -> Tensor:
@@ -57,7 +58,7 @@ def _pin(num_bytes: int) -> Tensor:
 
 
 def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return tensors end to end on a device, (elements,); all are on it, or all on its host."""
+    """Return tensors concatenated on a device, with one dim; all are there, or all on its host."""
     if tensors[0].device == device:
         lines = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
         packed = torch.empty(sum(map(Tensor.numel, lines)), dtype=dtype, device=device)
@@ -70,7 +71,7 @@ def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.devi
 
 
 def arrive_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Begin to copy tensors to the host; they have arrived after `wait_for_device`."""
+    """Begin to copy tensors to the host; `wait_for_device` waits until they have arrived."""
     arriving = {}
     for name, tensor in tensors.items():
         copy = _passing(tensor.shape, tensor.dtype, tensor.device)
@@ -79,7 +80,7 @@ def arrive_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Let the host wait for the work that this thread has enqueued; returns at once for a CPU."""
+    """Wait for all work that this thread has enqueued on a device; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

@@ -1,8 +1,8 @@
-"""Parameters that answer with the whole shape; uses of their values raise ConfigurationError.
+"""Parameters that have the whole shape but not the values: using these raises ConfigurationError.
 
-While an optimizer is configured, a rank's slices answer with the shape of the whole, and after a
-run the module holds stand-ins for weights that are slices on all ranks. `torch.zeros_like` and the
-like make tensors of the shape that is stored here.
+While an optimizer is configured, a rank's slices report the shape of the whole parameter. After a
+run the module has stand-ins for weights whose slices are spread over the ranks. `torch.zeros_like`
+and similar functions make tensors of the shape of this rank's slice.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ SIZES: frozenset[Any] = frozenset(
         *(Tensor.__len__, Tensor.stride, torch.numel),
     }
 )
-"""Functions that ask for sizes: answered for the whole parameter."""
+"""Functions that ask for sizes: they return those of the whole parameter."""
 _OWN: frozenset[Any] = frozenset(
     {
         *_getters("requires_grad", "grad", "grad_fn", "retains_grad", "is_leaf", "dtype", "layout"),
@@ -55,7 +55,7 @@ _OWN: frozenset[Any] = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     }
 )
-"""Other functions that use no values: answered by the tensor that is stored here."""
+"""Other functions that use no values: they run on the tensor that is stored here."""
 ASKS_FOR_NO_VALUE = SIZES | _OWN
 """All functions that don't use a parameter's values."""
 

@@ -1,4 +1,4 @@
-"""Tensors of this rank's rows: torch's functions on them, and what is refused.
+"""Tensors that have this rank's rows of a whole tensor, and torch's functions on them.
 
 See `slices.rows`. `Part` says which rows of which parameter a tensor has.
 """
@@ -19,9 +19,9 @@ from lightning_hetero.runtime.unknown import tensors_in
 __all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
 
 _TELLING = {"numpy", "tolist", "array", "allclose", "is_nonzero", "bool", "iter"}
-"""Names of functions that give values to Python."""
+"""Names of functions that return values to Python."""
 _OF_ONE = {"item", "float", "int"}
-"""Names of functions that do so for a single element, which one of the ranks has."""
+"""Names of functions that return the value of a single element, which one of the ranks has."""
 _MOVING = {"view", "reshape", "flatten", "ravel", "getitem", "unsqueeze", "squeeze", "cat"}
 _MOVING |= {"T", "mT", "t", "transpose", "permute", "concat", "stack"}
 """Names of functions that only move elements."""
@@ -39,15 +39,15 @@ _REMEDY = (
 
 @dataclass(eq=False)
 class Ranks:
-    """What reductions over all ranks need; holds no tensors of the slices itself."""
+    """Functions for reductions over all ranks; holds no tensors."""
 
     reduce: Callable[[Tensor, str], Tensor] | None
     """Returns a "sum", "max" or "min" over all ranks."""
     gradients: Callable[[], list[tuple[str, list[Tensor]]]] | None
-    """Returns each gradient's rows that count here, in the same order on all ranks."""
+    """Returns for each gradient the rows that this rank counts, in the same order on all ranks."""
     are_in_hooks: bool = False
     powers: dict[float, dict[str, Tensor]] = field(default_factory=dict)
-    """For each kind of norm each gradient's sum of powers, of all ranks' rows."""
+    """For each kind of norm, each gradient's sum of powers over the rows of all ranks."""
 
     def add_up(self, own: Tensor, operation: str) -> Tensor:
         """Return a reduction of a tensor over all ranks; collective."""
@@ -64,12 +64,12 @@ class Ranks:
             known.pop(name, None)
 
     def norm_of_gradient(self, name: str, order: float) -> Tensor:
-        """Return a whole gradient's norm: those of all are found in one message, and kept."""
+        """Return a whole gradient's norm; norms of all gradients are found in one message."""
         known = self.powers.setdefault(order, {})
         if name not in known:
             assert self.gradients is not None
             found = self.gradients()
-            # Only those that the hook has changed in the meantime.
+            # Only gradients that the hook has changed in the meantime.
             missing = [(other, parts) for other, parts in found if other not in known]
             own = [sum_of_powers(parts, order) for _, parts in missing]
             sums = self.add_up(torch.stack(own), "max" if order == torch.inf else "sum")
@@ -91,11 +91,11 @@ class Part:
     is_uncut: bool
     """Whether one rank has all of it."""
     num_whole: int
-    """Elements of the whole."""
+    """Number of elements of the whole tensor."""
     dim: int | None
     """The dim along which ranks have different rows of this tensor; None if unknown."""
     copies: int = 1
-    """How many ranks have each row: its owner, and its standby."""
+    """Number of ranks that have each row: its owner and, with redundancy, its standby."""
     is_gradient: bool = False
     """Whether it's the gradient itself."""
     frozen: FrozenWeights | tuple[()] = ()
@@ -135,7 +135,7 @@ class ParameterRows(nn.Parameter):
 
 
 def mark(tensor: Any, part: Part) -> Any:
-    """Return a tensor as one of rows, changed in place; parameters stay as they are."""
+    """Make a tensor one of rows, in place, and return it; parameters stay as they are."""
     if type(tensor) is Tensor:
         tensor.__class__ = Rows
     if type(tensor) is Rows:
@@ -144,7 +144,7 @@ def mark(tensor: Any, part: Part) -> Any:
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function of rows, as the module's docstring says."""
+    """Run a torch function on rows; see `slices.rows`."""
     is_accessor = func.__name__ in ("__get__", "__set__")
     name: str = func.__self__.__name__ if is_accessor else func.__name__.strip("_")
     if name == "grad" and is_accessor and isinstance(args[0], ParameterRows):
@@ -170,7 +170,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _special(
     name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]
 ) -> Any:
-    """Return the result of a function that isn't run on this rank's rows by itself."""
+    """Return the result of a function that can't simply run on this rank's rows."""
     if name in _TELLING or name in _OF_ONE:
         return _tell(name, func, rows[0])
     if name == "equal":
@@ -190,7 +190,7 @@ def _special(
 
 
 def _tell(name: str, func: Any, rows: Any) -> Any:
-    """Return the value of a whole of one element, which one of the ranks has."""
+    """Return the value of a whole tensor of one element, which one of the ranks has."""
     part: Part = rows._part
     if name in _TELLING or part.num_whole != 1:
         _refuse(name, part)
@@ -200,7 +200,7 @@ def _tell(name: str, func: Any, rows: Any) -> Any:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Whether whole tensors are equal; Lightning compares parameters so."""
+    """Whether whole tensors are equal, by which Lightning compares parameters."""
     if first is second:
         return True
     parts = [item._part for item in (first, second) if isinstance(item, Rows | ParameterRows)]
@@ -243,7 +243,7 @@ def _follow(
     rows: Sequence[Any],
     result: Any,
 ) -> Any:
-    """Mark the tensors that a function has made of rows, or changed; refuse other results."""
+    """Make the results of a function tensors of rows; refuse results that can't be."""
     given = {id(item) for item in tensors_in((args, kwargs))}
     made = [item for item in tensors_in(result) if id(item) not in given]
     target: Any = args[0] if args else None
@@ -272,14 +272,14 @@ def _writes(func: Any) -> bool:
 
 
 def _check_alike(name: str, rows: Sequence[Any]) -> None:
-    """Refuse a function of several tensors' rows that aren't the same rows."""
+    """Refuse a function of several tensors that have different rows."""
     for item in rows[1:]:
         if item._part.kept != rows[0]._part.kept:
             _refuse(f"{name} with other rows of {rows[0]._part.name}", item._part)
 
 
 def _moved(name: str, rows: Sequence[Any], made: Tensor) -> Part:
-    """Return which part of a whole a tensor is whose elements a function has moved."""
+    """Return which part of a whole a tensor is after a function has moved its elements."""
     source = rows[0]
     part: Part = source._part
     dim = part.dim if made.ndim == source.ndim else None
@@ -292,7 +292,7 @@ def _moved(name: str, rows: Sequence[Any], made: Tensor) -> Part:
 
 
 def _reduce(reduction: Reduction, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a reduction of a whole tensor; of rows if it reduces each row by itself."""
+    """Return a reduction over the whole tensor, or of each row if it reduces rows one by one."""
     rows = args[0]
     part: Part = rows._part
     if part.is_frozen:
@@ -323,7 +323,7 @@ def _whole_norm(rows: Any, order: float = 2.0, **_: Any) -> Tensor:
 
 
 def _picks(index: Any, ndim: int, dim: int | None) -> bool:
-    """Whether an index chooses rows by their numbers, in the dim that is cut (None: in any)."""
+    """Whether an index chooses rows by number in the cut dim; in any dim if that is None."""
     items = list(index) if isinstance(index, tuple) else [index]
     num_taken = sum(_num_dims(item) for item in items)
     first = 0

@@ -1,17 +1,18 @@
-"""Parameters and gradients in hooks: this rank's rows, whose norms and sums are those of the whole.
+"""Give hooks parameters and gradients whose norms and sums are those of the whole tensors.
 
-Between steps a parameter is this rank's rows of it, and so is its gradient. Hooks get both as
-subclasses of torch's own, which do three things:
+Between steps a parameter, and its gradient, has only this rank's rows. Hooks get both as subclasses
+of torch's own classes, which treat functions in three ways:
 
-1. A function that keeps rows apart, such as `grad.mul_(0.5)`, returns such a tensor again.
-2. A reduction over the rows, such as `grad.norm()`, `weight.mean()` or `grad.abs().max()`, adds up
-   all ranks' rows, so that each rank gets the number of one device. All ranks must call it. So
-   `clip_grad_norm_` and Lightning's `grad_norm` work as they are written.
-3. What would silently differ is refused: rows chosen by their numbers (see `own_rows`), values
-   given to numpy, copies and files of single ranks' rows.
+1. Functions that work row by row, such as `grad.mul_(0.5)`, return a tensor of this rank's rows.
+2. Reductions over rows, such as `grad.norm()`, `weight.mean()` or `grad.abs().max()`, are computed
+   over all ranks' rows, so that each rank gets the number that one device would. All ranks must
+   call them. So `clip_grad_norm_` and Lightning's `grad_norm` work as they are.
+3. Functions whose result would silently differ are refused: choosing rows by number (see
+`own_rows`),
+   handing values to numpy, copying or saving the rows of one rank.
 
-Steps of optimizers, and the package itself, see plain tensors: `HookedSlices.enter` gives the
-slices these classes when hooks begin, and `leave` takes them away.
+Optimizers, and the package itself, see plain tensors: `HookedSlices.enter` gives the slices these
+classes before hooks run, and `leave` takes them away.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,7 +47,7 @@ def own_rows(parameter: Tensor) -> Tensor:
 
 
 class HookedSlices:
-    """Gives hooks a store's slices as tensors that know of the other ranks.
+    """Gives hooks a store's slices as tensors that can reduce over all ranks.
 
     ::
 
@@ -73,7 +74,7 @@ class HookedSlices:
         self._num_frozen = -1
 
     def _learn_rows(self) -> None:
-        """Note which rows this rank has: at first, and when frozen parameters have got owners."""
+        """Note which rows this rank has: in the beginning, and after frozen weights get owners."""
         store = self._store
         if len(store.frozen.sources) == self._num_frozen:
             return
@@ -105,7 +106,7 @@ class HookedSlices:
         self._given.clear()
 
     def close(self) -> None:
-        """Leave hooks for good; breaks the cycles of references through the slices."""
+        """Leave hooks for the last time; breaks reference cycles through the slices."""
         self.leave()
         self._ranks.reduce = self._ranks.gradients = None
         for master in self._store.masters.values():
@@ -139,7 +140,7 @@ class HookedSlices:
                 if item.grad is not None
                 for part in self._store.owned_parts(names[id(item)], item.grad)
             ]
-            # A rank may own no slice that has a gradient; its device still takes part in the sum.
+            # A rank that owns no slice with a gradient takes part in the sum, too.
             own = sum_of_powers(found, order, device=parameters[0].device)
             assert self._ranks.reduce is not None
             return self._ranks.reduce(own, "sum") ** (1 / order)
@@ -147,7 +148,7 @@ class HookedSlices:
     def _ask_gradient(
         self, name: str, gradient: Tensor | None, *, is_new: bool = False
     ) -> Tensor | None:
-        """Return a gradient for a hook: empty where this rank has no rows of one that exists.
+        """Return a gradient for a hook; an empty one if only other ranks have rows of it.
 
         Args:
             name: The parameter's name.

@@ -48,9 +48,9 @@ _BESIDE_WEIGHT = ("SCB", "weight_format")
 
 @contextmanager
 def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Hold whole tensors in the module's slots in this context.
+    """Context in which the module has whole tensors as parameters.
 
-    A parameter that the user has put into a slot after the run stays there.
+    Parameters that the user has put into the module after the run stay there.
     """
     before = []
     for name, tensor in tensors.items():
@@ -75,8 +75,8 @@ def whole_module_state(
 ) -> dict[str, Any]:
     """Return the whole module's `state_dict` on rank 0, an empty one elsewhere.
 
-    Collective over all ranks. The module's own `state_dict` makes it, hooks included. It has no
-    quantized weights, and none that are frozen if the module's `strict_loading` is False.
+    Called by all ranks. It is made by the module's own `state_dict`, hooks included. It has no
+    quantized weights, and no frozen ones if the module's `strict_loading` is False.
     """
     is_strict = getattr(module, "strict_loading", True)
     quantized = store.frozen.opaque()
@@ -93,7 +93,7 @@ def whole_module_state(
 
 
 def without_weights(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return a `state_dict` without these weights, and without what quantized ones save beside."""
+    """Return a `state_dict` without these weights, and without other entries of quantized ones."""
     absent = {*names, *(name.removesuffix("weight") + k for name in names for k in _BESIDE_WEIGHT)}
     return {
         name: value
@@ -154,7 +154,7 @@ def spread_frozen(store: SliceStore) -> None:
 
 
 def leave_stand_ins(store: SliceStore) -> None:
-    """Put stand-ins for slices into the module's slots; they keep the store for a next run."""
+    """Put stand-ins for slices into the module; they keep the store for a next run."""
     for name, slots in store.layout.slots.items():
         stand_in = StandIn.of(store, name)
         for slot in slots:
@@ -163,7 +163,7 @@ def leave_stand_ins(store: SliceStore) -> None:
 
 
 def stand_for_awaited(store: SliceStore) -> list[tuple[Slot, Awaited]]:
-    """Return each slot with the stand-in that it is to hold until its values are recovered."""
+    """Return each place of a parameter with a stand-in, until its values are recovered."""
     found = []
     for name, slots in store.layout.slots.items():
         awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
@@ -223,17 +223,17 @@ def gather_optimizer_state(
 def agree_on_groups(
     store: SliceStore, comms: Communicators, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Give each of the optimizer's groups the parameters that it has on any rank; collective.
+    """Give each of the optimizer's groups the parameters that it has on any rank.
 
-    Callbacks that thaw parameters skip those that equal a parameter in the optimizer, and all
-    slices without rows are equal.
+    Called by all ranks. Callbacks that thaw parameters skip a parameter if the optimizer has an
+    equal one, and all slices without rows are equal.
     """
     names = iter(_names_of(store, optimizer))
     groups = [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
     gathered = comms.gather_objects(groups)
     most = max(gathered, key=len)
     if any(len(item) < len(most) for item in gathered):
-        # A rank on which a new group was empty hasn't added it.
+        # A rank doesn't add a new group that is empty there.
         options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -255,7 +255,7 @@ def _gather_kinds(
     names: Sequence[str],
     state: Mapping[int, Mapping[str, Any]],
 ) -> list[dict[str, tuple[bool, torch.dtype | None]]]:
-    """Return each parameter's state keys, whether they are cut like it, and dtypes; collective."""
+    """Return the keys of each parameter's state, whether they are cut like it, and their dtypes."""
     own: dict[int, dict[str, tuple[bool, torch.dtype | None]]] = {}
     for index, values in state.items():
         name = names[index]
@@ -283,7 +283,7 @@ def _kind(store: SliceStore, name: str, key: str, value: Any) -> tuple[bool, tor
 
 
 def _from_owner(comms: Communicators, owner: int, value: Any) -> Any:
-    """Return the owner's value on rank 0, to which the owner sends it; None on other ranks."""
+    """Return, on rank 0, the value that the owner sends; None on other ranks."""
     if owner == 0:
         return value
     if comms.global_rank == owner:
@@ -330,7 +330,7 @@ def _own_part(store: SliceStore, name: str, value: Any) -> Any:
 def cut_copy(copy: nn.Module, store: SliceStore, comms: Communicators) -> None:
     """Replace a whole copy's parameters by copies of this rank's slices.
 
-    Its `state_dict` becomes collective over all ranks: rank 0 gets whole tensors.
+    From then on all ranks must call its `state_dict` together: rank 0 gets whole tensors.
     """
     for name, master in store.masters.items():
         own = nn.Parameter(master.detach().clone(), requires_grad=master.requires_grad)

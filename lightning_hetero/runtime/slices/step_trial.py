@@ -1,15 +1,15 @@
 """Find out by trial whether an optimizer steps slices as it steps whole parameters.
 
-An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole. One that
-orthogonalises a matrix, or keeps a factor for each row and column, would run on a slice without an
-error, but train differently; so would one that computes a number of all parameters, if these have
-several owners. No list of names is sure to have all of them. So a copy of each optimizer, with its
-own options, makes a few steps on small tensors, on fewer of them and on pieces of them, on the
-rank's device.
+An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole parameter.
+Others don't: one that orthogonalises a matrix, or keeps a factor for each row and column, would run
+on a slice without an error but train differently. So would one that computes a number from all
+parameters, if these have several owners. A list of names would never be complete. So a copy of each
+optimizer, with its own options, makes a few steps on the rank's device: on small tensors, on only
+some of them, and on pieces of them.
 
-An owner and its standby need more: they must step the rows that they have in common alike, bit for
-bit. Random numbers, and kernels whose vectorised and remaining elements round differently (SGD's
-with `fused=True` on CPUs), let copies drift apart.
+An owner and its standby must even step their common rows alike, bit for bit. Their copies would
+drift apart by random numbers, and by kernels that round vectorised and remaining elements
+differently (SGD with `fused=True` on CPUs).
 """
 
 import warnings
@@ -39,22 +39,23 @@ _SHAPES: dict[frozenset[int], tuple[tuple[int, ...], ...]] = {
     frozenset({2}): ((141, 131), (67, 3), (61, 5)),
     frozenset({1, 2}): ((141, 131), (67, 3), (203,)),
 }
-"""Tensors for a group, by the dims of its parameters; no sizes are multiples of a vector's.
+"""Shapes to try for a group, by the number of dims of its parameters.
 
-The first matrix is so large that optimizers which treat small ones otherwise show it.
+No size is a multiple of a vector's length. The first matrix is large, since some optimizers treat
+large and small ones differently.
 """
 _LEAST_RATE = 1e-2
-"""Learning rates are raised to this, else updates might get lost in rounding."""
+"""Smaller learning rates are raised to this, so that updates aren't lost in rounding."""
 _SCALE = 0.02
-"""Of the values that are stepped: as small as weights."""
+"""Size of the values that are stepped: about that of weights."""
 _CLOSE = 1e-3
-"""By which part of the greatest update two steps may differ that are meant to be the same."""
+"""Most difference between steps that count as the same, as a share of the largest update."""
 
 _Parts = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Likeness(IntEnum):
-    """How a step of some tensors, or pieces, goes with the step of all."""
+    """How well a step of some tensors, or of pieces, agrees with the step of all."""
 
     DIFFERENT = 0
     CLOSE = 1
@@ -79,15 +80,17 @@ class Trial:
 
 
 def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Communicators) -> None:
-    """Refuse optimizers that would step slices, or their standbys, otherwise; collective.
+    """Refuse optimizers that would step slices, or standbys' copies, differently.
+
+    Called by all ranks.
 
     Args:
-        optimizers: Those of the run.
-        store: Has the slices.
+        optimizers: The optimizers of the run.
+        store: The slices.
         comms: The communicators.
 
     Raises:
-        ConfigurationError: An optimizer is refused, or devices round differently; on every rank.
+        ConfigurationError: On every rank, if an optimizer is refused or devices round differently.
     """
     cut = [name for name, items in store.slices.items() if len(items) > 1]
     own = [_try(optimizer, is_cut=bool(cut)) for optimizer in optimizers]
@@ -167,8 +170,8 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
     """Return how an optimizer steps parts of tensors.
 
     Args:
-        optimizer: It isn't changed, nor its parameters.
-        is_cut: Whether to try on rows of tensors, too, not only on fewer of them.
+        optimizer: The optimizer, which isn't changed.
+        is_cut: Whether to try rows of tensors, too, and not only some of the tensors.
 
     Raises:
         ValueError: Its steps change nothing.
@@ -186,7 +189,7 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
 
     return Trial(
         fewer=judge(lambda tensors: tensors[1:]),
-        # The rows of a slice that is shorter, and of one that begins elsewhere.
+        # The rows of a slice that is shorter, and of one that starts elsewhere.
         pieces=min(
             judge(lambda tensors: [t[: -max(9, len(t) // 20)] for t in tensors]),
             judge(lambda tensors: [t[3:] for t in tensors]),
@@ -220,7 +223,7 @@ def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _draw(optimizer: Optimizer) -> list[list[list[Tensor]]]:
     """Return, for each group with parameters, tensors and a gradient of each for every step.
 
-    In fp32 at least: fewer digits would hide what a step makes of a norm.
+    At least in fp32: with fewer digits the effect of a norm on a step might not be seen.
     """
     generator, drawn = torch.Generator().manual_seed(0), []
     for group in _groups_of(optimizer):
@@ -231,7 +234,7 @@ def _draw(optimizer: Optimizer) -> list[list[list[Tensor]]]:
             [torch.randn(shape, generator=generator).to(like.device, dtype) for shape in shapes]
             for _ in range(2 + _NUM_STEPS)
         )
-        # They go one way on the whole, as in training: some optimizers compare them.
+        # All steps' gradients point roughly one way, as in training: some optimizers need that.
         gradients = [
             [item + 0.5 * noise for item, noise in zip(direction, row, strict=True)]
             for row in noises
@@ -270,7 +273,7 @@ def _copy_of(optimizer: Optimizer, items: Sequence[list[nn.Parameter]]) -> Any:
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     groups = _groups_of(optimizer)
     for group, own in zip(groups, items, strict=True):
-        # Where the optimizer has a group's list, or one of its parameters, the copy has these.
+        # Where the optimizer's attributes refer to parameters or groups, the copy's do as well.
         memo[id(group["params"])] = own
         memo |= {id(parameter): own[0] for parameter in group["params"]}
     begun = [(item, values) for item, values in optimizer.state.items() if item.numel()]
@@ -289,7 +292,7 @@ def _copy_of(optimizer: Optimizer, items: Sequence[list[nn.Parameter]]) -> Any:
 
 
 def _begun(value: Any, parameter: Tensor, item: Tensor) -> Any:
-    """Return a value of a parameter's state as it would be of another parameter."""
+    """Return a value of a parameter's state, adapted to another parameter."""
     if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
         return torch.full_like(item, value.flatten()[0].item())
     return deepcopy(value)

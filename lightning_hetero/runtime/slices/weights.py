@@ -1,9 +1,11 @@
 """Keep a rank's slices, and put the weights of its stage into the module while steps run.
 
-Outside of steps every parameter of the module is the rank's own slice (fp32 master), possibly
-empty: that is what optimizers, clipping, EMA and checkpoints see. During steps the slots hold
-*compute weights*: the rank's shards of its stage's parameters, in the compute dtype. Parameters
-used only by other stages are *stubs*: unknown tensors of the full shape, which take no memory.
+Outside of steps every parameter of the module is the rank's own slice of it, an fp32 master, which
+may be empty: optimizers, clipping, EMA and checkpoints work on slices. During steps the module has
+*compute weights* in place of slices: the rank's shards of its stages' parameters, in the compute
+dtype. Parameters that only other stages use are *stubs*: unknown tensors of the full shape without
+memory. Example: rank 1 of two has the second half of the layers, and both own half of each weight.
+In a step it has whole weights of that half and stubs for the other; else, half of every weight.
 """
 
 import math
@@ -34,14 +36,14 @@ _OF_CUT = (
 
 
 def narrow_rows(tensor: Tensor, spec: ParameterSpec, start: int, stop: int) -> Tensor:
-    """Return rows [start, stop) of the cut dim as a view; a scalar is its own only row."""
+    """Return rows [start, stop) of the cut dim as a view; a scalar counts as one row."""
     if not spec.shape:
         return tensor.reshape(1)[start:stop]
     return tensor.narrow(spec.cut_dim, start, stop - start)
 
 
 def local_rows(intervals: Sequence[Interval], start: int, stop: int) -> Interval | None:
-    """Return where rows lie in intervals laid end to end, None if no interval has all of them."""
+    """Return where rows are in concatenated intervals; None if no interval has all of them."""
     offset = 0
     for first, last in intervals:
         if first <= start and stop <= last:
@@ -80,12 +82,12 @@ class SliceStore:
         self.global_rank = global_rank
         self.device = device
         self.owned_device = torch.device("cpu") if on_host else device
-        """Where the slices live, and so what the optimizer keeps of them."""
+        """The device of the slices, and of the optimizer's state."""
         self.specs = {spec.name: spec for spec in layout.specs}
         self.kept: dict[str, tuple[Interval, ...]] = {}
         """The rows of each parameter that this rank keeps, as owner or standby: its slice."""
         self.owned: dict[str, tuple[Interval, ...]] = {}
-        """The rows that it owns: only their owner saves them, and counts them in norms."""
+        """The rows that it owns: only the owner saves them, and counts them in norms."""
         self.has_standbys = False
         """Whether ranks keep more than they own."""
         self._note_owners(slices)
@@ -107,7 +109,7 @@ class SliceStore:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a parameter."""
         if name in self.frozen:
-            # A size of its own: Lightning's callbacks that unfreeze take equal slices for the same.
+            # A different size for each: Lightning's callbacks that unfreeze compare by equality.
             return 0, self._places[name]
         num_rows = sum(stop - start for start, stop in self.kept[name])
         return self.specs[name].shape_of_rows(num_rows)
@@ -123,13 +125,13 @@ class SliceStore:
         return narrow_rows(whole, spec, *(kept[0] if kept else (0, 0)))
 
     def rows(self, name: str, own: Tensor, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a parameter out of `own`, shaped like this rank's slice."""
+        """Return rows [start, stop) of a parameter from `own`, a tensor shaped like the slice."""
         local = local_rows(self.kept[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not kept here"
         return narrow_rows(own, self.specs[name], *local)
 
     def owned_parts(self, name: str, own: Tensor) -> list[Tensor]:
-        """Return the rows that this rank owns out of `own`, shaped like its slice, as views."""
+        """Return views of the rows that this rank owns, from `own`, shaped like its slice."""
         if not self.has_standbys:
             return [own]
         return [self.rows(name, own, *rows) for rows in self.owned[name]]
@@ -137,7 +139,7 @@ class SliceStore:
     def adopt(self, name: str, whole: Tensor) -> None:
         """Keep this rank's slice of a whole parameter and register it in the module.
 
-        The slots drop their previous tensor, so its memory is freed parameter by parameter.
+        The module drops the previous tensor, so memory is freed parameter by parameter.
         """
         if name in self.frozen:
             self.frozen.replace(self.specs[name], whole.detach())
@@ -166,7 +168,7 @@ class SliceStore:
         return own.copy_(rows.reshape(own.shape))
 
     def thaw(self, names: Sequence[str]) -> None:
-        """Give owners to frozen weights that have none; optimizers may hold their parameters."""
+        """Give owners to frozen weights that have had none; parameters remain the same objects."""
         slices = self.frozen.find_owners([self.specs[name] for name in names])
         self.slices |= slices
         self._note_owners(slices)
@@ -179,7 +181,7 @@ class SliceStore:
         return any(stop > start for start, stop in self.kept[name])
 
     def stub(self, name: str, dtype: torch.dtype) -> nn.Parameter:
-        """Return the stub of a parameter, for stages that don't have its values; made once."""
+        """Return a parameter's stub, for stages that don't have its values; always the same."""
         kind = dtype if self.masters[name].is_floating_point() else self.masters[name].dtype
         if name not in self._stubs:
             self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
@@ -214,9 +216,8 @@ class ComputeWeights:
         store: The rank's slices.
         table: The plan's transfer table.
         dtype: Compute dtype of floating-point parameters.
-        share_memory: Let slices be views of the compute weights where dtypes agree, so that a
-            weight that is owned and held takes memory once and needs no copy. Only for a plan that
-            stays.
+        share_memory: Whether slices are views of the compute weights if dtypes agree: what is owned
+            and held takes memory once and needs no copy. Only for a plan that stays.
     """
 
     def __init__(
@@ -246,19 +247,19 @@ class ComputeWeights:
             for name, shard in self.shards.items()
             if tuple(shard.shape) != store.specs[name].shape and not is_opaque(shard)
         }
-        """Weights that tensor parallelism has cut; their modules compute with them."""
+        """Weights that tensor parallelism has cut; only their modules compute with them."""
         self._homes = {name: master.data for name, master in store.masters.items()}
         self._addresses = [home.data_ptr() for home in self._homes.values()]
         self._gradient_dtype: torch.dtype | None = None
         """Dtype in which gradients are summed."""
         self._replaced: dict[str, Tensor] = {}
-        """What `take_in` has overwritten, by parameter."""
+        """By parameter, the tensor that `take_in` has replaced."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()
             for slot in store.layout.slots[name]
         ]
-        """The slots of all parameters, with the parameter that each holds in an iteration."""
+        """The places of all parameters in modules, with what each has during a step."""
 
     def _hold(
         self,
@@ -287,12 +288,12 @@ class ComputeWeights:
 
     @property
     def plain(self) -> dict[str, nn.Parameter]:
-        """The weights held here whose bits can be read: not quantized ones."""
+        """The weights held here, without quantized ones, whose bits can't be read."""
         return {name: item for name, item in self.shards.items() if not is_opaque(item)}
 
     @property
     def has_cut(self) -> bool:
-        """Whether tensor parallelism has cut any of the weights, which are hidden in a step."""
+        """Whether tensor parallelism has cut any of the weights."""
         return bool(self._cut)
 
     @property
@@ -302,21 +303,21 @@ class ComputeWeights:
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a parameter out of this rank's shard, as a view."""
+        """Return a view of rows [start, stop) of a parameter in this rank's shard."""
         local = local_rows(self.intervals[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not held here"
         return narrow_rows(self.shards[name].detach(), self.store.specs[name], *local)
 
     def written(self, name: str) -> Tensor:
-        """Return the shard's data for a pull to write to: that doesn't increment its version."""
+        """Return the shard's data, to which a pull writes without incrementing the version."""
         return self.shards[name].data
 
     def home(self, name: str) -> Tensor:
-        """Return the memory where a pull reads this rank's slice, even if its data was replaced."""
+        """Return the memory from which pulls read this rank's slice, whatever its `data` is now."""
         return self._homes[name]
 
     def __enter__(self) -> None:
-        """Hold the compute weights in the module's slots for the time of this context."""
+        """Put the compute weights into the module for the time of this context."""
         for slots, attribute, _, parameter in self._places:
             slots[attribute] = parameter
 
@@ -326,10 +327,7 @@ class ComputeWeights:
             slots[attribute] = masters[name]
 
     def in_step(self) -> AbstractContextManager[None] | None:
-        """Return a context that hides shards from the user's step; None if no weight is cut.
-
-        The modules that compute with shards show them while they run.
-        """
+        """Return a context that hides shards from the user's step; None if no weight is cut."""
         return self._hiding_cut() if self._cut else None
 
     @contextmanager
@@ -342,7 +340,7 @@ class ComputeWeights:
             show_values(self._cut.values())
 
     def take_in(self) -> None:
-        """Copy slices whose `data` was replaced to the memory that pulls read, for an iteration."""
+        """For an iteration, copy slices whose `data` was replaced to where pulls read them."""
         where = [*map(Tensor.data_ptr, self.store.masters.values())]
         if where == self._addresses or self._replaced:
             return
@@ -353,7 +351,7 @@ class ComputeWeights:
                 home.copy_(master.detach())
 
     def give_back(self) -> None:
-        """Undo `take_in`: the replaced data may be put back later."""
+        """Undo `take_in`, since whoever replaced the data may put it back later."""
         for name, before in self._replaced.items():
             self._homes[name].copy_(before)
         self._replaced.clear()
@@ -364,7 +362,7 @@ class ComputeWeights:
         return torch.zeros_like(shard) if shard.grad is None else shard.grad
 
     def clear_gradients(self, dtype: torch.dtype) -> None:
-        """Forget the gradients of the last iteration; the next one's are summed in `dtype`."""
+        """Drop the gradients of the last iteration; those of the next one are summed in `dtype`."""
         for shard in self.shards.values():
             shard.grad = None
         if dtype is not self._gradient_dtype:
@@ -374,7 +372,7 @@ class ComputeWeights:
                     shard.grad_dtype = dtype
 
     def release(self) -> None:
-        """Give slices that are views of the compute weights memory of their own again."""
+        """Give memory of their own to slices that are views of the compute weights."""
         for name in self.shared:
             master = self.store.masters[name]
             master.data = master.data.clone(memory_format=torch.contiguous_format)

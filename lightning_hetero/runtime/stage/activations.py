@@ -72,20 +72,20 @@ class Handover:
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then side tensors of all layers before; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
-    """For each earlier layer what it returned and recorded, pickled; it gives tensors by index."""
+    """For each earlier layer what it returned and recorded, pickled, with tensors as indices."""
     forms: list[HiddenForm] = field(default_factory=list)
-    """For each earlier layer the form of the hidden state that it returned."""
+    """For each earlier layer the shape and dtype of the hidden state that it returned."""
     changes_input: bool = False
-    """Whether the model's first layer changes its input in place, which later stages don't see."""
+    """Whether the model's first layer changes its input in place, which later stages can't see."""
 
     def copy(self) -> "Handover":
-        """Return a copy to which this stage adds what its layers leave."""
+        """Return a copy, to which this stage adds what its layers return."""
         return Handover([*self.tensors], [*self.left], [*self.forms], self.changes_input)
 
 
 @dataclass
 class Mailbox:
-    """What a rank hands to itself, from one of its stages to the next one and back."""
+    """Passes tensors between two neighbouring stages of the same rank, forward and back."""
 
     activations: deque[Handover] = field(default_factory=deque)
     gradients: deque[Sequence[Tensor]] = field(default_factory=deque)
@@ -93,7 +93,7 @@ class Mailbox:
 
 @dataclass
 class _Posted:
-    """Receives under way: the first tensor by itself, the others packed."""
+    """Receives that were posted: of the first tensor alone, and of the others, packed."""
 
     forms: tuple[Form, ...]
     piece: SentPiece
@@ -115,13 +115,13 @@ class ActivationLink:
     Args:
         previous: The stage before; None on the first stage.
         following: The next stage; None on the last stage.
-        comms: Its edges carry activations and gradients, `control` the headers that are messages of
-            their own.
-        device: Where activations lie.
+        comms: The communicators: edges carry activations and gradients, `control` carries headers
+            that are messages of their own.
+        device: The device of activations.
         clock: Times the waits.
         group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
-        before: Shared with the link of the stage before, if that is this rank's own.
-        after: The same of the next stage.
+        before: The mailbox from the stage before, if that runs on this rank.
+        after: The mailbox to the next stage, if that runs on this rank.
     """
 
     def __init__(  # noqa: PLR0913 - what connects a stage
@@ -155,18 +155,18 @@ class ActivationLink:
         self._sends_headers_apart = any(map(self._is_apart, following.sent if following else ()))
 
     def begin(self, held: int, held_before: int) -> None:
-        """Say how far the stages run ahead in the iteration that begins.
+        """Begin an iteration, in which stages run ahead by so many micro-batches.
 
         Args:
             held: Most micro-batches that this stage holds between forward and backward.
-            held_before: The same of the stage before.
+            held_before: The same number for the stage before.
         """
-        # Without micro-batches a stage holds none, and still sends those of the next check.
+        # Even a stage without micro-batches sends those of the next check of the loss.
         self._sent_forward.most = self._outbox.num_ahead = max(1, held)
         self._sent_backward.most = self._most_expected = max(1, held_before)
 
     def expect_activations(self, num_left: int) -> None:
-        """Post receives of the next handovers, of which `num_left` are to come."""
+        """Post receives of the next handovers, of which `num_left` will come in this iteration."""
         assert self.previous is not None
         if self._before is not None:
             return
@@ -207,7 +207,7 @@ class ActivationLink:
         self._clock.before_send()
         if self._after is not None:
             kept = sent.copy()
-            # The next stage may change its input in place.
+            # A copy, since the next stage may change its input in place.
             kept.tensors = [
                 i.detach().clone().requires_grad_(i.requires_grad) for i in sent.tensors
             ]
@@ -220,7 +220,7 @@ class ActivationLink:
         payload = payload_of(sent.tensors) if is_apart else []
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
-            # Only on CPUs, whose backend knows tags, do several messages share a queue.
+            # Only on CPUs several messages share a queue, because gloo has tags.
             for tag, header in enumerate(headers, start=2 * piece.channel):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
             for part in payload:
@@ -266,11 +266,11 @@ class ActivationLink:
         return self.comms.edge(piece.edge)
 
     def _first_group(self, piece: SentPiece, *, is_apart: bool) -> dist.ProcessGroup | None:
-        """Return where the first message of an activation travels."""
+        """Return the group that carries the first message of an activation."""
         return self.comms.control if is_apart else self._edge(piece)
 
     def _is_apart(self, piece: SentPiece) -> bool:
-        """Whether headers are messages of their own, for messages of which this is a piece."""
+        """Whether headers are messages of their own, for messages that are sent in such pieces."""
         return self.device.type != "cpu" or piece.count > 1
 
     def _wait(self, posted: _Posted) -> list[Tensor]:
@@ -352,10 +352,10 @@ _NUM_MEASURED = 3
 
 
 def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
-    """Return the edge from each of a rank's stages to the next, for messages like the last.
+    """Measure the link from each of a rank's stages to the next, with messages as long as the last.
 
-    Takes the rank's links by stage. Collective in a pipeline: the first ranks of all stages take
-    part. Edges behind stages of even index come first, so no stage waits for several neighbours.
+    Takes the rank's links by stage. The first ranks of a pipeline's stages call it together. Links
+    behind stages of even index come first, so that no stage has to answer two neighbours at once.
     """
     found = {}
     ends = {end for stage in links for end in (stage - 1, stage)}

@@ -131,8 +131,9 @@ class StageBoundary:
         """Return the context in which the user's step runs for a micro-batch.
 
         Raises:
-            StageEnd: Inside it, at the end of a stage that isn't the last.
-            StepError, ModelError: The step does what a stage can't, or ends without its layers.
+            StageEnd: Inside the context, at the end of a stage that isn't the last.
+            StepError, ModelError: The step does something that a stage can't do, or ends before all
+                layers of the stage were called.
         """
         return _Forward(self, current)
 
@@ -161,7 +162,7 @@ class StageBoundary:
         outputs: Sequence[Tensor],
         gradients: Sequence[Tensor],
     ) -> None:
-        """Run the backward of a forward pass; layers that the user's model checkpoints run again.
+        """Run the backward of a forward pass; layers that the user's model checkpoints are rerun.
 
         Args:
             current: The forward pass.
@@ -177,14 +178,14 @@ class StageBoundary:
     def gradients_of(
         self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[nn.Parameter]
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of a forward pass's loss; leave those that parameters have."""
+        """Return the gradients of a forward pass's loss, without adding them to `grad`."""
         if not current.is_reentrant:
             self._backward = current
             try:
                 return torch.autograd.grad(loss, parameters, allow_unused=True)
             finally:
                 self._backward = None
-        # Reentrant checkpoints know no other way.
+        # Reentrant checkpoints don't support `autograd.grad`.
         self.run_backward(current, [loss], [torch.ones_like(loss)])
         found = [item.grad for item in parameters]
         for item in parameters:
@@ -192,7 +193,7 @@ class StageBoundary:
         return found
 
     def call(self, call: LayerCall) -> Any:
-        """Run or skip a layer, as the current micro-batch needs it; without one just run it."""
+        """Run or skip a layer, as the current micro-batch needs; outside of steps just run it."""
         current, index = self._current, call.index
         if current is None:
             return call.run() if self._backward is None else self._call_again(self._backward, call)
@@ -212,7 +213,7 @@ class StageBoundary:
         return output
 
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Run a layer of a stage that has all layers, which may be called in any way."""
+        """Run a layer of a stage that has all layers, where layers may be called in any way."""
         current.begin_layer(call.index)
         output = self._compute(current, call)
         if isinstance(output, Tensor):
@@ -222,7 +223,7 @@ class StageBoundary:
         return output
 
     def _call_again(self, current: MicrobatchPass, call: LayerCall) -> Any:
-        """Do again in backward what the forward did: run the layer, or skip it."""
+        """Repeat in backward what the forward did: run the layer, or skip it."""
         if call.index < current.layers.start:
             return self._skip(current, call)
         return self._call_in_stage(current, call, again=True)
@@ -233,7 +234,7 @@ class StageBoundary:
         """Run a layer of the stage, for the first time or `again` in backward.
 
         Raises:
-            StageEnd: It was the stage's last one, and not the model's.
+            StageEnd: It was the stage's last layer, and not the model's.
         """
         if call.index == current.layers.start:
             call = self._enter(current, call)
@@ -251,7 +252,7 @@ class StageBoundary:
             output = self._leave(self._group, call.index, output)
         if again:
             if not current.is_last_stage:
-                raise _StopRecomputationError  # There the step ended the first time.
+                raise _StopRecomputationError  # Here the step ended in the forward pass.
             current.begin_layer(current.num_layers, again=True)
         else:
             self._end_stage(current, hidden_output(output, call.index))
@@ -279,7 +280,7 @@ class StageBoundary:
             version = 0 if given.is_inference() else given._version
         output = self._compute(current, call)
         if given is not None and not given.is_inference():
-            # The model may have kept it, and use it behind the layers.
+            # The model may have kept its input, and use it behind the layers.
             self._changes_input |= given._version != version
         current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
@@ -290,7 +291,7 @@ class StageBoundary:
         if cuts:
             refuse_pieces(call, output)
         if not current.is_last_stage and len(current.handed_on.left) == call.index:
-            # Other stages may cut tokens elsewhere, or nowhere.
+            # The shape of the whole, since other stages may cut tokens differently, or not at all.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._sides.note(before, call, output, form, current.handed_on)
         return output
@@ -320,7 +321,7 @@ class StageBoundary:
         key = current.hidden_arguments[call.index]
         handover, hidden = current.arrived(), call.argument(key)
         if call.index == 0 and handover.changes_input and hidden.is_floating_point():
-            # Nothing may use unnoticed what it was; an unknown tensor stays unknown.
+            # NaN, so that no code behind the layers uses the old values unnoticed.
             hidden.data.fill_(torch.nan)
         return self._sides.skip(call, key, handover)
 
@@ -339,7 +340,7 @@ class StageBoundary:
         current.check_unchanged(index)
         first = current.layers.start
         if index < first or (index > 0 and len(call.values) == 1):
-            return  # It isn't computed with here, or there is only the hidden state.
+            return  # This stage doesn't run the layer, or there is only the hidden state.
         others: Sequence[Any] = call.values
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]

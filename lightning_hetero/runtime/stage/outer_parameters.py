@@ -1,8 +1,10 @@
 """Find out which parameters outside the layers each end of a pipeline really needs.
 
-The stages of a pipeline run the same step, so all of them compute what comes before the layers, and
-most throw the result away, since it is only the first layer's input. A watch follows everything
-that is computed from each parameter, through the memory of tensors, until it is used.
+All stages of a pipeline run the same step, so all of them run the code before the layers, and most
+don't need the result: it is only the first layer's input. Example: the last stage looks up the
+embedding, but never uses what it gets, unless the head shares the embedding's weight. So a watch
+follows everything that is computed from a parameter, through the memory of tensors, until it is
+used.
 
 In an epoch's first iteration of each phase (training, validation, test, prediction) both ends of a
 pipeline hold these parameters. For the rest of the epoch, a parameter that has been used at only
@@ -63,7 +65,7 @@ class OuterRoles:
         """
         for pipeline in plan.pipelines:
             if pipeline.stages[0].ranks == pipeline.stages[-1].ranks:
-                continue  # Ranks with both ends hold them in any case.
+                continue  # Ranks that run both ends hold them in any case.
             for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
                 for rank in pipeline.stages[stage_index].ranks:
                     for name in reads.get(rank, ()):
@@ -71,7 +73,7 @@ class OuterRoles:
         self._watched[phase] = epoch
 
     def apply(self, specs: Iterable[ParameterSpec], *, known: bool) -> tuple[ParameterSpec, ...]:
-        """Return parameters with their roles: both ends if not `known`, or never seen in use."""
+        """Return parameters with their roles: both ends if not `known`, or if never used so far."""
 
         def roles(name: str) -> frozenset[OuterRole]:
             return frozenset(self._roles.get(name, _BOTH_ENDS)) if known else _BOTH_ENDS
@@ -87,8 +89,8 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         parameters: The stage's parameters outside the layers.
-        reads: Names of those that are used are added here.
-        is_first: Whether the stage is the first, which uses all that it reads.
+        reads: Names of parameters that are used are added here.
+        is_first: Whether the stage is the first one, which uses all that it reads.
     """
 
     def __init__(
@@ -96,10 +98,10 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses_all = is_first
-        """Whether reading counts as using: on first stages, and from a stage's layers on."""
+        """Whether reading counts as using: on first stages, and after the stage's layers began."""
         self._reads = reads
         self._kept: list[UntypedStorage] = []
-        """Memory that is kept alive, because its address identifies what was computed there."""
+        """Memory that must stay alive, because its address identifies what was computed there."""
         self._names: dict[int, frozenset[str]] = {}
         for name, parameter in parameters.items():
             self._mark((parameter,), frozenset({name}))
@@ -123,7 +125,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def pause(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations aren't watched; modes around the step see them."""
+        """Return a context in which operations aren't watched."""
         if _get_current_dispatch_mode() is self:
             return _pop_mode_temporarily()
         return _disable_current_modes()  # The step has entered a mode, which can't be kept alone.
@@ -134,7 +136,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.uses_all = True
 
     def use(self, value: Any) -> None:
-        """Note that a value is used: so are the parameters that it was computed from."""
+        """Note that a value is used, and with it the parameters from which it was computed."""
         self._reads |= self._names_in(value)
 
     def _names_in(self, value: Any) -> frozenset[str]:

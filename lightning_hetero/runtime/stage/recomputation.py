@@ -1,16 +1,16 @@
 """Run a layer so that it keeps its activations for backward, or recomputes them there.
 
-A recomputed layer keeps only its inputs; a selectively recomputed one keeps matrix products and
-attention, too. That pays if a stage's activations of all micro-batches in flight don't fit (MEM_V
-in AutoHet's Eq. 4). Passes without gradients keep nothing in any case. `LayerOptions` decide if the
-plan doesn't; they also say whether layers are compiled.
+A recomputed layer keeps only its inputs for its backward; a selectively recomputed one also keeps
+matrix products and attention. It is needed where the activations of all micro-batches in flight
+don't fit (MEM_V in AutoHet's Eq. 4). Passes without gradients keep nothing in any case. If the plan
+doesn't say what is recomputed, `LayerOptions` do; they also say whether layers are compiled.
 
-Compilation is regional: each layer by itself, so that stages may begin and end at any layer and
-like layers share their code. Compiled layers run in training passes only: a pass without gradients
-isn't worth compiling for. Communication of tensor parallelism inside a layer stays outside the
-compiled code.
+Each layer is compiled by itself, so that stages may begin and end at any layer and layers of one
+kind share their code. Compiled layers run in training only, since a pass without gradients isn't
+worth compiling for. Communication of tensor parallelism inside a layer stays outside the compiled
+code.
 
-A call of a layer, and which of its arguments and outputs is the hidden state.
+`LayerCall` is one call of a layer; it finds out which argument is the hidden state.
 """
 
 from collections.abc import Callable, Container
@@ -56,7 +56,7 @@ class LayerCall:
 
     @cached_property
     def given(self) -> dict[int | str, Any]:
-        """The arguments by position or name."""
+        """The call's arguments, by position or name."""
         given: dict[int | str, Any] = dict(enumerate(self.args))
         if self.kwargs:
             given.update(self.kwargs)
@@ -95,11 +95,11 @@ class LayerCall:
         """Return the position or name of the argument that is the hidden state.
 
         Args:
-            previous: The tensor that it must be, returned by the layer before. If None, it is the
-                first argument that may be one, floating-point tensors before others.
+            previous: What the previous layer returned, which must be the hidden state. If None, it
+                is the first tensor among the arguments, floating-point ones before others.
 
         Raises:
-            ModelError: There is none.
+            ModelError: No argument is the hidden state.
         """
         if previous is not None:
             if self.args and self.args[0] is previous:
@@ -165,12 +165,14 @@ def _check_plain(hidden: Tensor) -> None:
 
 
 ActivationCheckpointing = Literal["none", "selective", "full"] | int
-"""What is recomputed: nothing, the cheap part of every layer, every layer, or every n-th layer."""
+"""Recompute nothing, in every layer all but matrix products and attention, every layer, or every
+n-th layer."""
 
 _Forward = Callable[..., Any]
 
 _COMPILED_FORMS = 4
-"""Variants of one layer: for fixed and varying numbers of tokens, first and later micro-batches."""
+"""Compiled variants of a layer: for fixed and varying numbers of tokens, and for the first and
+later micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,10 @@ class LayerOptions:
     """How layers run in training."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Layers whose activations are recomputed in backward, in stages whose plan doesn't say."""
+    """What is recomputed in backward, in stages for which the plan doesn't say it."""
     activation_budget_bytes: int | None = None
-    """Most bytes of layers' activations on each rank of such a stage; None sets no limit."""
+    """Most bytes of activations on each rank, in stages for which the plan doesn't say it; None
+    sets no limit."""
     compile_layers: bool = False
     """Whether `torch.compile` compiles each layer."""
 
@@ -230,9 +233,9 @@ class LayerOptions:
         return layers if self.activation_checkpointing == "selective" else range(0)
 
     def add_to(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return the plan with recomputation added where only these options ask for it.
+        """Return the plan with recomputation where only these options ask for it.
 
-        For predictions only: it counts layers, without saying which. A budget isn't added.
+        Only for predictions: it has the number of layers, not which ones. Budgets aren't added.
         """
 
         def told(stage: StagePlan) -> StagePlan:
@@ -269,20 +272,20 @@ class _CompiledForward:
     def __init__(self, index: int, forward: _Forward) -> None:
         self._plain = forward
         self._training = torch.compile(forward)
-        # Sharded layers don't share their code; beyond the limit they would run uncompiled.
+        # Sharded layers don't share their code: beyond torch's limit they would run uncompiled.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _COMPILED_FORMS * (index + 1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        # A cache of keys and values would be a new argument in each pass; nothing reads it.
+        # A cache of keys and values would be a different argument in each pass; nothing reads it.
         args = tuple(None if is_cache(arg) else arg for arg in args)
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         return self._training(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Compiled code can't be pickled; a copy of the layer runs as its author wrote it.
+        # Compiled code can't be pickled, so a copy of the layer runs uncompiled.
         return _unwrapped, (self._plain,)
 
 
@@ -324,7 +327,7 @@ class Recomputation:
             call: The layer's call.
             layer: The layer.
             hidden: Which of its arguments is the hidden state; None if unknown.
-            products: Recomputes the layer but for its products.
+            products: Recomputes all of the layer but its matrix products and attention.
         """
         measured = self.measured
         if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():
@@ -343,7 +346,7 @@ class Recomputation:
 def _measure(
     measured: MeasuredLayer, call: LayerCall, layer: nn.Module, hidden_key: int | str | None
 ) -> Any:
-    """Run a layer and report the bytes it keeps, without weights and what all layers share."""
+    """Run a layer; report the bytes that it keeps, without weights and what all layers share."""
     call = call.without_caches()
     hidden = call.given[call.hidden_argument() if hidden_key is None else hidden_key]
     others = tree_leaves([value for value in call.given.values() if value is not hidden])

@@ -1,10 +1,10 @@
 """Call a layer once before other ranks wait for it: that compiles it and loads its kernels.
 
-A joiner hasn't seen a batch. So the ranks that train describe a layer's call, its tensors by shape
-and dtype, and the joiner makes such a call with zeros, forward and backward, before it is let in.
-Short lists of integers keep their values, since packed samples have to begin and end somewhere.
-Layers share their code, so one stands for all. Under tensor parallelism, or if a step's shapes
-vary, the first real call may compile once more.
+A joiner hasn't seen a batch. So the ranks that train describe a layer's call, with its tensors by
+shape and dtype. The joiner makes such a call with zeros, forward and backward, before it joins.
+Short tensors of integers keep their values, because those that say where packed samples begin can't
+be zeros. One layer is called for all, since layers share their code. Under tensor parallelism, or
+if the shapes of steps vary, the first real call may compile once more.
 """
 
 import json
@@ -22,7 +22,7 @@ from lightning_hetero.runtime.stage.recomputation import LayerCall
 __all__ = ["describe_call", "rehearse"]
 
 _MOST_VALUES = 1024
-"""Most integers of a tensor that keep their values; a longer one becomes zeros."""
+"""Most integers in a tensor that keeps its values; longer ones become zeros."""
 
 
 def describe_call(call: LayerCall) -> str:
@@ -32,10 +32,10 @@ def describe_call(call: LayerCall) -> str:
     """
     bare = call.without_caches()
     try:
-        with torch._C.DisableTorchFunction():  # No business of who watches the step.
+        with torch._C.DisableTorchFunction():  # Modes that watch the step mustn't see this.
             return json.dumps([_plain(bare.args), _plain(bare.kwargs)])
     except (TypeError, RuntimeError):
-        # RuntimeError: tensors of other kinds may have no shape. A joiner then rehearses nothing.
+        # RuntimeError: some kinds of tensors have no shape. Then a joiner calls no layer.
         return ""
 
 
@@ -69,7 +69,7 @@ def rehearse(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON: what isn't a number or a text as {kind: content}.
+    """Return a value for JSON: anything but numbers and texts as {kind: content}.
 
     Raises:
         TypeError: It isn't plain data.
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(plain: Any) -> Any:
-    """Return the value that `_plain` was given, long tensors as zeros."""
+    """Return the value that `_plain` got, with zeros for long tensors."""
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()

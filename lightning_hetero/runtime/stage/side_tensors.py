@@ -1,13 +1,14 @@
-"""Hand on what layers return beside the hidden state: losses, router logits, biases.
+"""Send later stages what layers return beside the hidden state: losses, router logits, biases.
 
-The stage that runs a layer describes its output: the hidden state, arguments of the layer, plain
-data, and other tensors, which travel beside the hidden state; their gradients travel back. Stages
-that skip the layer return the same, with an unknown hidden state. What a Hugging Face model records
-of submodules travels, too, if it is smaller than the hidden state; else it is unknown there.
+The stage that runs a layer describes its output, which may have the hidden state, arguments of the
+layer, plain data, and other tensors. The other tensors, *side tensors*, travel beside the hidden
+state, and their gradients travel back. Stages that skip the layer return the same output, with an
+unknown hidden state. Outputs of submodules that a Hugging Face model records travel, too, if they
+are smaller than the hidden state; larger ones are unknown on later stages.
 
-Nothing else travels. So that nobody misses it unnoticed, tensors with gradients that a layer keeps
-as attributes are unknown where it was skipped, those in lists and dicts are refused, and hooks
-inside a skipped layer see unknown tensors.
+Nothing else travels, so the use of anything else must not go unnoticed. Tensors with gradients that
+a layer keeps as attributes are unknown on stages that skip the layer; those in lists and dicts are
+refused; hooks inside a skipped layer get unknown tensors.
 """
 
 import io
@@ -39,17 +40,18 @@ _OF_SIDE = (
 )
 _OF_KEPT = f"Return it from the layer, or detach it if it is for show, {_ONE_STAGE}"
 _HIDDEN = ""
-"""Names the hidden state among what an output is made of, where arguments have theirs."""
+"""Name of the hidden state in the description of an output, where arguments have their own
+names."""
 _RECORDER = "transformers.utils.output_capturing"
 """The module whose hooks record outputs of submodules."""
 _HARMLESS = ("torch.", _RECORDER)
-"""Beginnings of the modules whose hooks compute weights, or record what travels."""
+"""Prefixes of modules whose hooks are allowed: they compute weights, or record what travels."""
 _PLAIN = frozenset((bool, str, int, float, type(None), torch.dtype, torch.device))
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class SideTensors:
-    """Describes what layers return, and makes it again where they are skipped.
+    """Describes the outputs of layers, and makes them again on stages that skip the layers.
 
     Args:
         layers: The model's layers in order.
@@ -57,7 +59,7 @@ class SideTensors:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parts = [[*layer.modules()] for layer in layers]
-        # Only hooks inside: a layer's own hooks run around its forward in any case.
+        # Only hooks on submodules: a layer's own hooks run around its forward in any case.
         self._hooks = [
             [
                 (part, hooks)
@@ -68,7 +70,7 @@ class SideTensors:
         ]
         self._hooks_alone = [[hooks for _, hooks in pairs] for pairs in self._hooks]
         self._kept: dict[int, list[tuple[int, str]]] = {}
-        """By layer that has run with gradients: the attributes in which it keeps some."""
+        """For each layer that has run with gradients, the attributes in which it keeps tensors."""
 
     def note(
         self,
@@ -84,8 +86,8 @@ class SideTensors:
             before: What `num_recorded` returned before the layer ran.
             call: The layer's call.
             output: What it returned.
-            whole: Its whole hidden state; records that aren't smaller don't travel.
-            handover: Changed in place.
+            whole: Its whole hidden state; only smaller records travel.
+            handover: The handover to the next stage, which is changed in place.
 
         Raises:
             ModelError: The layer keeps tensors with gradients in lists or dicts.
@@ -147,7 +149,7 @@ class SideTensors:
         return tuple(returned)
 
     def _show_hooks(self, index: int) -> None:
-        """Let hooks inside a skipped layer see unknown tensors."""
+        """Call hooks inside a skipped layer with unknown tensors."""
         if not any(self._hooks_alone[index]):
             return
         unknown = _nothing_known(Origin(f"what layer {index} computes", _OF_HIDDEN))
@@ -173,7 +175,7 @@ def num_recorded() -> dict[str, int]:
 
 
 def refuse_pieces(call: LayerCall, output: Any) -> None:
-    """Refuse other tensors that a layer has returned: they are of a rank's tokens."""
+    """Refuse side tensors under sequence parallelism: each rank has those of its tokens only."""
     given = set(map(id, call.values))
     others = [] if type(output) is Tensor else [i for i in output[1:] if id(i) not in given]
     if any(isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(others)):
@@ -191,7 +193,7 @@ def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]
     """
     for place, part in enumerate(parts):
         for name, value in vars(part).items():
-            # Beside a weight that `weight_norm` and the like make are parameters of its name.
+            # A weight that `weight_norm` and the like compute has parameters named after it.
             is_weight = any(key.startswith(f"{name}_") for key in part._parameters)
             tensors = () if name in _TORCHS_OWN or is_weight else tensors_in(value)
             if not any(tensor.grad_fn is not None for tensor in tensors):
@@ -254,7 +256,7 @@ def _dump(
     pickler.persistent_id = name_of  # type: ignore[method-assign]
     try:
         pickler.dump(value)
-    except Exception:  # Whatever an object's own pickling may raise.
+    except Exception:  # An object's own pickling may raise anything.
         return None
     sides += new
     return file.getvalue()

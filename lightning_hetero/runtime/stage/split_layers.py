@@ -1,12 +1,12 @@
 """Split the backward of layers: the input's gradient at once, the weights' gradients later.
 
-A stage before waits for the gradient of a stage's input, but nobody waits for the gradients of its
-weights, so they can fill the time in which a stage would wait (Qi et al. 2023, "Zero Bubble").
-`LayerSplitter.active()` replaces `torch.nn.functional.linear` and `embedding`, which `nn.Linear`
-and `nn.Embedding` call, for the time of an iteration's passes. A call with a weight that this rank
-computes with, or with a part of one such as an expert's matrix, then keeps its input and the
-gradient of its output until `run_weights`. Everything else, frozen weights and experts' grouped
-products included, has its whole backward at once.
+The previous stage waits for the gradient of a stage's input, but no stage waits for the gradients
+of weights. So these can be computed while a stage would wait anyway (Qi et al. 2023, "Zero
+Bubble"). During an iteration's passes `LayerSplitter.active()` replaces
+`torch.nn.functional.linear` and `embedding`, which `nn.Linear` and `nn.Embedding` call. A call with
+one of this rank's trainable weights, or with part of one such as an expert's matrix, then keeps its
+input and the gradient of its output until `run_weights`. Everything else, such as frozen weights
+and experts' grouped products, has its whole backward at once.
 
 The products are those that autograd computes, and gradients go through the parameters' own
 `AccumulateGrad`, so sums and hooks are the same bit for bit.
@@ -30,15 +30,15 @@ class _Place(NamedTuple):
 
     parameter: nn.Parameter
     part: tuple[Sequence[int], Sequence[int], int] | None
-    """Size, strides and offset of the part; None is all."""
+    """Size, strides and offset of the part; None if it is the whole parameter."""
 
 
 _Waiting = tuple[tuple[_Place, ...], Callable[[], Sequence[Tensor]]]
-"""Places, and what returns their gradients."""
+"""Parameters, and a function that returns their gradients."""
 
 
 class LayerSplitter:
-    """Collects what the gradients of layers' weights need, by stage and micro-batch.
+    """Collects, for each stage and micro-batch, what the gradients of weights are computed from.
 
     Args:
         names: The name of each weight and bias that may be split.
