@@ -327,6 +327,10 @@ class HeteroStrategy(HookedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._failed = False
+        with self._processes.watching():
+            self._set_up(trainer)
+
+    def _set_up(self, trainer: pl.Trainer) -> None:
         # `process_dataloader` deals out samples in the order of the user's sampler. An injected
         # DistributedSampler would change the order, and no public option of a strategy prevents it.
         trainer._accelerator_connector.use_distributed_sampler = False

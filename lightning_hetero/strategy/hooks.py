@@ -330,7 +330,8 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def teardown(self) -> None:
-        self._slices.end(self._lightning_module, failed=self._failed)
+        with self._processes.watching():  # Ranks may gather whole weights.
+            self._slices.end(self._lightning_module, failed=self._failed)
         module = self._lightning_module
         if not self._failed:
             self._processes.stop_watching()

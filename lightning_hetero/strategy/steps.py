@@ -155,6 +155,11 @@ _INDEX = (
     "class for: compare the tokenizer's vocabulary with the model's. On CUDA, a step with "
     "CUDA_LAUNCH_BLOCKING=1 shows where."
 )
+_UNUSED = (
+    "Where a plan cuts the model into stages, a step can differentiate its loss only by what the "
+    "last stage computes. A gradient penalty by the model's input needs a plan whose pipelines "
+    "have one stage."
+)
 
 
 @contextmanager
@@ -178,6 +183,8 @@ def explained(
     except Exception as error:
         if "index out of range" in str(error) or "device-side assert" in str(error):
             error.add_note(_INDEX)
+        if "appears to not have been used in the graph" in str(error):
+            error.add_note(_UNUSED)
         # Entered only after an error, since each would cost every iteration some microseconds.
         explaining = memory.explaining(trains=trains)
         with watching(), explaining, explain_dtypes():

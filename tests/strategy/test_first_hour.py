@@ -33,6 +33,13 @@ class AssertsOnDevice(ToyModule):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
+class DifferentiatesByAnother(ToyModule):
+    """What torch says to a gradient penalty, if another stage has the input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.autograd.grad(self.loss(batch), torch.zeros(1, requires_grad=True))
+
+
 def fit(module: ToyModule, rows: DataLoader[Any]) -> None:
     options = quiet(max_steps=4, devices=1, strategy=HeteroStrategy(plan=None))
     L.Trainer(**options).fit(module, rows)
@@ -46,6 +53,13 @@ def test_rows_that_an_embedding_does_not_have_are_explained() -> None:
     with pytest.raises(RuntimeError, match="device-side assert") as failed:
         fit(AssertsOnDevice(ToyOptions()), loader(8, 4))
     assert "a label that the logits have no class for" in failed.value.__notes__[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_by_what_another_stage_computes_is_explained() -> None:
+    with pytest.raises(RuntimeError, match="used in the graph") as caught:
+        fit(DifferentiatesByAnother(ToyOptions()), loader(8, 4))
+    assert "only by what the last stage computes" in caught.value.__notes__[0]
 
 
 class WithoutOptimizer(ToyModule):

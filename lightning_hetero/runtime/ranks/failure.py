@@ -183,7 +183,10 @@ class FailureDetector:
             self._heartbeat.suspect()
             self._is_judged.wait(min(self._timeout_s, 15.0))
         return self._reason or (
-            "A connection to another rank broke, and no rank said why. See the other ranks' logs."
+            "A connection to another rank broke, or it took too long to answer, and no rank said "
+            "why. See the other ranks' logs. Ranks wait in vain if a hook stops, skips or saves on "
+            "some of them only, as in `if trainer.is_global_zero: trainer.should_stop = True`: let "
+            "all ranks decide alike."
         )
 
     def _let_others_read(self) -> None:

@@ -142,6 +142,9 @@ class Struck(ToyModule):
     def setup(self, stage: str) -> None:
         self.strike_at("set-up")
 
+    def configure_model(self) -> None:
+        self.strike_at("model")
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
             self.strike_at("step")
@@ -155,7 +158,8 @@ def fit_struck(rank: int, how: str, struck: int, moment: str) -> None:
     torch.manual_seed(0)
     timeout = timedelta(seconds=3 if how == "stops" else 30)
     plan = ParallelPlan.from_dict(UNEQUAL)
-    strategy = HeteroStrategy(plan, num_microbatches=2, timeout=timeout)
+    options = {"num_microbatches": 2, "whole_after_run": how == "raises"}
+    strategy = HeteroStrategy(plan, timeout=timeout, **options)
     trainer = L.Trainer(strategy=strategy, **quiet(devices=3, max_steps=4))
     trainer.fit(Struck(how, struck, moment), loader(64, 4))
 
@@ -173,8 +177,9 @@ def failures_beside(pool: ProcessPool, how: str, struck: int, moment: str) -> di
     return failures
 
 
-def test_all_ranks_name_the_rank_that_raised(pool: ProcessPool) -> None:
-    failures = failures_beside(pool, "raises", 2, "step")
+@pytest.mark.parametrize("moment", ["model", "step", "end"])
+def test_all_ranks_name_the_rank_that_raised(pool: ProcessPool, moment: str) -> None:
+    failures = failures_beside(pool, "raises", 2, moment)
     assert sorted(failures) == [0, 1, 2]
     assert all("ValueError: a bug of the user's" in text for text in failures.values())
 
