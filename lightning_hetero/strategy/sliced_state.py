@@ -77,7 +77,7 @@ class SlicedState:
         """The slices of the last run, for which the module has stand-ins now."""
         self._trained: SliceStore | None = None
         """The slices in the optimizers, also after the run that trained them."""
-        self._cut_when_loading: RemovableHandle | None = None
+        self._cut_when_loading: list[RemovableHandle] = []
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
         self.hooked: HookedSlices | None = None
@@ -161,9 +161,9 @@ class SlicedState:
         self._leave_hooks()
         if module is not None and self._example is not None:
             module.example_input_array, self._example = self._example, None
-        if self._cut_when_loading is not None:
-            self._cut_when_loading.remove()
-            self._cut_when_loading = None
+        for handle in self._cut_when_loading:
+            handle.remove()
+        self._cut_when_loading = []
         if self.engine is None:
             return
         engine, self.engine = self.engine, None

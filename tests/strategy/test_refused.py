@@ -108,6 +108,7 @@ def trainer_that_starts_nobody(
 
     for name in ("subprocess.Popen", "torch.multiprocessing.start_processes"):
         monkeypatch.setattr(name, start)
+    monkeypatch.setattr("sys.argv", [__file__])  # A worker of pytest-xdist runs no script.
     strategy = HeteroStrategy(plan, start_method=start_method)
     return L.Trainer(**quiet(), strategy=strategy, devices=2)
 

@@ -1,10 +1,10 @@
 """Differentiable collectives of a tensor-parallel group, and the group's state on a rank.
 
-A tensor on a rank of the group is either *whole* (the same on all ranks), a *shard* (the rank's
-piece along one dim) or *partial* (a summand). Each function converts between two of them, and its
-backward does the conjugate to the gradient: the gradient of a whole tensor that is used with shards
-of weights is partial, the gradient of a sum is whole (Megatron-LM's operators f and g, and their
-versions for sharded tokens). All ranks of the group call them in the same order.
+On a rank of the group a tensor is *whole* (the same on all ranks), a *shard* (the rank's piece
+along one dim) or *partial* (a summand). Each function converts one kind into another, and its
+backward converts the gradient: the gradient of a whole tensor that is used with shards of weights
+is partial, the gradient of a sum is whole. (These are Megatron-LM's operators f and g, and their
+versions for sharded tokens.) All ranks of the group call them in the same order.
 
 A length need not be divisible by the group's size: see `exchange.slices.piece_of`. Under sequence
 parallelism an activation is cut along its tokens where a stage begins, and gathered where it ends.
@@ -47,7 +47,8 @@ class TPGroup:
     degree: int
     tp_rank: int
     positions: tuple[int, ...]
-    """By `tp_rank`: the rank in the communicator, which orders its members by global rank."""
+    """For each `tp_rank` the rank in the communicator, where members are in order of global
+    rank."""
 
 
 def piece_sizes(length: int, count: int) -> list[int]:
@@ -182,7 +183,7 @@ class StageGroup:
 
     def __init__(self, *, sequence_parallel: bool) -> None:
         self.peers: TPGroup | None = None
-        """None where the stage has one rank."""
+        """The group; None if the stage has one rank."""
         self._sequence_parallel = sequence_parallel
         self._num_tokens = 0
         self._copied: tuple[Tensor, Tensor] | None = None
@@ -196,7 +197,7 @@ class StageGroup:
         return self.peers is not None and self._sequence_parallel
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return a whole activation as the first layer gets it: this rank's tokens if cut.
+        """Return what the first layer gets of a whole activation: all, or this rank's tokens.
 
         Raises:
             ModelError: There are fewer tokens than ranks.
@@ -241,7 +242,7 @@ class StageGroup:
         assert self.peers is not None
         sizes = piece_sizes(self._num_tokens, self.peers.degree)
         own = self._num_tokens if whole else sizes[self.peers.tp_rank]
-        # Experts see sequences end to end, (sequences · tokens, features).
+        # Experts get sequences concatenated: (sequences · tokens, features).
         return [size * (tensor.shape[TOKENS] // own) for size in sizes]
 
     def copied(self, tensor: Tensor) -> Tensor:

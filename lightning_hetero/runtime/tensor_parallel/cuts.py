@@ -1,12 +1,12 @@
 """Decide along which dim tensor parallelism shards each parameter, and which modules it wraps.
 
-The styles of modules and of bare parameters (see `styles`) determine the cuts of parameters. A tied
-parameter is sharded in all its slots or in none.
+The styles of modules and of single parameters (see `styles`) say how parameters are cut. A tied
+parameter is sharded in all of its places or in none.
 
-Sequence parallelism gathers tokens at the modules around sharded pairs. A *region* is the module
-that holds both ends of a pair (query and output projection, gate and down projection), or a module
-of experts. Inside a region all tokens are used with shards of weights; outside, shards of tokens
-are used with whole weights, whose gradients are therefore partial.
+Under sequence parallelism tokens are gathered around *regions*. A region is the module that has
+both ends of a pair of sharded layers (query and output projection, gate and down projection), or a
+module of experts. Inside a region all tokens are used with shards of weights. Outside, shards of
+tokens are used with whole weights, so the gradients of these weights are partial.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class ModelCuts:
                     local_sizes=rule.attributes,
                 )
         for _ in range(2):
-            # Twice: a tie found late may shard a module whose bias came first.
+            # Twice, because a tie that is found late may shard a module whose bias came first.
             for spec in layout.specs:
                 slots = layout.slots[spec.name]
                 found = [_cut_of_slot(styled, modules, slot, spec) for slot in slots]
@@ -110,7 +110,7 @@ _QUANTIZED = (
 
 
 def _is_quantized(current: nn.Parameter) -> bool:
-    """Whether a parameter, or what stands in for it, is of a class that can't be cut."""
+    """Whether a parameter, or its stand-in, is of a class that can't be cut."""
     if isinstance(current, StandIn):
         return isinstance(current.store.frozen.sources.get(current.parameter), Opaque)
     if isinstance(current, Awaited):
@@ -228,7 +228,7 @@ def _shard_too(slot: Slot, cut: ParameterSpec, modules: dict[str, ShardedModule]
         elif isinstance(slot.module, nn.Linear):
             style = TPStyle.GATHERED
         elif slot.attribute == "bias":
-            return  # Another name for the bias of a Linear (BERT's head), which alone uses it.
+            return  # A second name for the bias of a Linear (BERT's head); only the Linear uses it.
     if style is None:
         raise ModelError(
             f"Parameter {cut.name} is sharded and also registered as {slot.name} in a "
@@ -245,8 +245,9 @@ def find_regions(root: nn.Module, layout: ModelLayout, cuts: ModelCuts) -> dict[
     """Return the regions by name.
 
     Raises:
-        ModelError: A sharded module of a layer lies in no region, or a region has whole weights
-            whose gradients would be counted once for each rank.
+        ModelError: A sharded module of a layer is in no region, or a region has whole weights,
+        whose
+            gradients would be counted once for each rank.
     """
     name = layout.layers_name
     inner = [i for i in cuts.modules if name is not None and i.name.startswith(f"{name}.")]

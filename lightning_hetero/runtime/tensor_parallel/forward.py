@@ -1,8 +1,8 @@
 """Wrap the forwards of sharded modules.
 
-A wrapper looks at the module's current weights. If they are whole (degree 1, a stub of another
-stage, a probe), the module runs unchanged. If they are shards, inputs and outputs pass through the
-group's collectives, so that activations outside sharded modules are the same on all its ranks.
+A wrapper checks the module's present weights. If they are whole (degree 1, a stub of another stage,
+a probe), the module runs unchanged. If they are shards, inputs and outputs go through the group's
+collectives, so that activations outside sharded modules are the same on all of its ranks.
 
 Under sequence parallelism the activation outside sharded regions is cut along the tokens: a
 region gathers them where it begins, and reduce-scatters where it ends, instead of an all-reduce.
@@ -66,7 +66,7 @@ class ShardedForward:
         self._run = forwards[item.style]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module by its style if its weights are shards, else unchanged."""
+        """Run the module as its style says if its weights are shards, else unchanged."""
         peers = self._stage.peers
         if peers is None or not self._anchor.is_cut:
             return self._forward(*args, **kwargs)
@@ -138,7 +138,7 @@ class ShardedForward:
             return self._forward(*args, **kwargs)
 
     def _dropout(self, peers: TPGroup, tensor: Tensor) -> Tensor:
-        """Drop this rank's features of those that are dropped from the whole input."""
+        """Apply dropout to this rank's features, as it would apply to the whole input."""
         spec = self._anchor.spec
         kept = self._forward(tensor.new_ones(*tensor.shape[:-1], spec.cut_length))
         own = [kept[..., slice(*rows)] for rows in spec.rows_of(peers.tp_rank, peers.degree)]
@@ -155,7 +155,7 @@ class ShardedForward:
     ) -> Tensor:
         """Return what DoRA adds to the base layer's output (Liu et al. 2024, section 4.3).
 
-        The norm of each row of the changed weight is that of the whole row.
+        Norms are those of whole rows of the changed weight.
         """
         style = base_layer.forward.style
         first, second, scaling = (adapter[name] for name in ("lora_A", "lora_B", "scaling"))
@@ -175,7 +175,7 @@ class ShardedForward:
         return added
 
     def _outside(self, rows: Tensor, style: TPStyle, peers: TPGroup) -> Tensor:
-        """Return a vector of a layer's output features as the layer returns its outputs."""
+        """Return a vector of output features, cut or gathered as the layer's outputs are."""
         if style is not TPStyle.GATHERED:
             return rows
         return gather_shards(rows, 0, piece_sizes(self._length, peers.degree), peers)
@@ -189,8 +189,8 @@ class ShardedForward:
 class SharedHeadsForward:
     """Replaces the forward of a layer with shared heads, or of the attention module around it.
 
-    The layer's output then has each head as often as `Heads.read` names it, and the attention
-    module counts as many query heads for each.
+    The layer's output then has each head as often as `Heads.read` says, and the attention module
+    takes each to be read by equally many query heads.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class RegionForward:
         if peers is None or not self._anchor.is_cut:
             return self._forward(*args, **kwargs)
         if args and isinstance(args[0], Tensor):
-            # Experts also get the tokens' routes, with as many rows as their states.
+            # Experts also get the routes of tokens, which have as many rows.
             rows = args[0].shape[TOKENS]
             tokens = [
                 isinstance(arg, Tensor) and arg.ndim > 1 and arg.shape[TOKENS] == rows
@@ -268,7 +268,7 @@ class _Anchor:
     def of(cls, layout: ModelLayout, name: str) -> "_Anchor":
         """Find the weight that belongs to a module, or else to the nearest module around it.
 
-        A weight whose heads are shared may be whole on every rank, and shows nothing.
+        A weight with shared heads may be whole on every rank, and doesn't tell.
 
         Raises:
             ModelError: The module has no sharded weight.
@@ -302,7 +302,7 @@ def _inside(
 
 @contextmanager
 def _attributes(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
-    """Give a module's attributes other values in this context."""
+    """Context in which a module's attributes have other values."""
     before = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
@@ -328,7 +328,7 @@ def _without_bias(module: nn.Module, *, active: bool) -> Iterator[None]:
 
 @contextmanager
 def _local_padding(module: Any, start: int, stop: int) -> Iterator[None]:
-    """Shift `padding_idx` to the shard's rows in this context; None if it isn't one of them."""
+    """Context in which `padding_idx` counts from the shard's first row; None if it isn't in it."""
     whole = module.padding_idx
     if whole is None:
         yield

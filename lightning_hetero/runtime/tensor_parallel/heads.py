@@ -1,13 +1,13 @@
-"""Share attention heads out to the ranks of a group, whatever the number of key and value heads.
+"""Divide attention heads among the ranks of a group, whatever the number of key and value heads.
 
-Each rank computes a run of query heads, and holds the key and value heads that these read. Where
+Each rank computes consecutive query heads, and holds the key and value heads that these read. If
 the degree doesn't divide the key heads (grouped-query and multi-query attention), several ranks
-hold the same one: `ParameterSpec.rows_of` says which, and owners sum its gradients.
+hold the same key head: `ParameterSpec.rows_of` says which, and owners add up its gradients.
 
-Attention modules expect all key heads to be read by the same number of query heads. If a rank's
-query heads begin or end in the middle of a group, its key heads are repeated after the projection,
-so that each is read by equally many, and the module's number of groups is that of the rank while it
-runs.
+Attention modules expect that all key heads are read by the same number of query heads. A rank's
+query heads may begin or end in the middle of such a group. Then its key heads are repeated after
+the projection, so that each is read by equally many, and while the module runs its number of groups
+is that of the rank.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,19 +32,19 @@ class Heads:
     """The heads of a layer in an attention module."""
 
     count: int
-    """In each block of the layer's output features."""
+    """Number of heads in each block of the layer's output features."""
     blocks: int
     attention: str
     """Name of the module around the layer."""
     readers: int = 1
-    """Query heads that read each head; 1 also where the module can't share heads."""
+    """Number of query heads that read each head; 1 also if the module can't share heads."""
     attribute: str | None = None
-    """Where that module keeps `readers`; None if it takes any numbers of heads."""
+    """The module's attribute that has `readers`; None if it takes any numbers of heads."""
 
     def read(self, tp_rank: int, tp_degree: int) -> tuple[list[int], int]:
         """Return a rank's key heads, counted from its first, and the query heads that read each.
 
-        A key head is named several times if its query heads are more than those of another one.
+        A key head is repeated if more of the rank's query heads read it than read another one.
         """
         share = self.count * self.readers // tp_degree
         first, stop = tp_rank * share, (tp_rank + 1) * share
