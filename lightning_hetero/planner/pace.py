@@ -15,8 +15,9 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["Pace", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
 
-_ROUNDS = 4
-"""Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
+_ROUNDS, _FEWEST_ROUNDS = 2, 12
+"""Full rounds of a pipeline for each of its stages, and at least, after which rounds take equally
+long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +181,8 @@ def finish_1f1b_s(
     chain[:, ::2], chain[:, 1::2] = backward_s[:, ::-1], back_s[:, ::-1]
     passed_s = np.cumsum(chain, axis=1)
     ready_s = np.empty_like(chain)
-    skipped = max(0, num_microbatches - last - _ROUNDS * (last + 1))
+    timed = last + max(_FEWEST_ROUNDS, _ROUNDS * (last + 1))
+    skipped = max(0, num_microbatches - timed)
     resume = num_microbatches - skipped
     for index in range(resume + last):
         begin, end = max(0, index - resume + 1), min(last, index) + 1

@@ -77,7 +77,7 @@ class SlicedState:
         """The slices of the last run, for which the module has stand-ins now."""
         self._trained: SliceStore | None = None
         """The slices in the optimizers, also after the run that trained them."""
-        self._cut_when_loading: RemovableHandle | None = None
+        self._cut_when_loading: list[RemovableHandle] = []
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
         self.hooked: HookedSlices | None = None
@@ -135,12 +135,16 @@ class SlicedState:
             # Lightning's summary would call the module on its example, and that needs it whole.
             self._example, module.example_input_array = module.example_input_array, None
 
-    def await_recovery(self) -> None:
-        """Drop all values; they are recovered when the next generation is set up."""
+    def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
+        """Drop all values; they are recovered when the next generation is set up.
+
+        What callbacks have frozen or unfrozen is recovered, too: until then parameters train as
+        `trained_at_first` says, as they do in the script of a rank that joins.
+        """
         self._leave_hooks()
         if self.engine is not None:
             engine, self.engine = self.engine, None
-            self._awaited = stand_for_awaited(engine.store)
+            self._awaited = stand_for_awaited(engine.store, trained_at_first)
             engine.remove()
         for slot, awaited in self._awaited:
             slot.put(awaited)
@@ -157,9 +161,9 @@ class SlicedState:
         self._leave_hooks()
         if module is not None and self._example is not None:
             module.example_input_array, self._example = self._example, None
-        if self._cut_when_loading is not None:
-            self._cut_when_loading.remove()
-            self._cut_when_loading = None
+        for handle in self._cut_when_loading:
+            handle.remove()
+        self._cut_when_loading = []
         if self.engine is None:
             return
         engine, self.engine = self.engine, None

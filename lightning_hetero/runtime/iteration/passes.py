@@ -16,7 +16,7 @@ from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
-from lightning_hetero.runtime.iteration.split_run import copy_of
+from lightning_hetero.runtime.iteration.split_parts import copy_of
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.chunks import Chunk

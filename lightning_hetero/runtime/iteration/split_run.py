@@ -5,11 +5,10 @@ gradients of a few small parameters follow, in the last layer and behind it. The
 trace in logs, buffers, random states and gradients.
 """
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hetero.core.errors import BatchError, HeteroError
-from lightning_hetero.models.batches import concatenated, count_samples, cut_batch, sizes_of
-from lightning_hetero.models.packing import PackedBatch, remember_packed
+from lightning_hetero.core.errors import HeteroError
+from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.iteration.split_parts import copy_of, parts_of
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
 from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
@@ -40,12 +39,14 @@ from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
-from lightning_hetero.runtime.unknown import check_known, tensors_in
+from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["SplitRun", "copy_of"]
+__all__ = ["SplitRun"]
 
 _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
 """Most elements, and most parameters, whose gradients are compared; at least one parameter is."""
+_MOST_ATTEMPTS = 4
+"""Most micro-batches that a check tries, where halves without targets show no weights."""
 Step = Callable[[Any], Any]
 
 
@@ -159,13 +160,16 @@ class SplitRun:
         Raises:
             StepError: On every rank, if the batch can't be cut without changing the loss.
         """
-        parts = _parts_of(microbatches)
-        found = self._try(step, parts, running, seed, recompute)
-        everyone = self._comms.gather_objects(found)
-        if not self._evaluates and any(item.is_random for item in everyone):
-            self._evaluates = True
-            found = self._try(step, parts, running, seed, recompute)
-            everyone = self._comms.gather_objects(found)
+        everyone: list[_Found] = []
+        for attempt in range(_MOST_ATTEMPTS):
+            parts = parts_of(microbatches, attempt)
+            found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
+            if not self._evaluates and any(item.is_random for item in found):
+                self._evaluates = True
+                found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
+            everyone += found
+            if not any(any(item.empty) for one in found for item in one.evidence):
+                break
         self._decide(everyone, sum(running.num_microbatches))
 
     def _decide(self, everyone: Sequence[_Found], num_microbatches: int) -> None:
@@ -245,6 +249,8 @@ class SplitRun:
             loss = loss_of(output)
             forward.limits = _looser(forward.limits, Limits.of_graph(loss))
             gradient = self._gradient(loss, forward, running)
+            if not loss.isfinite().all():  # Cross entropy's mean over nothing has a gradient of 0.
+                gradient.fill_(math.nan)
         except StageEnd as end:
             handed_on = end.handed_on
         except HeteroError:
@@ -351,49 +357,6 @@ def _counts_of(seen: Sequence[_Seen]) -> dict[Counting, Triple]:
     return {
         item: (count, first.get(item, 0.0), second.get(item, 0.0)) for item, count in whole.items()
     }
-
-
-def copy_of(part: Any) -> Any:
-    """Return a deep copy of a batch, which a step may change in place.
-
-    Its tensors are cloned by torch, on whatever device.
-    """
-    made = copy.deepcopy(part, {id(item): item.clone() for item in tensors_in(part)})
-    if isinstance(made, PackedBatch):
-        remember_packed(made.input_ids, made.cu_seqlens)
-    return made
-
-
-def _parts_of(microbatches: Sequence[Any]) -> list[Any]:
-    """Return a batch and its halves; empty if there is nothing to cut or to put together.
-
-    The batch is the largest micro-batch; if each has one sample, two of them together; if there is
-    only one sample, this sample twice, and a single half, since both are equal. A batch of two
-    samples is followed by its first sample twice: this tells a sum from a sum of group means.
-    """
-    if not microbatches:
-        return []
-    counts = [sizes_of(item)[0] for item in microbatches]
-    chosen = microbatches[counts.index(max(counts))]
-    try:
-        if count_samples(chosen) > 1:
-            parts = [chosen, *cut_batch(chosen, 2)]
-            if max(counts) == 2 and (twice := concatenated([parts[1], parts[1]])) is not None:
-                parts.append(twice)
-        else:
-            parts = _of_single(chosen, [item for item in microbatches if item is not chosen])
-    except BatchError:
-        return []
-    return [copy_of(part) for part in parts] if parts[0] is not None else []
-
-
-def _of_single(chosen: Any, others: Sequence[Any]) -> list[Any]:
-    for other in others[:1]:
-        with suppress(BatchError):
-            together = concatenated([chosen, other])
-            if together is not None:
-                return [together, chosen, other]
-    return [concatenated([chosen, chosen]), chosen]
 
 
 def _looser(one: Limits, other: Limits) -> Limits:

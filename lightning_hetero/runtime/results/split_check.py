@@ -165,6 +165,8 @@ class Evidence:
     """Whether the step has drawn random numbers, so that gradients can't be compared."""
     failure: str = ""
     """The error with which the step of a half ended."""
+    empty: tuple[bool, ...] = ()
+    """Whether m, a and b gave NaN, as means over nothing do; a sum over nothing is 0."""
 
     @classmethod
     def of(
@@ -185,7 +187,8 @@ class Evidence:
         halves = [item if item.isfinite().all() else torch.zeros_like(item) for item in halves]
         rows = torch.stack([whole, *halves])
         first, second, third = (tuple(row) for row in (rows @ rows.T).tolist())
-        return cls((first, second, third), counts, num_samples, limits, is_random)
+        empty = tuple(bool(item.isnan().any()) for item in gradients)
+        return cls((first, second, third), counts, num_samples, limits, is_random, empty=empty)
 
     @property
     def is_blind(self) -> bool:
@@ -220,6 +223,12 @@ class Evidence:
             return 1.0, 1.0
         whole, first, second = self.counts.get(rule.counting, (0.0, 0.0, 0.0))
         return (first / whole, second / whole) if whole > 0 else None
+
+    def excludes(self, rule: LossRule) -> bool:
+        """Return whether a part gave NaN that by a rule isn't a mean over nothing."""
+        counts = self.counts.get(rule.counting, ())
+        counted = any(count > 0 for count, empty in zip(counts, self.empty, strict=False) if empty)
+        return any(self.empty) and (rule.is_sum or counted)
 
 
 @dataclass(frozen=True)
@@ -262,7 +271,11 @@ def judge(
         is_random = any(item.is_random for item in found)
         text = _RANDOM.format(rule=before) if is_random and declared is None else ""
         return Verdict(before, is_verified=False, warning=text)
-    residuals = {rule: _largest(seen, rule) for rule in _rules(seen, before, declared)}
+    rules = _rules(seen, before, declared)
+    kept = [rule for rule in rules if not any(item.excludes(rule) for item in found)]
+    if not kept and not allow_mixing:
+        raise StepError(_NOTHING.format(rule=before) + _REMEDIES)
+    residuals = {rule: _largest(seen, rule) for rule in kept or rules}
     limits = max((item.limits for item in seen), key=lambda item: item.refuse)
     best = min(residuals, key=lambda rule: (residuals[rule], rule != before))
     keeps = residuals.get(before, math.inf) <= max(_FACTOR * residuals[best], limits.warn)
@@ -287,6 +300,10 @@ _FOUND = (
     "The gradient of a micro-batch isn't that of its halves put together: they differ by "
     "{size:.2g} of it if the loss is {rule}; by {least:.2g} with the weights that fit best, "
     "{first:.3g} and {second:.3g}. "
+)
+_NOTHING = (
+    "The loss is NaN for a part of a micro-batch, as a mean over nothing is, but {rule} isn't "
+    "there. "
 )
 _DECLARED = (
     "So the loss isn't {rule}, as it is declared to be. Correct loss_reduction or the module's "

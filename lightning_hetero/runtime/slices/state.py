@@ -9,7 +9,8 @@ parameters become slices. Such a copy is cut like the module, so that a rank ave
 only; its state is gathered when it is saved, and cut when it is loaded.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -162,11 +163,17 @@ def leave_stand_ins(store: SliceStore) -> None:
                 slot.put(stand_in)
 
 
-def stand_for_awaited(store: SliceStore) -> list[tuple[Slot, Awaited]]:
-    """Return each place of a parameter with a stand-in, until its values are recovered."""
+def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, Awaited]]:
+    """Return each place of a parameter with a stand-in, until its values are recovered.
+
+    Args:
+        store: Whose slices are dropped.
+        trains: Whether parameters train until then, by name; others train as they do now.
+    """
     found = []
     for name, slots in store.layout.slots.items():
         awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
+        awaited.requires_grad = trains.get(name, awaited.requires_grad)
         awaited.source = store.frozen.sources.get(name)
         found += [(slot, awaited) for slot in slots]
     return found
@@ -348,19 +355,31 @@ def cut_copy(copy: nn.Module, store: SliceStore, comms: Communicators) -> None:
     cut_when_loading(copy, store)
 
 
-def cut_when_loading(module: nn.Module, store: SliceStore) -> RemovableHandle:
-    """Let `module.load_state_dict` take whole tensors while its parameters are slices."""
+def cut_when_loading(module: nn.Module, store: SliceStore) -> list[RemovableHandle]:
+    """Let `load_state_dict` of a module, or a part of it, take whole tensors for slices."""
+    inside = defaultdict[str, list[tuple[str, str]]](list)
+    for name in store.specs:
+        for slot in store.layout.slots[name]:
+            words = slot.name.split(".")
+            for depth in range(len(words)):
+                inside[".".join(words[:depth])].append((".".join(words[depth:]), name))
 
-    def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, spec in store.specs.items():
-            for slot in store.layout.slots[name]:
-                owner, _dot, attribute = slot.name.rpartition(".")
-                parameter = module.get_submodule(owner)._parameters[attribute]
-                value = state.get(prefix + slot.name)
-                if parameter is None or value is None or value.shape == parameter.shape:
+    def cut_inside(own: Sequence[tuple[str, str]]) -> Callable[..., None]:
+        def cut(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            for place, name in own:
+                value = state.get(prefix + place)
+                if value is None:
                     continue
-                if tuple(value.shape) == spec.shape:
-                    rows = store.cut(name, value)
-                    state[prefix + slot.name] = rows.reshape(parameter.shape)
+                owner, _dot, attribute = place.rpartition(".")
+                parameter = part.get_submodule(owner)._parameters[attribute]
+                if parameter is None or value.shape == parameter.shape:
+                    continue
+                if tuple(value.shape) == store.specs[name].shape:
+                    state[prefix + place] = store.cut(name, value).reshape(parameter.shape)
 
-    return module.register_load_state_dict_pre_hook(cut)  # type: ignore[no-untyped-call,no-any-return]
+        return cut
+
+    return [
+        module.get_submodule(path).register_load_state_dict_pre_hook(cut_inside(own))  # type: ignore[no-untyped-call]
+        for path, own in inside.items()
+    ]

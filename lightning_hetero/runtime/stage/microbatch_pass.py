@@ -193,7 +193,9 @@ class MicrobatchPass:
             return
         if not self.num_called:
             raise StepError(
-                "The step returned without calling the model's layers. Call the model once in it."
+                "The step returned without calling the model's layers. Call the model once in it: "
+                "no step can be left out, and a copy of the model, such as an average, has other "
+                "layers. Lightning's WeightAveraging validates an average."
             )
         raise _no_chain(f"The step ends with layer {self.num_called - 1} of {self.num_layers}")
 

@@ -265,6 +265,15 @@ def test_a_half_without_targets_counts_nothing() -> None:
     assert judged(found).rule == USUAL
 
 
+def test_a_part_without_targets_is_no_sum_and_its_targets_are_counted_as_none() -> None:
+    nothing = [float("nan"), float("nan")]
+    half = evidence([[1.0, 2.0], [1.0, 2.0], nothing], [(4, 2, 2)])
+    good = evidence([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]], [(4, 2, 2)])
+    for found in ([half], [good, half], [good, evidence([nothing] * 3, [(4, 2, 2)])]):
+        with pytest.raises(StepError, match=r"NaN .* num_target_tokens"):
+            judged(*found)
+
+
 def test_small_residuals_warn_between_the_limits() -> None:
     rough = evidence([[1.0, 1.0007], [2.0, 0.0], [0.0, 2.0]], [(4, 2, 2)])
     assert "put together" in judged(rough).warning

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero import own_rows
-from tests.runtime.step_cases import TinyModule
+from tests.runtime.step_cases import Tiny, TinyModule
 from tests.toy import VOCABULARY
 
 
@@ -252,6 +252,25 @@ class ReplacesData(TinyModule):
         super().on_train_batch_end(*arguments)
         for item in self.parameters():
             item.data = item.data / (1 + item.data.abs())
+
+
+class LoadsParts(TinyModule):
+    """Takes stored weights of parts of its model, which are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored = [copy.deepcopy(Tiny().state_dict()) for _ in range(2)]
+
+    def on_fit_start(self) -> None:
+        self.model.load_state_dict(self.stored[0])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            own = {
+                f"0.0.{name}": self.stored[1][f"layers.0.0.{name}"] for name in ("weight", "bias")
+            }
+            self.model.layers.load_state_dict(own, strict=False)
+            self.model.head.load_state_dict({"bias": self.stored[1]["head.bias"]}, strict=False)
 
 
 class AlongRows(TinyModule):

@@ -49,6 +49,7 @@ RIGHT: list[Make] = [
     hooks.ReplacesData,
     hooks.Thawed,
     hooks.BySize,
+    hooks.LoadsParts,
 ]
 
 

@@ -168,6 +168,16 @@ class SumAndMean(Summed):
         return super().loss(logits, labels) + logits.square().mean()
 
 
+class TargetsOfItsOwn(TinyModule):
+    """A mean over rows that the step chooses: where a half has none, its gradient is a sum's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        is_chosen = (labels != -100).sum(1, keepdim=True) % 2 == 0
+        chosen = torch.where(is_chosen, labels, -100)
+        return self.loss(self.model(ids), chosen)
+
+
 class DeclaredWrong(MaskedByHand):
     def num_target_tokens(self, batch: Any) -> int:
         return len(batch[0])
@@ -189,6 +199,7 @@ def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
     usual: list[Make] = [Contrasts, Centres, PairsByHand, HardestByOrder, LaterOnesMore, Dice]
     usual += [TwoLosses, SumAndMean, ScaledByNumpy]
     told = dict.fromkeys(usual, "HeteroStrategy(allow_mixing=True)")
+    told[TargetsOfItsOwn] = "NaN for a part of a micro-batch"
     told[DeclaredWrong] = "num_target_tokens of the module, as it is declared to be"
     refused(pool, told, STAGES, COPIES)
     wanted = {"options": {"allow_mixing": True}}
