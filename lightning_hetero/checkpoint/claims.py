@@ -1,13 +1,14 @@
 """Mark which run's checkpoints a place holds, and which single live job may write there.
 
-A run's identity is made once and kept beside the checkpoints and in each of them. The lasting
-places decide which run goes on; checkpoints of other runs, such as an earlier one's in shared
-memory, don't belong to it.
+A run's identity is made once, and kept beside the checkpoints and in each of them. The places that
+outlast a machine say which run is continued; checkpoints of other runs, such as what an earlier run
+left in shared memory, are not recovered from.
 
-The job that writes holds a lease: a file, which it rewrites regularly if other machines can write
-to the place, too. Another job that finds one knows at once that its owner is gone if that ran on
-this machine, or was an earlier start of the same torchrun job; else it waits to see whether the
-file changes. Clocks of two machines are never compared.
+The job that writes holds a lease: a file in that place. If other machines can write to the place,
+too, the job rewrites the file regularly. A job that finds the lease of another job must learn
+whether that one is alive. It knows at once if the other ran on this machine, or was an earlier
+start of the same torchrun job. Otherwise it waits to see whether the file changes; clocks of two
+machines are never compared.
 """
 
 import contextlib
@@ -128,7 +129,8 @@ class Lease:
         except OccupiedError:
             raise
         except Exception as error:
-            # Stores raise their client library's own types. Who needs the place will say so better.
+            # Stores raise their client library's own types. If the place is broken, the first
+            # save to it fails with a better message.
             _log.warning("Can't see whether another job writes to %s: %r", self._store, error)
         if self._ended.is_set():
             self._remove()  # Released meanwhile, since another rank was lost.
@@ -166,7 +168,7 @@ class Lease:
 
     def _live(self) -> None:
         while not self._ended.wait(self._beat_s):
-            # A place that doesn't answer is for the next save to complain of.
+            # If the place doesn't answer, the next save reports it.
             with contextlib.suppress(Exception):
                 found = self._read()
                 is_own = found is None or found.get("session") == self._session
@@ -212,7 +214,8 @@ class Lease:
         if _is_of_own_run(owner):
             return True
         if owner.get("machine") != machine_namespace():
-            # To a disk of this machine's own nobody else can write: it was started again since.
+            # Nobody else can write to a disk of this machine, so the owner ran here, before the
+            # machine was started again.
             return not self._shared
         own = _process(os.getpid())
         return process == own or not (isinstance(process, list) and _process(process[0]) == process)
@@ -227,9 +230,9 @@ class Lease:
 
 
 def _is_of_own_run(owner: dict[str, Any]) -> bool:
-    """Whether an owner is or was a member of this run, perhaps of an earlier generation, or lost.
+    """Whether an owner belongs to this run: to this generation of its ranks or an earlier one.
 
-    A lost member can't complete a checkpoint without the others.
+    It may be a rank that was lost and still runs: that can't complete a checkpoint by itself.
     """
     return membership_name() is not None and owner.get("membership") == membership_name()
 

@@ -28,7 +28,10 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
 MARGIN = 1.5
-"""How much longer whoever waits for work waits than the work may hang: so that it tells itself."""
+"""Factor by which waiting for work lasts longer than the work may hang.
+
+So work that hangs raises its own error, which says more, before those that wait for it give up.
+"""
 _MAX_HANGING = 8
 
 
@@ -84,7 +87,7 @@ class BackgroundThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-        # For the next thread that shares the jobs.
+        # The end mark, put back for the next thread that takes jobs from this queue.
         self._jobs.put(None)
 
 
@@ -95,9 +98,9 @@ class HangingError(TimeoutError):
 class Operations:
     """Runs operations that may hang; one without progress is given up and left to its thread.
 
-    A thread that hangs in the kernel can't be ended. So that a place that hangs for days doesn't
-    collect threads, no operation begins while `max_hanging` operations have been given up and still
-    hang. (More may hang if they were running in parallel by then.)
+    A thread that hangs in the kernel can't be ended, and a place may hang for days. To bound the
+    number of such threads, no operation begins while `max_hanging` earlier ones still hang.
+    (Operations that run in parallel by then may hang, too, and exceed that number.)
 
     Args:
         stall_s: Seconds without progress after which an operation is given up.
@@ -110,7 +113,9 @@ class Operations:
         self._hanging: set[Future[Any]] = set()
 
     def run(self, operation: Callable[[Progress], _T]) -> _T:
-        """Run an operation, which ticks the given progress; return its result. For any thread.
+        """Run an operation, which ticks the given progress; return its result.
+
+        May be called from any thread.
 
         Raises:
             TimeoutError: There has been no progress for too long.
@@ -124,7 +129,7 @@ class Operations:
         try:
             Deadline(self._stall_s, thread.progress).wait_for(result)
         except TimeoutError:
-            # Its late writes must not replace those of a later try.
+            # If it wakes up later, its writes must not replace those of a later try.
             thread.progress.give_up()
             self._hanging.add(result)
             result.add_done_callback(self._hanging.discard)

@@ -92,7 +92,7 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
         try:
             return _look_at(inventory, manifests, tiers, step)
         except CheckpointError:
-            # A run that still writes may have pruned what was seen.
+            # A run that still writes may have deleted what was listed: list again.
             if inventory == before:
                 raise
             before = inventory
@@ -303,7 +303,8 @@ def export_checkpoint(
         CheckpointError: There is no such checkpoint, or it can't be read, or the file not written.
     """
     view = look(tiers, step=step)
-    # A run that still writes may have pruned what was seen; any checkpoint of it has these.
+    # A run that still writes may have deleted this checkpoint by now; then a newer one is read,
+    # which has the same parameters.
     recovered = recover(_whole_needs(view.manifests), tiers, step=step, skip_unreadable=True)
     assert recovered is not None, "what was seen was complete"
     checkpoint = _consolidate(recovered)

@@ -3,9 +3,9 @@
 A checkpoint is a folder `step-<step>-<attempt>-<run>`, to which every rank adds one *part*: for
 each *unit* (a layer, or what lies before or after the layers) one safetensors file with the weights
 that it owns and one with their optimizer state, small files with metadata, and last of all its
-manifest. A part without a valid manifest doesn't exist; a checkpoint is complete once the parts of
-all ranks are (`tiers`). So no rank waits for another while it writes, and a folder that a crash has
-left incomplete never looks complete (AutoHet §IV-B.1).
+manifest. A part counts once it has a valid manifest, and a checkpoint is complete once the parts of
+all ranks count (`tiers`). So no rank waits for another while it writes, and a folder that a crash
+has left incomplete never looks complete (AutoHet §IV-B.1).
 
 Rows of the cut dim come first in the stored tensors, so that any interval of rows, which is what
 another plan or tensor-parallel degree asks for, is one byte range.
@@ -254,7 +254,7 @@ class PartManifest:
         return manifest
 
 
-# Made now, not when a rank is recovered: it takes some 50 ms.
+# Made at import, since it takes some 50 ms, which a recovery shouldn't wait for.
 _PARSER = TypeAdapter(PartManifest)
 
 

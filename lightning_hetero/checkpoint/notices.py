@@ -156,7 +156,8 @@ class SigtermNotice:
         signal.signal(signal.SIGTERM, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No Event: a signal in the middle of its `set` would wait for the lock that it interrupted.
+        # Not an Event: a second signal in the middle of its `set` would wait for ever for the lock
+        # that `set` holds.
         self._is_received = True
         if self._pass_on and callable(self._previous):
             self._previous(number, frame)
@@ -210,8 +211,8 @@ class NoticeWatcher:
         try:
             return notice.pending()
         except Exception as error:
-            # Whatever a broken server or somebody's own notice raises: the next answer may be good.
-            # Once is enough: off the cloud this would fill the log.
+            # A broken server or a user's own notice may raise anything, and answer well next time.
+            # It is logged once, since outside of the cloud no question is ever answered.
             if index not in self._silent:
                 _log.warning("%s doesn't answer: %r", type(notice).__name__, error)
                 self._silent.add(index)

@@ -96,12 +96,12 @@ class _Server(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Take no more requests."""
-        with contextlib.suppress(OSError):  # Ends the wait for one, on Linux.
+        with contextlib.suppress(OSError):  # On Linux this ends `accept`, which waits for one.
             self.socket.shutdown(socket.SHUT_RDWR)
         self.server_close()
 
     def handle_error(self, *_: Any) -> None:
-        """Keep quiet: the reader is gone, and says why itself."""
+        """Log nothing: the reader has closed the connection, and reports why itself."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -260,7 +260,7 @@ class FsspecStore:
         try:
             self._fs.rm(paths)
         except FileNotFoundError:
-            # As some filesystems do at the first missing file.
+            # Some filesystems stop at the first missing file, so each is removed by itself.
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
@@ -329,7 +329,7 @@ class RetryingStore:
 
 
 def open_store(url: str | Path, *, stall_s: float = 300.0, **options: Any) -> Store:
-    """Return a store for a path or URL: local folders try once, others again.
+    """Return a store for a path or URL; operations of remote ones are tried several times.
 
     Args:
         url: A path, file://..., or a URL that fsspec knows, such as s3://bucket/run.

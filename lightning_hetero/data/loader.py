@@ -1,8 +1,8 @@
 """The loader of `HeteroDataModule`: draws iterations and collates this rank's micro-batches.
 
-Every rank draws the same iterations in the same order. So all agree, without messages, on keys, on
-producers, and on the first iteration for which new costs count. Iterations are planned ahead, and
-handed out in order.
+Every rank draws the same iterations in the same order. So without messages all ranks agree on the
+keys of assignments, and on the first iteration for which new costs count. Iterations are planned
+ahead, and handed out in order.
 
 The loader deals by pipeline itself, so strategies don't change it. Its state is the data's cursor,
 from which a run can be resumed under any plan, with any number of ranks and workers. Iterations
@@ -119,9 +119,9 @@ class TicketDealer:
         self._next = None
 
     def deal(self, cursor: Cursor) -> Iterator[Ticket]:
-        """Yield the tickets from a cursor to its epoch's end; of the next epoch if it is there.
+        """Yield the tickets from a cursor to its epoch's end, each once it is assigned.
 
-        Waits for each assignment.
+        A cursor at the end of an epoch gives the tickets of the next epoch.
 
         Raises:
             AssignmentError: No candidate plan holds an iteration's samples.
@@ -248,7 +248,10 @@ class AssignedLoader:
         self.stall_s = 0.0
         """Seconds spent on drawing and waiting for the assignment before the latest batch."""
         self.batch_sampler = _EpochSetter(progress)
-        """By it Lightning sets the epoch; of a loader with a `sampler` it would expect more."""
+        """Only for Lightning, which sets the epoch through a loader's `batch_sampler`.
+
+        It would also do so through a `sampler`, but expects more of a loader that has one.
+        """
         self._progress = progress
         self._restarts = restarts
         self._num_trained = num_trained

@@ -1,9 +1,9 @@
 """Compare the data that ranks are about to read, at each pass over a loader.
 
 Every rank reads the whole order of samples and keeps its pipeline's part. If ranks read different
-orders, samples would be doubled and missing; if one rank's is shorter, the others would wait for
-it. So each pass begins with a digest of the first samples' indices, and ranks compare digests and
-lengths before the pass's first step.
+orders, some samples would be trained on twice and others never; if one rank's order is shorter, the
+others would wait for it without end. So at the start of a pass each rank makes a digest of the
+first samples' indices, and ranks compare digests and lengths before the pass's first step.
 """
 
 import zlib

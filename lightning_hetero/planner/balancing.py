@@ -32,7 +32,7 @@ from lightning_hetero.planner.stages import Option
 __all__ = ["Splits", "balance_layers", "split_layers", "without_chunks"]
 
 _FINE = 1e7
-"""Parts of the least step by which steps are told apart: more than rounding, less than matters."""
+"""Steps are compared in units of the least one divided by this, so that rounding doesn't count."""
 
 
 def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:
@@ -144,13 +144,13 @@ def without_chunks(pipeline: PipelinePlan) -> PipelinePlan:
 
 
 _LEVELS, _LOOSEST = 24, 12.0
-"""Bottlenecks for which layers are split, and the highest in units of the least one, less 1."""
+"""How many bottlenecks are tried, from the least one t to (1 + 12)·t."""
 _MOVES = 3
-"""Moves of layers after that, at most."""
+"""Most times that layers are moved after that."""
 _FEW_STAGES = 10
-"""Stages up to which any one gives layers to any other; of more, only neighbours do."""
+"""In pipelines of up to so many stages any two exchange layers; in longer ones only neighbours."""
 _AT_ONCE = 4_000
-"""Splits that are timed at once; more need memory and gain no time."""
+"""Most splits timed in one call; more need memory and gain no time."""
 
 _Wanted = tuple[tuple[Option, ...], tuple[bool, ...] | None, int]
 """Stages, whether neighbours share a node (None before placement), and micro-batches."""

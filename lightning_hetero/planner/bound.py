@@ -26,14 +26,14 @@ from lightning_hetero.planner.stages import Option, Ownership, Stages
 __all__ = ["bound_price", "bound_time_s"]
 
 _PER_LAYER = 4
-"""Steps of a layer in which partly placed layers are counted, rounded up."""
+"""Partly placed layers are counted in steps of a layer divided by this, rounded up."""
 _GROWTH = 1.03
 """Numbers of micro-batches from 50 on grow by this factor: a bound loses up to half of it."""
 _CLOSE = 2e-3
-"""Share of T up to which the bound is looked for."""
+"""The bisection ends when upper and lower limit differ by this share."""
 _STEPS, _GUESSES, _CUTS = 16, 2, 8
-"""Times T that are tried at most, how many of them are guessed before the rest is halved, and
-rounds of pricing for each."""
+"""Most values of T that are tried, how many of these are extrapolated before the interval is
+halved, and rounds of pricing for each."""
 
 _Taking = tuple[float, FloatArray]
 """What a pipeline finishes, and the devices of each class that it takes."""

@@ -1,6 +1,6 @@
 """A column: one composition of a pipeline, its seconds and what it takes.
 
-With K micro-batches a pipeline ends at about f + K·t: t is the slowest circle of stages and links
+With K micro-batches a pipeline ends at about f + K·t: t is the slowest cycle of stages and links
 (`steady_round_s`), f all the rest: the first micro-batch's way through the stages, the first pull,
 the last push and the optimizer step. Both depend on the number D of pipelines, since each rank
 exchanges (D - 1)/D of what it holds, and on what placement keeps on a node.

@@ -26,29 +26,29 @@ from lightning_hetero.simulator import CostModel, Simulation
 __all__ = ["FastestPlans", "SearchTask", "priced"]
 
 _NEAR = 1.06
-"""A master may end so much above the best one, and its plans are placed and simulated."""
+"""Masters whose T is up to this multiple of the best one's have their mixes placed."""
 _NARROWED = 3
-"""Stages that are made narrower until nodes can hold a mix."""
+"""Most stages that get a lower TP degree so that nodes can hold a mix."""
 _MASTERS = 8
-"""Masters near the best one of an ownership, at most."""
+"""Most masters near the best one whose mixes are used, for each ownership."""
 _SHIFTED = 6
-"""Whole mixes, the fastest, whose layers are moved between stages."""
+"""How many of the fastest mixes get their layers moved between stages, too."""
 _PLACED = 24
-"""Whole mixes that are placed and simulated, the fastest by their own times."""
+"""How many of the mixes that are fastest by their columns' times are placed and simulated."""
 _IMPROVED = 12
-"""Plans that local search begins from."""
+"""How many of the fastest placed plans the last local search begins from."""
 _WORK = 5_000
-"""Stages that the last local search may simulate and plans that it may estimate; about 2 s."""
+"""Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
 _NUMBERS, _ALIKE = 4, 4
-"""Numbers of pipelines whose best plans are improved apart, and how many plans of each."""
+"""How many numbers of pipelines get a local search of their own, and its starting plans."""
 _SIZES_KEPT = 3
-"""Sizes whose columns are mixed: the best alone, and those next to it."""
+"""How many sizes of micro-batches, those best alone, may be mixed in one plan."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2
-"""More pipelines are not tried where so many numbers in a row were so much above the best one."""
+"""No more pipelines are tried once so many numbers in a row had a T of so many times the best."""
 _FINE = 0.03
-"""Share by which numbers of pipelines next to each other may differ."""
+"""Numbers of pipelines closer to the best one than this share are not tried."""
 _SAME_ORDER = 3e-3
-"""Share by which the order of placement must matter, for masters of both to be solved."""
+"""Masters of the second order of placement are solved where T differs by at least this share."""
 
 
 @dataclass(frozen=True)

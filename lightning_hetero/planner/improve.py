@@ -23,22 +23,22 @@ from lightning_hetero.planner.stages import Ownership
 __all__ = ["Improver"]
 
 _TRIED = 24
-"""Neighbours of a plan that are simulated, the likeliest."""
+"""How many neighbours of a plan, those of the least estimates, are simulated."""
 _WORSE, _OF_STAGES = 1.03, 2.0
 """An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
 stages by this share divided by their number."""
 _FAR = 1.10
 """Plans so much slower than the best one are not looked at."""
 _MUCH = 0.5
-"""Share of recomputed layers from which layers are split as if all were recomputed."""
+"""Layers are split as if all were recomputed where more than this share of them must be."""
 _GAIN = 1e-4
 """Least share of the seconds that a step must gain."""
 _KINDS = 12
-"""Kinds of pipelines among which micro-batches move."""
+"""Most kinds of pipelines between which a micro-batch is moved."""
 _FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 12_000
-"""Neighbours of a plan that are estimated, and their pipelines; a pipeline takes 4 µs."""
+"""Neighbours estimated for a plan, at least and at most, and their pipelines together."""
 _CHEAP = 16
-"""Pipelines that are estimated in the time of a simulated stage."""
+"""Estimating so many pipelines takes as long as simulating a stage."""
 
 
 class _Timed(NamedTuple):

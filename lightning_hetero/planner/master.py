@@ -31,31 +31,31 @@ from lightning_hetero.planner.stages import Option
 __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
-"""Rounds of pricing at most; most masters end after 3 to 8."""
+"""Most rounds of pricing; masters end after 3 to 8."""
 _EVEN = 1_000
-"""Even pipelines that begin a search at most; three classes with four degrees each make 750."""
+"""Most even pipelines in the first pool; three classes with four degrees each make 750."""
 _ADDED = 24
-"""Columns that join in a round: about half of the levels that are priced."""
+"""Most columns that join the pool in a round: about half of the levels that are priced."""
 _LACKING = 30.0
-"""Iterations that all the room to own is worth, as long as it is lacking."""
+"""Penalty for lacking all room to own, in iterations: more than any pipeline is worth."""
 _ROUNDING = 1e-7
 """Share of all parameters that may lack room by rounding."""
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
 _PROMISING = 80
-"""Columns that a master takes over from another one."""
+"""How many columns of least reduced cost a master passes on to the next one."""
 _WHOLE = 200
-"""Columns of least reduced cost among which whole numbers are chosen."""
+"""How many columns of least reduced cost the integer programme chooses among."""
 _NODES = 60
-"""Nodes of branch and bound for whole numbers: half a second at most."""
+"""Most nodes of its branch and bound: half a second."""
 _FEW_BLOCKS = 3
-"""Blocks of equal stages up to which every order is tried."""
+"""Every order of a pipeline's blocks of equal stages is tried up to so many blocks."""
 _SHIFTED = 6
-"""Columns of least reduced cost whose layers are moved."""
+"""How many columns of least reduced cost get their layers moved between stages."""
 _ALIKE = 3
-"""Mixes of one column that are tried beside those of branch and bound."""
+"""How many mixes of one column alone are added to those of branch and bound."""
 _FEW = 24
-"""Micro-batches of a pipeline up to which whole ones are counted; a share of 4 % each."""
+"""Pipelines of up to so many micro-batches are valued by whole ones, each 4 % or more."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lightning_hetero.planner.judge import Judge
 __all__ = ["Neighbourhood", "Pipeline"]
 
 _FEW_STAGES = 12
-"""Stages of a pipeline up to which one is moved anywhere."""
+"""In pipelines of up to so many stages a stage is moved to any place."""
 
 PlacedStages = tuple[tuple[int, int], ...]
 """(node, TP degree) of every stage of a pipeline."""

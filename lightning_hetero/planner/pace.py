@@ -15,8 +15,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["Pace", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
 
-_ROUNDS = 4
-"""Full rounds of a pipeline for each of its stages, after which rounds take equally long."""
+_ROUNDS, _FEWEST_ROUNDS = 2, 12
+"""Rounds timed one by one, for each stage and at least; further ones take the steady seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +133,8 @@ def finish_s(
 def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
     """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
 
-    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
-    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
+    In 1F1B stages u to t wait for each other in a cycle: forwards from u to t, backwards from t to
+    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest cycle
     sets the pace, or a link that is busy for longer.
 
     Args:
@@ -142,11 +142,11 @@ def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) 
         there_s: Messages from each stage to the next, [pipelines, stages - 1].
         back_s: Messages back from it.
     """
-    first, last = _circles(work_s.shape[1])
+    first, last = _cycles(work_s.shape[1])
     done_s = np.pad(np.cumsum(work_s, axis=1), ((0, 0), (1, 0)))
     passed_s = np.pad(np.cumsum(there_s + back_s, axis=1), ((0, 0), (1, 0)))
-    circle_s = done_s[:, last + 1] - done_s[:, first] + passed_s[:, last] - passed_s[:, first]
-    slowest: FloatArray = (circle_s / (last - first + 1)).max(axis=1)
+    cycle_s = done_s[:, last + 1] - done_s[:, first] + passed_s[:, last] - passed_s[:, first]
+    slowest: FloatArray = (cycle_s / (last - first + 1)).max(axis=1)
     for links_s in (there_s, back_s):
         slowest = np.maximum(slowest, links_s.max(axis=1, initial=0.0))
     return slowest
@@ -180,7 +180,8 @@ def finish_1f1b_s(
     chain[:, ::2], chain[:, 1::2] = backward_s[:, ::-1], back_s[:, ::-1]
     passed_s = np.cumsum(chain, axis=1)
     ready_s = np.empty_like(chain)
-    skipped = max(0, num_microbatches - last - _ROUNDS * (last + 1))
+    timed = last + max(_FEWEST_ROUNDS, _ROUNDS * (last + 1))
+    skipped = max(0, num_microbatches - timed)
     resume = num_microbatches - skipped
     for index in range(resume + last):
         begin, end = max(0, index - resume + 1), min(last, index) + 1
@@ -203,6 +204,6 @@ def finish_1f1b_s(
 
 
 @lru_cache
-def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
-    """Return the first and the last stage of every circle."""
+def _cycles(num_stages: int) -> tuple[IntArray, IntArray]:
+    """Return the first and the last stage of every cycle."""
     return np.triu_indices(num_stages)

@@ -9,7 +9,7 @@ value of a column with bottleneck t is
 For each level t the sum is least along a shortest path from (0 stages, 0 layers) to (s stages, L
 layers), which places stages from the last to the first: so each stage's position says how many
 micro-batches it holds, hence its memory and recomputation. Levels are exact seconds of some number
-of layers on some stage option. Slow links make circles of stages wait, which no sum over stages
+of layers on some stage option. Slow links make cycles of stages wait, which no sum over stages
 says; so paths are found for several shares of links in `w ≤ t`, and valued by their exact rates.
 """
 
@@ -28,31 +28,31 @@ from lightning_hetero.planner.stages import Option, Stages
 __all__ = ["Duals", "Pricing", "even_options"]
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Stages of even pipelines on one class of nodes that begin a search."""
+"""Numbers of stages of the even pipelines on one class of nodes in the first pool."""
 
 _LEVELS = 16
-"""Levels of the bottleneck priced at once."""
+"""How many levels of the bottleneck are priced at once."""
 _SLOW_LINK = 0.02
-"""Links that take so much of a pipeline's seconds decide its composition."""
+"""Waits for links are priced where a message takes more than this share of all layers' seconds."""
 _OF_LENGTH = 3
-"""Pipelines of each number of stages that begin a search."""
+"""How many pipelines of each number of stages are added to the first pool."""
 _RAISES = 4
-"""Times that a level's prices are raised at most, until its pipeline fits."""
+"""How often a level's prices may be raised until its pipeline fits the nodes."""
 _CARRY = 0.5
-"""Share of raised prices with which the levels beside a level begin."""
+"""Share of a level's raised prices with which levels next to it begin."""
 _STEP = 0.2
-"""Share of the devices' average prices by which a price changes at least."""
+"""Least change of a price, as a share of the devices' average price."""
 _ENOUGH = 4
-"""Columns that improve the master and spare a closer look at levels."""
+"""Levels are not refined once so many columns improve the master."""
 _LOOKS = 2
-"""Times that levels are looked at; layers are balanced for each pipeline that is found."""
+"""How often levels are priced: all of them, then those next to the best."""
 _NEAREST = 5
-"""Levels whose neighbours are looked at."""
+"""How many of the best levels have their neighbours priced."""
 _WAITS = (0.0, 0.5, 1.0)
-"""Shares of its links' seconds that a stage may have to wait for: those of the slowest circle of n
-stages count (n - 1)/n each, none if that circle is elsewhere."""
+"""Shares of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
+stages each waits for (n - 1)/n of them, elsewhere for none."""
 _STALE = 3
-"""Positions without a better pipeline after which longer ones are not tried."""
+"""No longer pipelines are tried once so many lengths in a row were no better."""
 
 
 @dataclass(frozen=True, kw_only=True)

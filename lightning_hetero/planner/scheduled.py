@@ -25,9 +25,9 @@ from lightning_hetero.simulator.work import PipelineWork
 __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
 _MOST_RANKED = 16
-"""Candidates, the best ones under 1F1B, that are simulated under solved schedules."""
+"""How many candidates, the best under 1F1B, are simulated under solved schedules."""
 _MOST_FOLDED = 1024
-"""Stages times micro-batches of a pipeline up to which chunks are tried; more take seconds."""
+"""Chunks are tried in pipelines of up to so many stages times micro-batches; more take seconds."""
 Orders = tuple[tuple[Action, ...], ...]
 
 

@@ -32,13 +32,13 @@ from lightning_hetero.simulator import CostModel, RooflineCost
 __all__ = ["plan", "plan_best_size", "sizes_of"]
 
 _GRID = 64
-"""Sets of the grid that are tried: three classes of up to eight nodes."""
+"""Most sets of nodes that the grid tries: enough for three classes of up to eight nodes."""
 _STEPS = 8
-"""Rounds of one node more or less at most."""
+"""Most rounds in which the best set gets one node more or one less."""
 _KEPT = 3
-"""Sets that plans are made for."""
+"""Sets of nodes, those of the best scores, for which plans are made."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences of a micro-batch that are tried; more fill a device's memory and gain nothing."""
+"""Sequences of a micro-batch to choose from; more only fill memory."""
 
 
 def plan(  # noqa: PLR0913 - the public face
@@ -151,9 +151,9 @@ def _search(
 
 
 _ON_HOSTS = 1_000
-"""Plans with states on hosts of which those are kept whose hosts have room."""
+"""Most plans with states on hosts; those whose hosts lack memory are dropped afterwards."""
 _HOSTS_GAP = 0.1
-"""Gap to the bound from which plans with states on hosts are tried, too."""
+"""Plans with states on hosts are searched only if others are so far above the bound."""
 
 
 class _Search:

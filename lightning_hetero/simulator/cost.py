@@ -1,10 +1,11 @@
 """Seconds and bytes of a stage and of its messages: the base of the roofline and profile models.
 
-A micro-batch is the tuple of its sequences' lengths. Memory follows the `StateLayout`. By default a
-layer's holders keep weights and the gradients that they sum, and its masters, optimizer states and
-owners' sums are spread over those holders. Activations, kept or sent on, count once per micro-batch
-in flight under 1F1B, messages of gradients as long as they may be under way. The baseline systems
-keep everything on every replica and all-reduce gradients (`StateLayout.replicated`).
+A micro-batch is given as the tuple of its sequences' lengths. The `StateLayout` says which states a
+rank keeps: by default each holder of a layer keeps its weights and the gradients of its own
+micro-batches; masters, optimizer states and gradients summed over all holders are divided among
+them. In the systems that we compare with (`StateLayout.replicated`) each replica keeps everything.
+Activations, kept or sent on, count once for each micro-batch in flight; gradients that are sent
+between stages count for as long as they may be under way.
 """
 
 import copy
@@ -36,9 +37,9 @@ _HOST_STEP_BYTES = 42
 """Host bytes per parameter: Adam reads 4 and writes 3 fp32 values, sums are scaled and narrowed."""
 _SELECTIVE_SHARE = 0.1
 """Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
-Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
+Measured on CPUs: 1 to 4 % (`python -m tests.benchmarks selective`)."""
 _TRAFFIC_AGAIN = 0.5
-"""Share of a layer's TP traffic that it repeats: the sum after attention, not the layer's last."""
+"""Share of a layer's TP traffic that it repeats: the sum after attention, not the MLP's."""
 
 
 class CostModel(ClusterLinks, ABC):
@@ -81,14 +82,14 @@ class CostModel(ClusterLinks, ABC):
     def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
         """Return the bytes that one rank keeps between a micro-batch's forward and backward.
 
-        As if no layer were recomputed; linear in layers and tokens.
+        Counted as if no layer were recomputed; linear in layers and tokens.
         """
 
     def products_bytes(self, shape: StageShape) -> float:
-        """Return the bytes per token of one layer's outputs of matrix products and attention.
+        """Return the bytes per token that a layer keeps under selective recomputation.
 
-        Only of those from which its other activations are recomputed. Infinite if that isn't known,
-        so that no plan has selective layers.
+        The outputs of matrix products and attention from which all else is recomputed; infinite if
+        that isn't known, so that no plan has selective layers.
         """
         return math.inf
 
@@ -183,7 +184,7 @@ class CostModel(ClusterLinks, ABC):
         sender, and puts them together over its own links; see `exchange.neighbours`.
         """
         if sender.ranks == receiver.ranks:
-            return 0.0  # They keep it.
+            return 0.0  # The same ranks run both stages, so nothing is sent.
         num_bytes, count = self._hidden_bytes(num_tokens), receiver.tp_degree
         first, other, part = sender.ranks[0], receiver.ranks[0], num_bytes / count
         if count <= sender.tp_degree:
@@ -207,7 +208,7 @@ class CostModel(ClusterLinks, ABC):
     def frozen_bytes(self, shape: StageShape) -> float:
         """Return the bytes of what never trains on one rank of a stage.
 
-        With the values of its largest quantized matrix, which are there while it is multiplied.
+        With the values of the largest quantized matrix, which is unpacked to be multiplied.
         """
         model, width = self.model, self.layout.weight_bytes
         layer, embedding, head = model.frozen_bytes(width)
@@ -322,8 +323,9 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # Beside what was sent, room for its gradients. The stage before holds one micro-batch more:
-        # so many gradients sent to it are kept. Of activations only headers are expected ahead.
+        # Kept: activations sent to the next stage, with room for their gradients; gradients sent to
+        # the stage before, which has one micro-batch more in flight. Activations to be received
+        # get room only when they come.
         before = 0 if shape.has_embedding else self._hidden_bytes(held_tokens + longest)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),

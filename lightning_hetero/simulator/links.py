@@ -5,9 +5,9 @@ A ring pays n-1 latencies, one after another, and goes over every link of the ri
 one, as its messages are under way together. NCCL's trees serve all-reduces only, which an exchange
 doesn't use.
 
-By node, each of n holders of S bytes, g of them on each node, sends S·(g - 1)/g inside its node and
-then a sum to each of (n - g)/g others, S/n each if sums are as wide as gradients: see
-`runtime.exchange.by_node`.
+"By node" (`runtime.exchange.by_node`), holders on one node first sum among themselves. With n
+holders of S bytes, g of them on each node, each sends S·(g - 1)/g inside its node, and then a sum
+to (n - g)/g holders on other nodes, S/n to each if sums are as wide as gradients.
 
 A search times thousands of plans, so exchanges of many pieces are computed at once, as arrays of
 [D, G]: D holders of each of G pieces, which exchange among themselves.
@@ -86,8 +86,8 @@ class ClusterLinks:
 class Peers:
     """What each holder of a piece exchanges with ranks of its own node and of others.
 
-    Linear in holders, nodes and links: peers on other nodes count at the cluster's rate, and the
-    few links that differ correct that.
+    To need time that is linear in holders, nodes and links, all peers on other nodes are counted at
+    the cluster's rate first; then the few links with another rate correct that.
 
     Args:
         links: The cluster's links.
@@ -118,7 +118,7 @@ class Peers:
         self.far: FloatArray = np.maximum(on_nodes.sum(axis=1) - own.sum(axis=-1) - self.near, 0.0)
         """[D, G] what peers on other nodes exchange."""
         usual, weighted = self.far.copy(), self.far.copy()
-        # Who has no such peers has no latency.
+        # Holders without such peers have no latency.
         latency = (self.near > 0) * links.inside_latency_s[nodes]
         for pair, (bytes_per_s, latency_s) in links.special_links.items():
             for node, peer in (pair, pair[::-1]):

@@ -69,7 +69,7 @@ class PipelineWork:
         self.shapes = [cost.shape_in(plan, stage) for stage in self._stages]
         pairs = zip(self._stages, self.shapes, strict=True)
         self._owned = [cost.owned_params(plan, *pair) for pair in pairs]
-        if plan.owner_shares is not None:  # All that a rank owns: it counts once.
+        if plan.owner_shares is not None:  # They give all that a rank owns, over all its stages.
             first = [own[0] == stage for stage, own in enumerate(self._chunks)]
             self._owned = [o * is_first for o, is_first in zip(self._owned, first, strict=True)]
         self._recomputed: dict[int, Sequence[int]] = {}

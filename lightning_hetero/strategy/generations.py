@@ -107,7 +107,7 @@ class Generations:
         gc.freeze()
         before = _BeforeFit(self._trainer)
         if self._processes.joins:
-            self._strategy.await_recovery()
+            self._strategy.await_recovery({})
             self._strategy.has_begun_training = True
         try:
             while True:
@@ -193,9 +193,10 @@ class Generations:
         if not self._trainer.training:
             # A validation that was cut short has left modules in evaluation mode.
             self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
-        for checkpoint in self._trainer.strategy.run.checkpoints:
+        run = self._trainer.strategy.run
+        for checkpoint in run.checkpoints:
             checkpoint.keep_live(self._trainer, generation)
-        self._strategy.await_recovery()
+        self._strategy.await_recovery(run.trained_at_first or {})
         self._trainer._teardown()
         self._strategy._lightning_module = module
         call._call_teardown_hook(self._trainer)

@@ -315,10 +315,14 @@ class HookedStrategy(ConnectedStrategy):
             self.memory.explain(exception)
         self._processes.fail(exception)
 
-    def await_recovery(self) -> None:
-        """Drop what was set up, because a rank is lost; the next `setup` recovers the state."""
+    def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
+        """Drop what was set up, because a rank is lost; the next `setup` recovers the state.
+
+        Args:
+            trained_at_first: Whether parameters trained when the run began, by name.
+        """
         self._failed, self.has_trained = True, False
-        self._slices.await_recovery()
+        self._slices.await_recovery(trained_at_first)
         # So that `teardown` doesn't move their state to the CPU and keep the old engine in memory.
         self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None

@@ -135,12 +135,16 @@ class SlicedState:
             # Lightning's summary would call the module on its example, and that needs it whole.
             self._example, module.example_input_array = module.example_input_array, None
 
-    def await_recovery(self) -> None:
-        """Drop all values; they are recovered when the next generation is set up."""
+    def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
+        """Drop all values; they are recovered when the next generation is set up.
+
+        What callbacks have frozen or unfrozen is recovered, too: until then parameters train as
+        `trained_at_first` says, as they do in the script of a rank that joins.
+        """
         self._leave_hooks()
         if self.engine is not None:
             engine, self.engine = self.engine, None
-            self._awaited = stand_for_awaited(engine.store)
+            self._awaited = stand_for_awaited(engine.store, trained_at_first)
             engine.remove()
         for slot, awaited in self._awaited:
             slot.put(awaited)

@@ -78,3 +78,21 @@ class Unfrozen(Quantized):
     def configure_optimizers(self) -> Any:
         trained = [weight for weight in self.parameters() if weight.requires_grad]
         return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
+
+
+class UnfreezeAfterTwo(L.Callback):
+    """Unfreezes base layers after the second step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            pl_module.backbone.requires_grad_(True)
+
+
+class UnfrozenOnce(Unfrozen):
+    """The same by a callback of one's own; the optimizer has all weights from the start."""
+
+    def configure_callbacks(self) -> Any:
+        return [UnfreezeAfterTwo()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3, eps=ADAM_EPS)

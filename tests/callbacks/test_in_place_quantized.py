@@ -9,7 +9,7 @@ import torch
 
 from lightning_hetero.callbacks.run_log import read_log
 from tests.callbacks.in_place import playing, undisturbed
-from tests.callbacks.quantized import Quantized, Unfrozen
+from tests.callbacks.quantized import Quantized, Unfrozen, UnfrozenOnce
 from tests.callbacks.test_in_place import trained
 from tests.runtime.huggingface_runs import make_model
 from tests.toy import VOCABULARY
@@ -88,6 +88,30 @@ def test_what_a_callback_has_unfrozen_trains_on(tmp_path: Path) -> None:
         assert node.wait_for_end() == 0, node.log()
         steps = trained(node)
     assert {step for _, step in steps} == set(range(1, 37))
+    for (size, step), items in steps.items():
+        losses = [item["loss"] for item in items]
+        assert losses == pytest.approx([expected[step - 1]] * size, rel=1e-5), step
+
+
+def test_what_was_unfrozen_trains_on_with_a_rank_that_joins_later(tmp_path: Path) -> None:
+    """And goes on with it when another rank is lost. The joiner's script begins frozen."""
+    num_steps = 44
+    expected = undisturbed(2, num_steps, make_module=partial(UnfrozenOnce, is_planned=False))
+    options = {"num_steps": num_steps, "every": 100, "redundancy": 1}
+    options["make_module"] = partial(UnfrozenOnce, is_planned=True)
+    with playing(tmp_path / "run", 2, **options) as node:
+        node.let_go_on_to(4)
+        node.wait_for_step(0, 4)
+        node.join("new")
+        joined = node.go_on_until(lambda: bool(node.records("new")), first=5, last=num_steps - 10)
+        node.let_go_on_to(joined + 2)
+        for name in (0, 1, "new"):
+            node.wait_for_step(name, joined + 2)
+        node.strike(1)
+        node.let_go_on_to(num_steps)
+        assert node.wait_for_end() == 0, node.log()
+        steps = trained(node)
+    assert {size for size, _ in steps} == {2, 3}
     for (size, step), items in steps.items():
         losses = [item["loss"] for item in items]
         assert losses == pytest.approx([expected[step - 1]] * size, rel=1e-5), step

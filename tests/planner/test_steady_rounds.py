@@ -26,6 +26,6 @@ def test_pipelines_end_as_propagated_however_many_micro_batches(data, num_stages
     for index in range(2):
         rows = (tuple(row[index]) for row in (forward, backward, there, back))
         expected = propagate(EqualTimes(*rows, count), list(start[index])).end_s
-        # Rounds that are passed over at their average pace are told to half a circle.
+        # Rounds that are passed over at their average pace are exact to half a cycle.
         near = 1e-9 if count <= 12 else 1e-2
         assert found[index] == pytest.approx(expected, rel=near)

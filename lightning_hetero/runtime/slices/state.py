@@ -163,11 +163,17 @@ def leave_stand_ins(store: SliceStore) -> None:
                 slot.put(stand_in)
 
 
-def stand_for_awaited(store: SliceStore) -> list[tuple[Slot, Awaited]]:
-    """Return each place of a parameter with a stand-in, until its values are recovered."""
+def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, Awaited]]:
+    """Return each place of a parameter with a stand-in, until its values are recovered.
+
+    Args:
+        store: Whose slices are dropped.
+        trains: Whether parameters train until then, by name; others train as they do now.
+    """
     found = []
     for name, slots in store.layout.slots.items():
         awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
+        awaited.requires_grad = trains.get(name, awaited.requires_grad)
         awaited.source = store.frozen.sources.get(name)
         found += [(slot, awaited) for slot in slots]
     return found
