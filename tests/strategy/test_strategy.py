@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
-from tests.scripts import run_python
 from tests.strategy.features import (
     AFTER_FIT,
     average_stochastically,
@@ -345,56 +344,3 @@ def test_stochastic_averages_are_those_of_a_single_device(pool: ProcessPool) -> 
     for result in pool.run(average_stochastically, 3, ASYMMETRIC, 3, 3):
         assert_close(result["losses"], expected["losses"], "losses")
         assert_close(result["weights"], expected["weights"], "weights")
-
-
-CLI = """
-from lightning.pytorch.cli import LightningCLI
-from tests.toy import ToyModule, ToyOptions, loader
-
-
-class Module(ToyModule):
-    def __init__(self, num_layers: int = 3) -> None:
-        super().__init__(ToyOptions(num_layers=num_layers))
-
-    def train_dataloader(self):
-        return loader(8, 2)
-
-    def on_train_end(self) -> None:
-        plan = self.trainer.strategy.plan
-        print(f"rank {self.global_rank} of {plan.num_pipelines} pipelines")
-        print(f"after {self.trainer.global_step} steps", flush=True)
-
-
-LightningCLI(Module, seed_everything_default=1, save_config_callback=None)
-"""
-
-CONFIG = """
-trainer:
-  accelerator: cpu
-  devices: 2
-  max_epochs: 1
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  strategy:
-    class_path: lightning_hetero.HeteroStrategy
-    init_args:
-      num_stages: 2
-      num_microbatches: 2
-      ownership: even
-model:
-  num_layers: 4
-"""
-
-
-def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
-    script, config = tmp_path / "script.py", tmp_path / "config.yaml"
-    script.write_text(CLI)
-    config.write_text(CONFIG)
-    root = str(Path(__file__).resolve().parents[2])
-    command = [script, "fit", "--config", config]
-    code, output = run_python(command, folder=tmp_path, PYTHONPATH=root)
-    assert code == 0, output
-    assert "rank 0 of 1 pipelines" in output
-    assert "rank 1 of 1 pipelines" in output
-    assert output.count("after 4 steps") == 2
