@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     ModelSummary,
     RichModelSummary,
@@ -37,6 +38,31 @@ def print_of_run(rank: int, kind: str) -> str:
         trainer.fit(module, loader(4, 2), loader(2, 2))
         trainer.test(module, loader(2, 2))
     return printed.getvalue()
+
+
+class TakesNorm(ToyModule):
+    """Takes the norm of its parameters before the first step."""
+
+    norm = 0.0
+
+    def on_train_start(self) -> None:
+        self.norm = float(torch.stack([p.detach().norm() for p in self.parameters()]).norm())
+
+
+def norms_after_summary(rank: int) -> tuple[float, float]:
+    """Return the norm of the whole parameters, and that which a hook took after a summary."""
+    L.seed_everything(0, verbose=False)
+    module = TakesNorm(ToyOptions())
+    whole = float(torch.stack([p.detach().norm() for p in module.parameters()]).norm())
+    options = {**quiet(devices=2, max_steps=1), "enable_model_summary": True}
+    L.Trainer(strategy=HeteroStrategy(num_stages=2), **options).fit(module, loader(4, 2))
+    return whole, module.norm
+
+
+@pytest.mark.dist
+def test_hooks_get_whole_norms_after_a_summary_has_counted_parameters(pool: ProcessPool) -> None:
+    for whole, found in pool.run(norms_after_summary, 2):
+        assert found == pytest.approx(whole)
 
 
 @pytest.mark.dist

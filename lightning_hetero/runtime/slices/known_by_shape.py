@@ -170,6 +170,7 @@ def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
 
     They remain the same objects, so an optimizer made of them holds the slices.
     """
+    kinds = [type(master) for master in store.masters.values()]
     for name, master in store.masters.items():
         hide_values(
             master,
@@ -181,4 +182,5 @@ def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
     try:
         yield
     finally:
-        show_values(store.masters.values())
+        for master, kind in zip(store.masters.values(), kinds, strict=True):
+            master.__class__ = kind  # type: ignore[assignment]
