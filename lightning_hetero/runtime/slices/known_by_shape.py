@@ -183,4 +183,4 @@ def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
         yield
     finally:
         for master, kind in zip(store.masters.values(), kinds, strict=True):
-            master.__class__ = kind  # type: ignore[assignment]
+            master.__class__ = kind
