@@ -32,7 +32,8 @@ def take_over(optimizers: Sequence[Optimizer], before: Parameters, store: SliceS
         store: Has the slices.
 
     Raises:
-        ConfigurationError: An optimizer has no parameter of the module, or a state of whole ones.
+        ConfigurationError: An optimizer has no parameter of the module, such as one of an earlier
+            run, or a state of whole parameters.
     """
     slices = {
         id(whole): store.masters[name]
@@ -49,6 +50,7 @@ def take_over(optimizers: Sequence[Optimizer], before: Parameters, store: SliceS
         has_none = bool(given) and not early and own.isdisjoint(map(id, given))
         if has_none or any(optimizer.state.get(item) for item in early):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} was made before the module's parameters were cut into "
-                "slices, and has a state of whole ones. Make it in configure_optimizers."
+                f"{type(optimizer).__name__} was made before this run cut the module's parameters "
+                "into slices, and has a state of whole parameters or slices of an earlier run. "
+                "Make it in configure_optimizers."
             )
