@@ -33,21 +33,23 @@ def parts_of(microbatches: Sequence[Any], attempt: int = 0) -> list[Any]:
 
     Args:
         microbatches: Those of the iteration.
-        attempt: Each attempt begins at another micro-batch, or pair of them.
+        attempt: 0 for the largest micro-batch, 1 for the next one, and so on, all in turn.
     """
-    if not microbatches:
-        return []
-    first = (2 * attempt + 2 * attempt // len(microbatches)) % len(microbatches)
-    microbatches = [*microbatches[first:], *microbatches[:first]]
     counts = [sizes_of(item)[0] for item in microbatches]
-    chosen = microbatches[counts.index(max(counts))]
+    order = sorted(range(len(counts)), key=lambda index: -counts[index])
+    order = [index for index in order if counts[index]]
+    if not order:
+        return []
+    first = attempt % len(order)
+    chosen, *others = (microbatches[index] for index in (*order[first:], *order[:first]))
     try:
         if count_samples(chosen) > 1:
             parts = [chosen, *cut_batch(chosen, 2)]
-            if max(counts) == 2 and (twice := concatenated([parts[1], parts[1]])) is not None:
-                parts.append(twice)
+            if count_samples(chosen) == 2:
+                twice = concatenated([parts[1], parts[1]])
+                parts += [] if twice is None else [twice]
         else:
-            parts = _of_single(chosen, [item for item in microbatches if item is not chosen])
+            parts = _of_single(chosen, others)
     except BatchError:
         return []
     return [copy_of(part) for part in parts] if parts[0] is not None else []
