@@ -347,7 +347,8 @@ class HeteroStrategy(HookedStrategy):
         self.precision_plugin.connect_gradients(self, self.root_device)
         if trains:
             self.setup_optimizers(trainer)
-            take_over(self.optimizers, before, self.engine.store)
+            recovers = self._slices.awaits_recovery
+            take_over(self.optimizers, before, self.engine.store, recovers=recovers)
             self._slices.check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trains:

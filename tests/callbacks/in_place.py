@@ -129,10 +129,16 @@ def _toy() -> ToyModule:
     return ToyModule(ToyOptions(num_layers=4))
 
 
-def toy_of_free_threads() -> ToyModule:
-    """Return the toy, in an environment that says nothing of threads, as users' say nothing."""
+def toy_of_a_command_line() -> ToyModule:
+    """Return the toy with an optimizer that was made with it, as `LightningCLI` does.
+
+    The environment says nothing of threads, as users' say nothing.
+    """
     os.environ.pop("OMP_NUM_THREADS", None)
-    return _toy()
+    module = _toy()
+    made = module.configure_optimizers()
+    module.configure_optimizers = lambda: made  # type: ignore[method-assign]
+    return module
 
 
 def train(

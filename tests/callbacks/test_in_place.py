@@ -17,7 +17,7 @@ from lightning_hetero.callbacks import ElasticRestart
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.failure import GenerationChange
-from tests.callbacks.in_place import BATCH, Node, playing, toy_of_free_threads, undisturbed
+from tests.callbacks.in_place import BATCH, Node, playing, toy_of_a_command_line, undisturbed
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -125,7 +125,7 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
     num_steps = 60
     expected = undisturbed(2, num_steps)
     options = {"num_steps": num_steps, "every": 100, "heartbeat_s": 30.0, "redundancy": 1}
-    options["make_module"] = toy_of_free_threads
+    options["make_module"] = toy_of_a_command_line
     with playing(tmp_path / "run", 2, **options) as node:
         node.let_go_on_to(2)
         node.wait_for_step(0, 2)
