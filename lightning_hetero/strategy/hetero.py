@@ -47,7 +47,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
-from lightning_hetero.runtime.slices.early_optimizers import parameters_of, take_over
+from lightning_hetero.runtime.slices.early_optimizers import name_parameters, take_over
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.strategy.engine_options import EngineOptions
@@ -339,7 +339,7 @@ class HeteroStrategy(HookedStrategy):
         if trains:
             check_trainable(self._module, self._trainer.callbacks)
         self.precision_plugin.convert_module(self._module)
-        before = parameters_of(self._module)
+        name_parameters(self._module)
         self._set_up_engine(trains=trains)
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
@@ -348,7 +348,7 @@ class HeteroStrategy(HookedStrategy):
         if trains:
             self.setup_optimizers(trainer)
             recovers = self._slices.awaits_recovery
-            take_over(self.optimizers, before, self.engine.store, recovers=recovers)
+            take_over(self.optimizers, self.engine.store, recovers=recovers)
             self._slices.check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trains:

@@ -4,8 +4,7 @@ Such an optimizer has the module's whole parameters, which nothing would train; 
 generation of a run, the slices of the one before.
 """
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,28 +12,26 @@ from torch.optim import Optimizer
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["parameters_of", "take_over"]
+__all__ = ["name_parameters", "take_over"]
 
-Parameters = Mapping[str, weakref.ref[nn.Parameter]]
-
-_NAME = "name_in_early_optimizer"
-"""The attribute of a slice that says which parameter an optimizer holds it for."""
+_NAME = "name_in_module"
+"""The attribute of a parameter or a slice that says which parameter an optimizer has it for."""
 
 
-def parameters_of(module: nn.Module) -> Parameters:
-    """Return a module's parameters by name, without keeping them."""
-    found = module.named_parameters(remove_duplicate=False)
-    return {name: weakref.ref(parameter) for name, parameter in found}
+def name_parameters(module: nn.Module) -> None:
+    """Tell each parameter its name, before the module is cut and parts of it go.
+
+    An attribute, as weak references would keep `Module.cpu` from moving quantized weights.
+    """
+    for name, parameter in module.named_parameters():
+        vars(parameter)[_NAME] = name
 
 
-def take_over(
-    optimizers: Sequence[Optimizer], before: Parameters, store: SliceStore, *, recovers: bool
-) -> None:
+def take_over(optimizers: Sequence[Optimizer], store: SliceStore, *, recovers: bool) -> None:
     """Replace parameters by their slices in the groups of optimizers.
 
     Args:
         optimizers: Those of the run.
-        before: The module's parameters before they were cut.
         store: Has the slices.
         recovers: Whether a generation follows another one, so states will be recovered.
 
@@ -42,17 +39,11 @@ def take_over(
         ConfigurationError: An optimizer has no parameter of this run, or a state that no slice of
             it can take.
     """
-    names = {
-        id(whole): name
-        for name, slots in store.layout.slots.items()
-        for slot in slots
-        if slot.name in before and (whole := before[slot.name]()) is not None
-    }
     own = {id(master) for master in store.masters.values()}
     for optimizer in optimizers:
         given = [item for group in optimizer.param_groups for item in group["params"]]
         others = [item for item in given if id(item) not in own]
-        known = {id(item): names.get(id(item)) or vars(item).get(_NAME) for item in others}
+        known = {id(item): vars(item).get(_NAME) for item in others}
         early = {key: store.masters[name] for key, name in known.items() if name in store.masters}
         has_state = any(optimizer.state.get(item) for item in others if id(item) in early)
         if (others and len(others) == len(given) and not early) or (has_state and not recovers):
