@@ -109,6 +109,18 @@ def test_a_models_own_checkpointing_works_in_stages(pool: ProcessPool) -> None:
     check(pool, case_of("llama", THREE, own_checkpointing=True))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_models_own_checkpointing_draws_the_same_under_degrees(
+    pool: ProcessPool, *, sequence_parallel: bool
+) -> None:
+    plan = plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 4)))
+    options = (("sequence_parallel", sequence_parallel),)
+    case = case_of("llama", plan, config=(("attention_dropout", 0.3),), options=options)
+    again = pool.run(train, 4, replace(case, own_checkpointing=True))
+    for found, plain in zip(again, pool.run(train, 4, case), strict=True):
+        assert_same(found, plain, 1e-6)
+
+
 SIZES = {1: (8, 16), 2: (8, 16), 3: (24, 48)}
 """By number of key heads: query heads and hidden size."""
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.dist
         {"arguments": "keywords", "returned": "unused"},
         {"returned": "used", "plan": "three stages"},
         {"outer": "mask before layers"},
+        {"inside": "changed in place", "plan": "unequal pipelines"},
         {"outer": "later loss"},
         {"outer": "embedding added behind", "arguments": "table, hidden"},
         {"outer": "embedding in layers", "frozen": "embedding"},

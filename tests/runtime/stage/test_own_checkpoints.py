@@ -1,4 +1,4 @@
-"""A model that checkpoints its own layers, or changes their input in place, trains as it should."""
+"""A model that checkpoints its own layers trains as it should."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,12 +7,9 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import ProcessFailed, ProcessPool
-from tests.runtime.huggingface_runs import HuggingFaceCase, HuggingFaceModule, HuggingFaceOutcome
-from tests.runtime.huggingface_runs import fit as hugging_face_fit
 from tests.runtime.runs import (
     SEED,
     Case,
@@ -26,8 +23,7 @@ from tests.runtime.runs import (
     plan_of,
     stage,
 )
-from tests.runtime.test_huggingface import assert_same
-from tests.toy import GPT, Block
+from tests.toy import GPT
 
 pytestmark = pytest.mark.dist
 
@@ -58,40 +54,6 @@ class CheckpointedModule(MaskingModule):
         if how != "none":
             self.model.__class__ = CheckpointedGPT
             self.model.how = how
-
-
-def train_checkpointed_llama(
-    rank: int, case: HuggingFaceCase
-) -> tuple[HuggingFaceOutcome, HuggingFaceOutcome]:
-    """Train a case without checkpoints, then with one around each layer."""
-    L.seed_everything(SEED, verbose=False)
-    plain = hugging_face_fit(HuggingFaceModule(case), case)
-    L.seed_everything(SEED, verbose=False)
-    module = HuggingFaceModule(case)
-    layers = module.model.model.layers
-    kind = type("Checkpointed", (_CheckpointedCall, type(layers[0])), {})
-    for layer in layers:
-        layer.__class__ = kind
-    return plain, hugging_face_fit(module, case)
-
-
-class _CheckpointedCall(nn.Module):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
-
-
-class InPlaceBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.leaky_relu_(x, 0.5))
-
-
-def train_in_place(rank: int, case: Case) -> Outcome:
-    """Train layers that change their input in place."""
-    L.seed_everything(SEED, verbose=False)
-    module = RowsModule(case)
-    for block in module.model.blocks:
-        block.__class__ = InPlaceBlock
-    return fit(module, case)
 
 
 class SharingBlock(nn.Module):
@@ -129,24 +91,6 @@ def train_checkpointed(rank: int, case: Case, hows: tuple[str, ...]) -> dict[str
     return outcomes
 
 
-def refused_checkpoints(rank: int, case: Case) -> str:
-    """Return what stops a module that checkpoints in the older way."""
-    try:
-        train_checkpointed(rank, case, ("reentrant",))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
-
-
-__all__ = [
-    "refused_checkpoints",
-    "train_checkpointed",
-    "train_checkpointed_llama",
-    "train_in_place",
-    "train_sharing",
-]
-
-
 CASE = Case(
     plan=plan_of(
         pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(2, 2, 3), num_microbatches=3),
@@ -175,22 +119,6 @@ def test_own_checkpoints_change_no_bit_of_training(
             assert_same_bits([outcome], [outcomes["none"]])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_own_checkpoints_change_nothing_under_tensor_parallelism(
-    pool: ProcessPool, *, sequence_parallel: bool
-) -> None:
-    case = HuggingFaceCase(
-        model="llama",
-        plan=plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 4))),
-        world_size=4,
-        num_rows=8,
-        config=(("attention_dropout", 0.3),),
-        options=(("sequence_parallel", sequence_parallel),),
-    )
-    for plain, checkpointed in pool.run(train_checkpointed_llama, 4, case):
-        assert_same(checkpointed, plain, 1e-6)
-
-
 def test_older_checkpoints_change_no_bit_of_plans_with_one_stage(pool: ProcessPool) -> None:
     for outcomes in pool.run(train_checkpointed, 2, ONE_STAGE, ("none", "layers", "reentrant")):
         for outcome in outcomes.values():
@@ -198,15 +126,10 @@ def test_older_checkpoints_change_no_bit_of_plans_with_one_stage(pool: ProcessPo
 
 
 def test_older_checkpoints_are_refused_in_stages_by_name(pool: ProcessPool) -> None:
-    for refusal in pool.run(refused_checkpoints, 3, CASE):
-        assert "use_reentrant=False" in refusal
-
-
-def test_layers_may_change_their_input_in_place(pool: ProcessPool) -> None:
-    case = replace(CASE, optimizer="sgd", num_rows=32)
-    expected = pool.run(train_in_place, 1, case.on_single_device())[0]
-    for outcome in pool.run(train_in_place, 3, case):
-        assert_same_training(outcome, expected)
+    with pytest.raises(ProcessFailed) as failed:
+        pool.run(train_checkpointed, 3, CASE, ("reentrant",))
+    assert len(failed.value.failures) == 3
+    assert all("use_reentrant=False" in text for text in failed.value.failures.values())
 
 
 def test_gradients_that_older_checkpoints_make_in_parts_are_whole_or_refused(

@@ -25,7 +25,15 @@ from tests.runtime.step_cases import (
     refused,
     train,
 )
-from tests.runtime.steps.layer_modules import Free, HandsOn, Keeps, Outer, Penalised, Router
+from tests.runtime.steps.layer_modules import (
+    Catches,
+    Free,
+    HandsOn,
+    Keeps,
+    Outer,
+    Penalised,
+    Router,
+)
 from tests.without_check import WITHOUT_CHECK
 
 pytestmark = pytest.mark.dist
@@ -46,6 +54,19 @@ def test_layers_may_change_shape_and_dtype_of_the_hidden_state(pool: ProcessPool
     kinds = of(HandsOn, "pool", "width", "ragged", "returned", "handed on")
     check(pool, kinds, STAGES, THREE, rtol=1e-5, **how)
     check(pool, of(HandsOn, "dtype"), STAGES, THREE, rtol=1e-2, **how)
+    check(pool, of(Catches, "plain"), STAGES, rtol=1e-5, **how)
+
+
+UNFIT = {
+    "named": "Layer 0 returns dict",
+    "nested": "enable_nested_tensor=False",
+    "listed": "Layer 0 keeps tensors with gradients in 'kept'",
+    "looked into": "hooks inside it see unknown tensors",
+}
+
+
+def test_layers_that_stages_can_not_carry_are_refused(pool: ProcessPool) -> None:
+    refused(pool, {partial(HandsOn, kind): told for kind, told in UNFIT.items()}, STAGES)
 
 
 def test_routers_logits_of_all_layers_reach_the_loss(pool: ProcessPool) -> None:
