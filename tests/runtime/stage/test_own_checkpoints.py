@@ -108,8 +108,9 @@ ONE_STAGE = replace(
 )
 
 
-@pytest.mark.parametrize("options", [(), (("activation_checkpointing", 2),)])
-@pytest.mark.parametrize("plan", [CASE.plan, TWO_LAYERS], ids=["chunks", "stages"])
+@pytest.mark.parametrize(
+    ("plan", "options"), [(CASE.plan, ()), (TWO_LAYERS, (("activation_checkpointing", 2),))]
+)
 def test_own_checkpoints_change_no_bit_of_training(
     pool: ProcessPool, plan: Any, options: tuple[tuple[str, object], ...]
 ) -> None:

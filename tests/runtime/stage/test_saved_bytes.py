@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.recomputation import LayerBytes
-from lightning_hetero.models import pack_samples
+from lightning_hetero.models import LMConfig, pack_samples
 from lightning_hetero.models.huggingface import use_packed_attention
+from lightning_hetero.runtime.setup.products import KeptProducts
+from lightning_hetero.runtime.setup.profiling import ModelShard, ProfileOptions, measure_profile
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation
+from tests.capped_memory import MemoryCounter
 from tests.runtime.huggingface_runs import make_model
 from tests.runtime.recomputation_runs import counting_layers
 
@@ -48,6 +51,27 @@ def count_layer(layers: nn.ModuleList, step: Callable[[], Any], num_tokens: int)
 
 def samples(lengths: tuple[int, ...]) -> list[Tensor]:
     return [torch.randint(3, 29, (length,)) for length in lengths]
+
+
+def test_a_profile_says_what_selective_recomputation_keeps() -> None:
+    config = LMConfig(
+        vocab_size=29, hidden_size=64, num_layers=4, num_heads=4, intermediate_size=172
+    )
+    options = ProfileOptions(microbatches=((30,), (8, 30)), max_block=1, num_repeats=1)
+    cpu = torch.device("cpu")
+    profile = measure_profile(config.spec, options, device_name="cpu", device=cpu)
+    (expected,) = [item.products_bytes_per_token for item in profile.devices[0].memory]
+    shard, products = ModelShard(config.spec, 1, 1, cpu), KeptProducts()
+    token_ids, extra = shard.batch((40, 9, 23))
+    hidden = shard.hidden(len(token_ids))
+    for _ in range(2):  # From the first backward on only what it needs is kept.
+        with MemoryCounter(2**40) as counter:
+            before = counter.live_bytes
+            output = products(shard.model.layers[0], hidden, *extra)
+            kept = counter.live_bytes - before - output.nbytes
+        output.sum().backward()
+        del output
+    assert kept == pytest.approx(expected * len(token_ids), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
