@@ -8,14 +8,12 @@ from pathlib import Path
 from resource import getpagesize
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train
+from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 OPTIONS = ToyOptions(num_layers=4, width=64, optimizer="sgd")
@@ -73,16 +71,14 @@ class ChangesPlan(L.Callback):
     Args:
         look_every: Iterations between two looks at the process's memory.
         freeze_every: Iterations between a change of what is frozen; 0 for never.
-        leaks: Whether each plan's weights are kept as if something had forgotten them.
     """
 
-    def __init__(self, *, look_every: int, freeze_every: int, leaks: bool = False) -> None:
+    def __init__(self, *, look_every: int, freeze_every: int) -> None:
         self.left = Left()
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self._plans = [ParallelPlan.from_dict(plan) for plan in PLANS]
         self._look_every = look_every
         self._freeze_every = freeze_every
-        self._leaked: list[torch.Tensor] | None = [] if leaks else None
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         assert isinstance(trainer.strategy, HeteroStrategy)
@@ -95,8 +91,6 @@ class ChangesPlan(L.Callback):
         )
         self.tensors = [weakref.ref(tensor) for tensor in held]
         self.left.num_changes += 1
-        if self._leaked is not None:
-            self._leaked += [shard.detach() for shard in shards]
         step = trainer.global_step
         trainer.strategy.change_plan(self._plans[step % len(PLANS)])
         if self._freeze_every and step % self._freeze_every == 0:
@@ -118,11 +112,10 @@ def change_often(
     freeze_every: int,
     exchange: str = "messages",
     look_every: int = 100,
-    leaks: bool = False,  # noqa: FBT001, FBT002 - passed through a pool
 ) -> Left:
-    """Change the plan after every iteration; `leaks` keeps the weights of every plan."""
+    """Change the plan after every iteration."""
     torch.manual_seed(0)
-    changes = ChangesPlan(look_every=look_every, freeze_every=freeze_every, leaks=leaks)
+    changes = ChangesPlan(look_every=look_every, freeze_every=freeze_every)
     trainer = L.Trainer(
         strategy=HeteroStrategy(plan=ParallelPlan.from_dict(PLANS[0]), exchange=exchange),  # type: ignore[arg-type]
         callbacks=[changes],
@@ -139,21 +132,3 @@ def change_often(
     gc.collect()
     changes.left.alive_behind = sum(item() is not None for item in changes.tensors)
     return changes.left
-
-
-def count_plans_at_once(rank: int) -> list[int]:
-    """Return how many plans were alive whenever an iteration made another one ready."""
-    made: list[weakref.ref[object]] = []
-    alive: list[int] = []
-    make_ready = PlanSwitch._make_ready
-
-    def make(self: PlanSwitch, plan: ParallelPlan, *, shares_memory: bool) -> Any:
-        alive.append(sum(item() is not None for item in made))
-        running = make_ready(self, plan, shares_memory=shares_memory)
-        made.extend([weakref.ref(running), weakref.ref(running.weights)])
-        return running
-
-    with mock.patch.object(PlanSwitch, "_make_ready", make):
-        plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
-        train(rank, Case(plan=plan, world_size=3))
-    return alive
