@@ -105,7 +105,6 @@ class HandsOn(Regression):
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},
-    "olmoe": {"num_experts": 4},
 }
 
 

@@ -40,7 +40,6 @@ RIGHT: list[Make] = [
     hooks.LogsNorms,
     hooks.LogsChangedNorms,
     hooks.LogsEachNorm,
-    hooks.LooksBeforeBackward,
     hooks.TrainsNewRows,
     hooks.LeavesOut,
     hooks.AveragesWhatTravels,
@@ -48,7 +47,6 @@ RIGHT: list[Make] = [
     hooks.SwapsAverages,
     hooks.AlongRows,
     hooks.ReplacesData,
-    hooks.Thawed,
     hooks.BySize,
     hooks.LoadsParts,
 ]
