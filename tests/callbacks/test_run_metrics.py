@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import lightning as L
 import pytest
