@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.runtime.slices import wholes
 from tests.processes import ProcessPool
 from tests.runtime import case_modules, toy_lm
 from tests.runtime.case_modules import (
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 TOLERANCE = 1e-5
+FEW_BYTES = 2_000
+"""Gathered at a time, so that whole weights come in several messages."""
 MODULES = case_modules.MODULES | {"toy": toy_lm.ToyLMModule, "unknown id": toy_lm.UnknownToken}
 
 
@@ -168,7 +171,8 @@ def fit(module: Recorded, case: Case, *callbacks: L.Callback, ckpt_path: Any = N
         gradient_clip_algorithm=case.clip_algorithm if case.clip_val else None,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, ckpt_path=ckpt_path)
+    with mock.patch.multiple(wholes, _AT_ONCE=FEW_BYTES, _OF_EACH_RANK=FEW_BYTES):
+        trainer.fit(module, ckpt_path=ckpt_path)
     return Outcome(
         losses=module.losses,
         weights={name: value.float().cpu().numpy() for name, value in module.state_dict().items()},
