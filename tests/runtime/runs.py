@@ -19,38 +19,8 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.slices import wholes
 from tests.processes import ProcessPool
 from tests.runtime import case_modules, toy_lm
-from tests.runtime.case_modules import (
-    SEED,
-    Case,
-    MaskingModule,
-    PackedModule,
-    PackedSamples,
-    Recorded,
-    RowsModule,
-    SeededMaskingModule,
-)
+from tests.runtime.case_modules import SEED, Case, Recorded, SeededMaskingModule
 from tests.toy import quiet
-
-__all__ = [
-    "MODULES",
-    "SEED",
-    "Case",
-    "MaskingModule",
-    "Outcome",
-    "PackedModule",
-    "PackedSamples",
-    "RowsModule",
-    "assert_same_bits",
-    "assert_same_training",
-    "assert_same_weights",
-    "check",
-    "fit",
-    "pipeline",
-    "plan_of",
-    "refusal",
-    "stage",
-    "train",
-]
 
 TOLERANCE = 1e-5
 FEW_BYTES = 2_000
