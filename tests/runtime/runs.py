@@ -19,7 +19,7 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.slices import wholes
 from tests.processes import ProcessPool
 from tests.runtime import case_modules, toy_lm
-from tests.runtime.case_modules import SEED, Case, Recorded, SeededMaskingModule
+from tests.runtime.case_modules import SEED, Case, Recorded
 from tests.toy import quiet
 
 TOLERANCE = 1e-5
@@ -58,12 +58,6 @@ def refusal(rank: int, case: Case) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained"
-
-
-def train_seeded(rank: int, case: Case, microbatches_per_iteration: int) -> Outcome:
-    """Train a masking case on a single device, seeded by hand."""
-    L.seed_everything(SEED, verbose=False)
-    return fit(SeededMaskingModule(case, microbatches_per_iteration), case)
 
 
 def check(pool: ProcessPool, case: Case) -> list[Outcome]:
