@@ -5,15 +5,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import numpy as np
 import torch
-from torch import nn
-from torch._dynamo.utils import counters
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.slices import wholes
@@ -95,31 +92,6 @@ def assert_same_bits(found: Sequence[Outcome], expected: Sequence[Outcome]) -> N
         assert one.weights.keys() == other.weights.keys()
         for name, weight in other.weights.items():
             assert np.array_equal(one.weights[name], weight), name
-
-
-def train_compiled(rank: int, case: Case) -> tuple[Outcome, int]:
-    """Train a case with layers captured but not translated; returns also how many graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    captured_only = partial(torch.compile, backend="eager")
-    with mock.patch.object(torch, "compile", captured_only):
-        outcome = train(rank, case)
-    return outcome, counters["stats"]["unique_graphs"]
-
-
-def train_compiled_by_hand(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
-    """Train a case whose layers the user has compiled; returns also how many graphs there were."""
-    torch._dynamo.reset()
-    counters.clear()
-    L.seed_everything(SEED, verbose=False)
-    module = MODULES[case.model](case)
-    layers = next(item for item in module.modules() if isinstance(item, nn.ModuleList))
-    for index, layer in enumerate(layers):
-        if how == "compile":
-            layer.compile(backend="eager")
-        else:
-            layers[index] = torch.compile(layer, backend="eager")
-    return fit(module, case), counters["stats"]["unique_graphs"]
 
 
 def fit(module: Recorded, case: Case, *callbacks: L.Callback, ckpt_path: Any = None) -> Outcome:
