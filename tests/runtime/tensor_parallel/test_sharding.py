@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -177,6 +176,3 @@ def test_a_module_s_own_plan_counts_without_a_star_a_plan_of_a_head_alone_does_n
     layout = ModelLayout.of(model)
     own, given = ModelCuts.of(model, layout), ModelCuts.of(model, layout, TOY_PLAN)
     assert own.layout.specs == given.layout.specs != layout.specs
-    model.embed = nn.Embedding(23, 16, max_norm=1.0)
-    with pytest.raises(ModelError, match="max_norm"):
-        ModelCuts.of(model, ModelLayout.of(model), {"embed": "vocab"})
