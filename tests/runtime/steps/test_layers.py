@@ -71,8 +71,7 @@ FREE += of(Free, "nested", "by hand", "two passes")
 
 
 def test_layers_that_are_no_chain_train_in_plans_with_one_stage_only(pool: ProcessPool) -> None:
-    for count in (1, 2):
-        check(pool, FREE, COPIES, rtol=1e-5, options={"num_microbatches": count})
+    check(pool, FREE, COPIES, rtol=1e-5, options={"num_microbatches": 2})
     kinds = of(Free, "reused", "chosen", "first dropped", "last dropped", "nested")
     refused(pool, dict.fromkeys(kinds, "a plan whose pipelines have one stage"), STAGES)
 
