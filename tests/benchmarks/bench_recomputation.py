@@ -63,8 +63,9 @@ from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_pro
 from lightning_hetero.simulator import ProfileCost, simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
+from tests.benchmarks.steps import processes
 from tests.capped_memory import CappedMemory
-from tests.processes import ProcessFailed, ProcessPool
+from tests.processes import ProcessFailed
 from tests.toy import quiet
 
 LENGTHS = pathlib.Path(__file__).resolve().parents[2].parent / "shared/data/lengths"
@@ -388,10 +389,6 @@ PARTS = {"recomputation per stage": per_stage, "a budget per micro-batch": per_m
 
 def run(only: str = "") -> list[Row]:
     """Run the comparisons whose name holds `only`."""
-    pool = ProcessPool()
-    try:
-        with tempfile.TemporaryDirectory() as cache:
-            parts = [part for name, part in PARTS.items() if only in name]
-            return [part(lambda job: pool.run(train, 2, job, cache)) for part in parts]
-    finally:
-        pool.close()
+    with processes() as pool, tempfile.TemporaryDirectory() as cache:
+        parts = [part for name, part in PARTS.items() if only in name]
+        return [part(lambda job: pool.run(train, 2, job, cache)) for part in parts]

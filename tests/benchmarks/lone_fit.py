@@ -34,8 +34,8 @@ from tests.benchmarks.lone_rank import (
     WIDTH,
     Case,
     Module,
-    counted_groups,
     empty_inputs,
+    fake_groups,
     timed_gathers,
     zeroed_buffers,
 )
@@ -129,7 +129,7 @@ def measure_fit(case: Case) -> FitFigures:
     # The others have what this rank has, so each pipeline's samples seem to be the same.
     module = _Trained(num_samples=(NUM_STEPS + 1) * case.world_size)
     with (
-        counted_groups(),
+        fake_groups(),
         zeroed_buffers(),
         empty_inputs(),
         timed_gathers() as gathers_s,
