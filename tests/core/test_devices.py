@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.core.devices import KNOWN_DEVICES, Arithmetic, find_device
+from lightning_hetero.core.devices import Arithmetic, find_device
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import (
     RooflineCost,
@@ -12,20 +12,6 @@ from lightning_hetero.simulator import (
     precision_notes,
 )
 from tests.core.cluster_files import text_of
-
-WITHOUT_BF16 = {"P100-16GB", "P40", "V100-16GB", "V100-32GB", "T4", "RTX-2080", "Titan-RTX"}
-
-
-def test_only_cards_before_ampere_lack_bf16_and_only_p40_lacks_fp16():
-    lacking = {
-        item: {name for name, device in KNOWN_DEVICES.items() if not device.is_native(item)}
-        for item in Arithmetic
-    }
-    assert lacking == {
-        Arithmetic.BF16: WITHOUT_BF16,
-        Arithmetic.FP16: {"P40"},
-        Arithmetic.FP32: set(),
-    }
 
 
 @pytest.mark.parametrize(

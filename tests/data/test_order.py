@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.errors import BatchError, CheckpointError, ConfigurationError
-from lightning_hetero.data.order import Cursor, EpochOrder, Progress
+from lightning_hetero.core.errors import BatchError, ConfigurationError
+from lightning_hetero.data.order import Cursor, EpochOrder
 from lightning_hetero.data.samples import TokenSamples, cached_lengths, cut_sample, lengths_file
 from lightning_hetero.data.streams import StreamOrder
 from tests.data.rows import Rows, RowStream, indices, samples_of
@@ -79,19 +79,6 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(found) == 3
     plain = EpochOrder(lengths, tokens_per_step=200, shuffle=False)
     assert plain.order(4).tolist() == list(range(99))
-
-
-def test_a_state_of_another_order_is_refused() -> None:
-    progress = Progress(seed=1, num_samples=10)
-    progress.cursor = Cursor(epoch=2, num_samples=4, num_iterations=1)
-    state = progress.state_dict()
-    with pytest.raises(CheckpointError, match="seed"):
-        Progress(seed=2, num_samples=10).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="not a cursor"):
-        progress.load_state_dict({**state, "cursor": {"epoch": 1}})
-    again = Progress(seed=1, num_samples=10)
-    again.load_state_dict(state)
-    assert again.cursor == progress.cursor
 
 
 def stream_of(lengths: list[int], **options: Any) -> StreamOrder:

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,12 +16,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign import iteration
-from lightning_hetero.assign.iteration import AssignmentRequest, plan_text, read_assignment
-from lightning_hetero.core import process as core_process
+from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
 from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import (
-    AssignmentError,
     BatchError,
     ConfigurationError,
     PeerError,
@@ -190,10 +185,6 @@ def test_a_store_whose_server_has_gone_is_an_error_that_names_it() -> None:
             ask()
 
 
-def deal_all(dealer: TicketDealer, num_epochs: int = 1) -> list[Ticket]:
-    return [ticket for epoch in range(num_epochs) for ticket in dealer.deal(Cursor(epoch=epoch))]
-
-
 class Blocked(AnsweringProcess):
     """A process that answers only when it is allowed to."""
 
@@ -250,20 +241,6 @@ def test_what_is_planned_too_late_changes_nothing_and_is_said(
     assert sorted(i for batch in batches for i in batch) == list(range(150))
 
 
-def test_what_is_planned_ahead_and_never_dealt_leaves_hardly_anything_in_the_store(
-    allowed: threading.Event,
-) -> None:
-    allowed.set()
-    ranks = planned_ahead(EpochOrder(lengths_of(100), tokens_per_step=100), 2, 200.0)
-    for _ in range(20):
-        for rank in ranks:
-            next(rank.deal(Cursor()))
-            rank._next = None  # As if a loader was made anew: the next one begins at the cursor.
-    store = ranks[0]._planner._store._store
-    ranks[0]._planner.close()
-    assert len(store.list_keys()) <= 2 * (4 + 1)
-
-
 def test_used_keys_leave_the_store() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
     store = AssignmentStore()
@@ -304,43 +281,6 @@ def test_no_rank_of_a_strategy_without_plans_stays_without_samples(pipeline_of, 
     filled = fill_empty(uneven).microbatches
     assert all(len(batches) == 1 and batches[0] for batches in filled)
     assert sorted(i for ((*batch,),) in filled for i in batch) == list(range(len(pipeline_of)))
-
-
-def test_costs_that_nobody_measured_follow_layers_and_ranks() -> None:
-    plan, _ = random_plan(Random(3), max_ranks=6, max_layers=6)
-    costs = assumed_costs(plan, context_length=64, tokens_per_step=100)
-    for pipeline, cost in zip(plan.pipelines, costs, strict=True):
-        layers = max(len(stage.layers) / stage.tp_degree for stage in pipeline.stages)
-        assert (cost.b, cost.num_stages) == (layers, pipeline.num_stages)
-        assert cost.max_len >= 64
-    with pytest.raises(ConfigurationError, match="one cost a pipeline"):
-        Candidates(plans=(plan,), costs=(costs * 2,))
-
-
-def test_a_planning_process_says_what_planning_here_says() -> None:
-    process = AnsweringProcess(iteration.__name__)
-    wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
-    assert [process.ask(item) for item in wanted] == [plan_text(item) for item in wanted]
-    with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
-        read_assignment(process.ask(request(999)), request(999))
-    process.kill()
-    with pytest.raises((OSError, EOFError)):
-        process.ask(wanted[0])
-    process.restart()
-    assert process.ask(wanted[0]) == plan_text(wanted[0])
-    process.stop()
-
-
-def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
-    root = os.getcwd()
-    program = core_process._PROGRAM.format(root=root, module=iteration.__name__)
-    program = program.replace("serve()", "print(sorted(sys.modules))")
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "'lightning_hetero.assign.iteration'" in found.stdout
-    assert "'torch'" not in found.stdout
-    assert "'lightning'" not in found.stdout
 
 
 def test_a_killed_process_costs_no_sample_and_a_new_one_takes_over(

@@ -9,7 +9,7 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.holders import holdings_of
 from lightning_hetero.exchange.owners import assign_owners
 from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec
-from lightning_hetero.exchange.transfers import TransferTable, unit_of
+from lightning_hetero.exchange.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
 from tests.exchange.message_lists import (
     Message,
@@ -124,22 +124,6 @@ def test_all_ranks_agree_on_messages_their_order_and_sizes(rng, tied, rule, push
             assert mine == other
 
 
-def test_the_table_tells_holders_and_sizes():
-    plan = ParallelPlan.even(world_size=2, num_layers=2, num_stages=2)
-    specs = small_model(2, tied=True)
-    slices = assign_owners(specs, plan, world_size=2, ownership=Ownership.EVEN)
-    table = TransferTable(specs, slices, plan)
-    assert [item.global_rank for item in table.holdings("embedding")] == [0, 1]
-    assert table.holding("1.qkv", 0) is None
-    holding = table.holding("1.qkv", 1)
-    assert holding is not None
-    assert holding.intervals == ((0, 24),)
-    received = sum(m.numel for m in pulls_of(table, 1) if m.destination == 1)
-    held = [spec for spec in specs if table.holding(spec.name, 1)]
-    assert received == sum(spec.numel for spec in held)
-    assert [unit_of(spec, 2) for spec in specs] == [-1, *[0] * 5, *[1] * 5, 2]
-
-
 @given(rng=random, tied=st.booleans(), rule=RULES)
 def test_members_of_a_unit_are_who_takes_part_and_shard_groups_share_what_they_own(rng, tied, rule):
     plan, world_size = random_plan(rng, has_chunks=True)
@@ -244,7 +228,7 @@ def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: in
 
 @pytest.mark.parametrize(
     ("num_pipelines", "num_stages", "num_layers"),
-    [(1, 4, 8), (2, 1, 3), (2, 3, 7), (16, 4, 12), (5, 13, 40), (16, 64, 96), (48, 21, 24)],
+    [(1, 4, 8), (2, 3, 7), (16, 4, 12), (5, 13, 40)],
 )
 def test_messages_and_bytes_equal_the_formula(num_pipelines, num_stages, num_layers):
     """Traffic of a rank with D pipelines, TP 1 and owners among the holders.
@@ -278,18 +262,3 @@ def test_messages_and_bytes_equal_the_formula(num_pipelines, num_stages, num_lay
                 assert len(side) == units * num_peers
                 numel = sum(message.numel for message in side)
                 assert numel * num_pipelines == stage_numel * num_peers
-
-
-@pytest.mark.parametrize("rank", [0, 511, 1023])
-def test_the_formula_holds_for_1024_replicas(rank):
-    plan = ParallelPlan.even(world_size=1024, num_layers=4)
-    specs = [
-        ParameterSpec(name=str(layer), shape=(2048, 5), layer=layer, tp_dim=0) for layer in range(4)
-    ]
-    slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
-    table = TransferTable(specs, slices, plan)
-    for messages in (pulls_of(table, rank), pushes_of(table, rank)):
-        sent = [m for m in messages if m.source == rank != m.destination]
-        received = [m for m in messages if m.destination == rank != m.source]
-        assert len(sent) == len(received) == 4 * 1023
-        assert {message.numel for message in sent + received} == {2 * 5}
