@@ -180,9 +180,3 @@ def test_changes_of_plan_leave_memory_flat(pool: ProcessPool) -> None:
     for left in pool.run(change_often, 2, 100, 0, "messages", 5):
         assert left.most_alive == 0
         assert left.grown_mb <= MOST_GROWN_MB
-
-
-@pytest.mark.slow
-def test_weights_that_outlive_their_plan_are_seen_in_a_process_s_memory(pool: ProcessPool) -> None:
-    for left in pool.run(change_often, 2, 50, 0, "messages", 10, True):
-        assert left.grown_mb > 2 * MOST_GROWN_MB

@@ -65,17 +65,6 @@ def test_of_messages_that_come_as_one_any_may_have_been_late(fake: FakeTime) -> 
     assert clock.last.exchange_wait_s() == clock.last.wait_s == pytest.approx(5.0)
 
 
-def test_a_wait_inside_a_wait_counts_once(fake: FakeTime) -> None:
-    clock = make_clock()
-    assert clock.last is None
-    with clock.iteration(), clock.waiting():
-        fake.wait(1.0)
-        with clock.waiting():
-            fake.wait(2.0)
-    assert clock.last is not None
-    assert clock.last.wait_s == pytest.approx(3.0)
-
-
 def test_waits_for_messages_are_told_apart_by_sender_also_inside_other_waits(
     fake: FakeTime,
 ) -> None:

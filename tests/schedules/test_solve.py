@@ -123,32 +123,6 @@ def test_no_schedule_is_slower_than_1f1b_in_its_room(seed: int, stages: int, cou
     assert solve(problem).end_s <= end_s(problem, order_1f1b(problem)) * (1 + 1e-9)
 
 
-def test_zero_bubble_h1_is_matched_in_the_memory_of_1f1b() -> None:
-    """Qi et al. 2023: ZB-H1 leaves (stages - 1)(F + I - W) idle, a third of 1F1B's."""
-    problem = ScheduleProblem.equal(
-        forward_s=[1.0] * 4,
-        input_s=[1.0] * 4,
-        weight_s=[1.0] * 4,
-        num_microbatches=12,
-        most_held=[4.0] * 4,  # What 1F1B's first stage holds.
-    )
-    assert solve(problem).end_s <= 12 * 3 + 3 * (1 + 1 - 1) + 1e-9
-
-
-def test_deeper_stages_hide_a_slow_link() -> None:
-    """With room for a round trip stages never wait once the first micro-batch is through."""
-    slow = {"edges": [Edge(latency_s=3.0)], "num_microbatches": 16}
-    work = {"forward_s": [1.0] * 2, "input_s": [2.0] * 2, "weight_s": [0.0] * 2}
-    shallow = solve(ScheduleProblem.equal(**work, **slow)).end_s
-    deep = solve(ScheduleProblem.equal(**work, **slow, most_held=[4.0, 4.0])).end_s
-    assert deep < shallow / 1.5
-
-
-def test_the_same_problem_has_the_same_schedule() -> None:
-    problem = random_problem(5, num_stages=4, num_microbatches=9)
-    assert solve(problem).orders == solve(problem).orders
-
-
 def test_a_stage_without_room_for_a_microbatch_is_refused() -> None:
     with pytest.raises(PlanError, match="Stage 1 has room for 0 bytes"):
         ScheduleProblem.equal(

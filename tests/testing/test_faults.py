@@ -7,12 +7,6 @@ from lightning_hetero.strategy.hetero import HeteroStrategy
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 
-def test_a_fault_holds_from_its_start_for_its_duration():
-    fault = SlowRank(start=3, duration=2, global_rank=0, slowdown=2.0)
-    assert [now for now in range(8) if fault.holds(now)] == [3, 4]
-    assert SlowRank(start=3, global_rank=0, slowdown=2.0).holds(10**9)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -25,11 +19,6 @@ def test_a_fault_holds_from_its_start_for_its_duration():
 def test_a_rank_that_cannot_be_slowed_so_is_refused(options):
     with pytest.raises(ConfigurationError):
         SlowRank(**{"global_rank": 0, "slowdown": 2.0, **options})
-
-
-def test_a_link_that_cannot_be_slowed_so_is_refused():
-    with pytest.raises(ConfigurationError, match="bytes_per_s"):
-        SlowLink(start=0, ranks=(0, 1), bytes_per_s=0.0)
 
 
 class Look(L.Callback):

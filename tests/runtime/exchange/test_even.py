@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.owners import assign_owners
@@ -90,23 +89,3 @@ def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, sha
 def test_pieces_are_padded_to_one_size_where_that_costs_little(rows, is_even):
     unit = unit_of_layer([ParameterSpec(name="x", shape=(rows, 4), layer=0)], 8)
     assert (unit.kind.shard_groups(push=False) is not None) == is_even
-
-
-class Counting(TorchFunctionMode):
-    """Counts what is asked of torch."""
-
-    num_calls = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.num_calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_1000_ranks_pack_a_layer_in_a_few_operations():
-    specs = [ParameterSpec(name=str(i), shape=(8192, 1), layer=0) for i in range(9)]
-    even = even_pieces(unit_of_layer(specs, 1000), 7)
-    wholes = [torch.randn(spec.shape) for spec in specs]
-    with Counting() as counting:
-        packed = even.pack_wholes(wholes, torch.float32)
-        even.unpack_wholes(packed, wholes)
-    assert 0 < counting.num_calls < 30 * len(specs)

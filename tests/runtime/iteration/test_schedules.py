@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration import schedule_choice
 from lightning_hetero.runtime.iteration.passes import StagePasses
-from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS
-from lightning_hetero.runtime.iteration.schedule_choice import ScheduleChoice
 from lightning_hetero.schedules import Schedule
 from tests.processes import ProcessPool
 from tests.runtime.runs import (
@@ -121,20 +118,6 @@ def test_ranks_may_run_several_stages(
 def test_compiled_layers_hide_what_is_split() -> None:
     with pytest.raises(ConfigurationError, match="compile_layers=False"):
         HeteroStrategy(schedule="split", compile_layers=True)
-
-
-def test_a_forgotten_plans_orders_are_forgotten_by_all_ranks() -> None:
-    """Ranks of one pipeline may have solved other orders in between, and know different ones."""
-    comms = mock.Mock(gather_objects=lambda own: [own])
-    choice = ScheduleChoice(Schedule.DEEP, comms, mock.Mock(), is_split=True)
-    counts = range(1, MAX_KNOWN_PLANS + 2)
-    plans = [ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, count)))) for count in counts]
-    for plan in plans:
-        running = mock.Mock(plan=plan, place=None, chunks=())
-        choice._share(running, choice._own[plan])
-        choice._solve(plan, 0, 2, ())
-    assert plans[0] not in choice._times
-    assert choice._solve.cache_info().currsize == 1
 
 
 @settings(**_options, max_examples=8)

@@ -6,9 +6,8 @@ from torch import nn
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import OuterRole
-from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout, find_layers
-from tests.toy import GPT, ToyModule, ToyOptions
+from tests.toy import GPT
 
 FIRST, LAST = frozenset({OuterRole.FIRST}), frozenset({OuterRole.LAST})
 
@@ -35,24 +34,10 @@ def test_the_list_of_like_modules_with_most_parameters_is_the_layers() -> None:
     assert layers == tuple(module.large)
 
 
-def test_layers_are_found_inside_a_lightning_module() -> None:
-    module = ToyModule(ToyOptions(num_layers=3))
-    layout = ModelLayout.of(module)
-    assert layout.layers_name == "model.blocks"
-    assert layout.num_layers == 3
-
-
 def test_a_sequential_of_like_modules_is_a_layer_list_but_not_one_module_alone() -> None:
     assert find_layers(Wrapped(body=nn.Sequential(*linears(2))), None)[0] == "body"
     assert find_layers(Wrapped(body=nn.Sequential(*linears(1))), None) == (None, ())
     assert find_layers(Wrapped(body=nn.ModuleList(linears(1))), None)[0] == "body"
-
-
-def test_the_module_itself_may_be_the_list() -> None:
-    module = nn.Sequential(*linears(3))
-    layout = ModelLayout.of(module)
-    assert layout.layers_name == ""
-    assert [spec.layer for spec in layout.specs] == [0, 0, 1, 1, 2, 2]
 
 
 def test_lists_without_parameters_or_modules_of_one_kind_are_no_layers() -> None:
@@ -148,37 +133,11 @@ def test_a_tied_parameter_is_one_with_two_slots_and_both_roles() -> None:
     assert all(slot.current is model.wte.weight for slot in layout.slots["wte.weight"])
 
 
-def test_a_slot_puts_a_parameter_where_it_was() -> None:
-    model = GPT(1, 8, tied=True)
-    other = nn.Parameter(torch.zeros(1))
-    for slot in ModelLayout.of(model).slots["wte.weight"]:
-        slot.put(other)
-    assert model.wte.weight is other
-    assert model.head.weight is other
-
-
-def test_every_parameter_is_described_once() -> None:
-    config = LMConfig(vocab_size=11, hidden_size=8, num_layers=3, num_heads=2)
-    model = HeteroLM(config)
-    model.norm.weight.requires_grad_(requires_grad=False)
-    layout = ModelLayout.of(model)
-    expected = {name: tuple(item.shape) for name, item in model.named_parameters()}
-    assert {spec.name: spec.shape for spec in layout.specs} == expected
-    assert [spec.name for spec in layout.specs if not spec.requires_grad] == ["norm.weight"]
-
-
 def test_parameters_shared_between_layers_are_refused() -> None:
     layers = nn.ModuleList(linears(2))
     layers[1].weight = layers[0].weight
     with pytest.raises(ModelError, match=r"0\.weight is shared between layers"):
         ModelLayout.of(layers)
-
-
-def test_parameters_shared_between_a_layer_and_the_head_are_refused() -> None:
-    module = Wrapped(body=nn.ModuleList(linears(2)), head=nn.Linear(4, 4))
-    module.head.weight = module.body[1].weight
-    with pytest.raises(ModelError, match="shared between layers"):
-        ModelLayout.of(module)
 
 
 def test_parameters_without_a_shape_are_refused() -> None:
