@@ -68,7 +68,7 @@ def by_pipeline(candidates: Candidates, tickets: list[Ticket]) -> list[int]:
     return samples
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(runs(), runs(), st.integers(0, 3), st.data())
 def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
     first, second, seed, data
@@ -94,7 +94,7 @@ def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
     assert sorted(seen) == list(range(len(lengths)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(runs(), st.data())
 def test_other_plans_hold_for_all_ranks_from_the_first_iteration_that_was_not_drawn(
     run, data

@@ -8,7 +8,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.holders import holdings_of
 from lightning_hetero.exchange.owners import assign_owners
-from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec, Slice
+from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec
 from tests.core.sample_plans import random_plan, small_model
 
 RULES = [Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER]
@@ -65,21 +65,6 @@ def test_a_slice_is_as_large_as_its_owners_weight_to_within_a_row(rng, tied, rul
         rows |= {piece.owner: piece.stop - piece.start for piece in slices[spec.name]}
         for rank in candidates:
             assert abs(rows[rank] - spec.cut_length * weights[rank] / total) <= 1.0001
-
-
-def test_without_weights_pipelines_own_alike_whatever_their_tp_degree():
-    plan = ParallelPlan.from_dict(
-        {
-            "pipelines": [
-                {"stages": [{"ranks": [0, 1], "layers": [0, 1]}]},
-                {"stages": [{"ranks": [2], "layers": [0, 1]}]},
-            ]
-        }
-    )
-    spec = ParameterSpec(name="w", shape=(8, 2), layer=0, tp_dim=0)
-    owners = assign_owners([spec], plan, world_size=3, ownership=Ownership.HOLDERS)
-    # Rank 2 holds all rows and stands in the middle, so nobody's slice leaves what it holds.
-    assert owners["w"] == (Slice(0, 0, 2), Slice(2, 2, 6), Slice(1, 6, 8))
 
 
 @given(rng=random, data=st.data())

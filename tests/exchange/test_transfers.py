@@ -13,7 +13,6 @@ from lightning_hetero.exchange.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
 from tests.exchange.message_lists import (
     Message,
-    messages_of,
     pulls_of,
     pushes_of,
 )
@@ -84,71 +83,6 @@ def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, ru
             for row in range(item.start, item.stop)
         }
         assert arrived == dict.fromkeys(expected, 1)
-
-
-@given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans())
-def test_all_ranks_agree_on_messages_their_order_and_sizes(rng, tied, rule, push):
-    """Each rank computes its table; equal slices that are other objects change nothing."""
-    plan, world_size = random_plan(rng, has_chunks=True)
-    specs = small_model(plan.num_layers, tied=tied)
-    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    tables = [
-        TransferTable(specs, {name: (*item,) for name, item in slices.items()}, plan)
-        for _ in range(world_size)
-    ]
-    rows = {spec.name: spec.row_numel for spec in specs}
-    seen = [
-        pushes_of(table, rank) if push else pulls_of(table, rank, trainable_only=True)
-        for rank, table in enumerate(tables)
-    ]
-    shared = TransferTable(specs, slices, plan)
-    for a in range(world_size):
-        numels: Counter[tuple[int, int]] = Counter()
-        for message in seen[a]:
-            assert a in (message.source, message.destination)
-            numel = sum((p.stop - p.start) * rows[p.parameter] for p in message.pieces)
-            assert message.numel == numel
-            numels[message.source, message.destination] += numel
-        assert tables[a].traffic(a, push=push) == shared.traffic(a, push=push) == numels
-        if push:
-            assert shared.largest_push(a) == max((m.numel for m in seen[a]), default=0)
-        units = [message.unit for message in seen[a]]
-        assert units == sorted(units, reverse=push)
-        keys = Counter((m.unit, m.source, m.destination) for m in seen[a])
-        assert set(keys.values()) <= {1}, "one message for each unit and peer"
-        for b in range(a):
-            mine, other = (
-                [m for m in messages if {m.source, m.destination} == {a, b}]
-                for messages in (seen[a], seen[b])
-            )
-            assert mine == other
-
-
-@given(rng=random, tied=st.booleans(), rule=RULES)
-def test_members_of_a_unit_are_who_takes_part_and_shard_groups_share_what_they_own(rng, tied, rule):
-    plan, world_size = random_plan(rng, has_chunks=True)
-    specs = small_model(plan.num_layers, tied=tied)
-    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    for unit in TransferTable(specs, slices, plan).units:
-        kind, members = unit.kind, unit.kind.members
-        assert list(members) == [r for r in range(world_size) if messages_of(unit, r, push=False)]
-        shard_groups = kind.shard_groups(push=True)
-        if shard_groups is None:
-            continue
-        assert sorted(rank for item in shard_groups for rank in item.members) == list(members)
-        for shard_group in shard_groups:
-            for spec, (start, stop), pieces in zip(
-                unit.specs, shard_group.held, shard_group.pieces, strict=True
-            ):
-                pushed = {h.global_rank: h.pushes for h in holdings_of(spec, plan)}
-                assert {pushed[rank] for rank in shard_group.members} == {((start, stop),)}
-                owners = {row: i.owner for i in slices[spec.name] for row in range(i.start, i.stop)}
-                found = {
-                    start + row: rank
-                    for rank, piece in zip(shard_group.members, pieces, strict=True)
-                    for row in range(*piece)
-                }
-                assert found == {row: owners[row] for row in range(start, stop)}
 
 
 @pytest.mark.parametrize(("num_stages", "tp_degree"), [(1, 1), (8, 1), (1, 8), (2, 4)])

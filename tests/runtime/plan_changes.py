@@ -73,16 +73,14 @@ class ChangesPlan(L.Callback):
     Args:
         look_every: Iterations between two looks at the process's memory.
         freeze_every: Iterations between a change of what is frozen; 0 for never.
-        leaks: Whether each plan's weights are kept as if something had forgotten them.
     """
 
-    def __init__(self, *, look_every: int, freeze_every: int, leaks: bool = False) -> None:
+    def __init__(self, *, look_every: int, freeze_every: int) -> None:
         self.left = Left()
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self._plans = [ParallelPlan.from_dict(plan) for plan in PLANS]
         self._look_every = look_every
         self._freeze_every = freeze_every
-        self._leaked: list[torch.Tensor] | None = [] if leaks else None
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         assert isinstance(trainer.strategy, HeteroStrategy)
@@ -95,8 +93,6 @@ class ChangesPlan(L.Callback):
         )
         self.tensors = [weakref.ref(tensor) for tensor in held]
         self.left.num_changes += 1
-        if self._leaked is not None:
-            self._leaked += [shard.detach() for shard in shards]
         step = trainer.global_step
         trainer.strategy.change_plan(self._plans[step % len(PLANS)])
         if self._freeze_every and step % self._freeze_every == 0:
@@ -118,11 +114,10 @@ def change_often(
     freeze_every: int,
     exchange: str = "messages",
     look_every: int = 100,
-    leaks: bool = False,  # noqa: FBT001, FBT002 - passed through a pool
 ) -> Left:
-    """Change the plan after every iteration; `leaks` keeps the weights of every plan."""
+    """Change the plan after every iteration."""
     torch.manual_seed(0)
-    changes = ChangesPlan(look_every=look_every, freeze_every=freeze_every, leaks=leaks)
+    changes = ChangesPlan(look_every=look_every, freeze_every=freeze_every)
     trainer = L.Trainer(
         strategy=HeteroStrategy(plan=ParallelPlan.from_dict(PLANS[0]), exchange=exchange),  # type: ignore[arg-type]
         callbacks=[changes],

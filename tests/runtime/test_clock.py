@@ -55,16 +55,6 @@ def test_waits_inside_an_action_do_not_count_as_computing(fake: FakeTime) -> Non
     assert clock.last.num_actions(FORWARD) == clock.last.num_actions(BACKWARD) == 1
 
 
-def test_of_messages_that_come_as_one_any_may_have_been_late(fake: FakeTime) -> None:
-    clock = make_clock()
-    with clock.iteration():
-        clock.wait_together([Arriving(fake, 2.0)], [(1, 10), (2, 20)], is_exchange=True)
-        clock.wait_for(Arriving(fake, 3.0), peer=1, num_bytes=5, is_exchange=True)
-    assert clock.last is not None
-    assert clock.last.wait_by_peer_s() == {1: pytest.approx(5.0), 2: pytest.approx(2.0)}
-    assert clock.last.exchange_wait_s() == clock.last.wait_s == pytest.approx(5.0)
-
-
 def test_waits_for_messages_are_told_apart_by_sender_also_inside_other_waits(
     fake: FakeTime,
 ) -> None:

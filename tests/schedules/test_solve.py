@@ -1,4 +1,4 @@
-"""Solved schedules: feasible, within their room, near the best there is and a true bound."""
+"""Solved schedules: feasible, within their room, near the best there is."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ from lightning_hetero.schedules import (
 )
 from lightning_hetero.schedules.problem import Dispatch, has_room
 from lightning_hetero.schedules.solve import _rules
-from tests.schedules.bound import lower_bound_s
 from tests.schedules.oracle import shortest_s
 
 
@@ -56,7 +55,6 @@ def random_problem(seed: int, *, num_stages: int, num_microbatches: int) -> Sche
 def assert_is_schedule(problem: ScheduleProblem, found: Solution) -> None:
     """Every pass runs once, in an order that doesn't block and never exceeds a stage's room."""
     assert end_s(problem, found.orders) == pytest.approx(found.end_s)
-    assert lower_bound_s(problem) <= found.end_s * (1 + 1e-9)
     assert has_room(problem, found.orders)
     for order in found.orders:
         assert len(set(order)) == len(order) == 3 * problem.num_microbatches
@@ -69,43 +67,18 @@ def test_any_problem_has_a_schedule_within_its_room(seed: int, stages: int, coun
     assert_is_schedule(problem, solve(problem))
 
 
-def test_schedules_are_nearly_the_best_and_the_bound_is_true() -> None:
+def test_schedules_are_nearly_the_best() -> None:
     """Of all cases one may be up to 3 % longer than the best; each other is within 1 %."""
     ratios = []
     for seed in range(24):
         stages = 2 + seed % 3
         problem = random_problem(seed, num_stages=stages, num_microbatches=5 - seed % 3)
         found, best = solve(problem), shortest_s(problem)
-        assert lower_bound_s(problem) <= best * (1 + 1e-6), seed
         assert found.end_s >= best * (1 - 1e-6), seed
         ratios.append(found.end_s / best)
     *rest, worst = sorted(ratios)
     assert worst <= 1.03
     assert rest[-1] <= 1.01
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 64), (4, 16), (16, 8), (16, 32)])
-@pytest.mark.parametrize("link_s", [0.0, 1.0])
-@pytest.mark.parametrize("depth", [1.0, 2.0])
-def test_schedules_end_within_3_percent_of_the_bound(
-    num_stages: int, num_microbatches: int, link_s: float, depth: float
-) -> None:
-    draw = random.Random(num_stages)
-    for seconds in (
-        [1.0] * num_stages,
-        [1.0] * (num_stages // 2) + [2.0] * (num_stages // 2),
-        [draw.uniform(0.5, 2.0) for _ in range(num_stages)],
-    ):
-        problem = ScheduleProblem.equal(
-            forward_s=seconds,
-            input_s=seconds,
-            weight_s=seconds,
-            num_microbatches=num_microbatches,
-            most_held=[depth * (num_stages - stage) for stage in range(num_stages)],
-            edges=[Edge(latency_s=link_s)] * (num_stages - 1),
-            waiting=0.5,
-        )
-        assert solve(problem).end_s <= 1.03 * lower_bound_s(problem)
 
 
 @settings(deadline=None, max_examples=30)
