@@ -75,10 +75,6 @@ class Link:
     """Latency of a message, seconds; None takes the cluster's."""
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != 2 or not all(isinstance(node, int) for node in self.nodes):
-            raise ClusterError(
-                f"A link has nodes {list(self.nodes)}; name exactly two nodes by their index."
-            )
         if not self.bytes_per_s > 0:
             raise ClusterError(
                 f"Link between nodes {list(self.nodes)} has bytes_per_s {self.bytes_per_s}; it "

@@ -56,8 +56,6 @@ class DeviceSpec:
     """Dense 32-bit matrix peak, FLOP/s, of TF32 where there is; None is half the 16-bit peak."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ClusterError(f"A device has name {self.name!r}; it must be a text.")
         for name in (
             "peak_flops_per_s",
             "memory_bytes",

@@ -67,8 +67,6 @@ class BlockTimes:
         if any(size < 1 or size & (size - 1) for size in self.blocks):
             raise ProfileError(f"{where} have blocks {list(self.blocks)}; use powers of two.")
         times = [*self.blocks.values(), self.embedding, self.head]
-        if any(len(pair) != 2 for pair in times):
-            raise ProfileError(f"{where}: each must be a pair of forward and backward seconds.")
         if not all(math.isfinite(t) and t >= 0 for pair in times for t in pair):
             raise ProfileError(f"{where} hold a negative or infinite time. Measure again.")
 
@@ -273,7 +271,6 @@ class Profile:
         model: ModelSpec | None = None,
         versions: Mapping[str, str] | None = None,
         max_age: datetime.timedelta | None = None,
-        now: datetime.datetime | None = None,
     ) -> None:
         """Raise ProfileError if the profile is of another model, other versions or too old."""
         if model is not None and dataclasses.replace(model, name="") != dataclasses.replace(
@@ -289,7 +286,7 @@ class Profile:
                     f"The profile was measured with {package} {self.versions.get(package)} but "
                     f"{version} runs. Measure again with `lightning-hetero profile`."
                 )
-        age = (now or datetime.datetime.now(datetime.UTC)) - self.date
+        age = datetime.datetime.now(datetime.UTC) - self.date
         if max_age is not None and age > max_age:
             raise ProfileError(
                 f"The profile is {age.days} days old; {max_age.days} are allowed. Measure again "

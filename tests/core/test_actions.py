@@ -1,12 +1,9 @@
-import json
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.actions import (
     Action,
     ActionKind,
-    Assignment,
     schedule_1f1b,
 )
 
@@ -70,9 +67,3 @@ def test_1f1b_takes_as_many_slots_as_the_closed_form_says(num_stages, num_microb
         assert progressed, "the schedule waits for itself"
     expected = 2 * (num_microbatches + num_stages - 1) if num_microbatches else 0
     assert max(clocks) == expected
-
-
-def test_an_assignment_survives_json() -> None:
-    found = Assignment(plan_index=1, microbatches=(((0, 2), (1,)), ()), latency_s=2.5)
-    assert Assignment.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert found.num_samples == 3

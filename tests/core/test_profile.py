@@ -83,12 +83,11 @@ def test_merge_keeps_both_device_types_and_the_older_date():
 
 
 def test_stale_profiles_are_refused():
-    profile = profile_of("A10")
-    now = DATE + datetime.timedelta(days=8)
-    week = datetime.timedelta(days=7)
-    profile.check(model=profile.model, versions={"torch": "2.13.0"}, max_age=2 * week, now=now)
+    week, now = datetime.timedelta(days=7), datetime.datetime.now(datetime.UTC)
+    profile = dataclasses.replace(profile_of("A10"), date=now - datetime.timedelta(days=8))
+    profile.check(model=profile.model, versions={"torch": "2.13.0"}, max_age=2 * week)
     with pytest.raises(ProfileError, match="8 days old"):
-        profile.check(max_age=week, now=now)
+        profile.check(max_age=week)
     with pytest.raises(ProfileError, match=r"torch 2.13.0 but 2.14.0"):
         profile.check(versions={"torch": "2.14.0"})
     with pytest.raises(ProfileError, match="other sizes"):

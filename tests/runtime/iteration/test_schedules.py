@@ -54,7 +54,7 @@ def _train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[s
 
     with (
         mock.patch.object(Schedule, "least_gain", -np.inf),
-        mock.patch.object(schedule_choice, "_MEASURED_ITERATIONS", 1),
+        mock.patch.object(schedule_choice, "_MEASURED_ITERATIONS", 2),
         mock.patch.object(schedule_choice, "_LONG_S", 0.0),
         mock.patch.object(StagePasses, "run", noted),
     ):
