@@ -267,7 +267,7 @@ WORDS = {
         (("nodes", 0, "price_per_hour"), -1, "-1.*0 or more"),
         (("nodes", 0, "cuont"), 1, "Did you mean count by 'cuont'"),
         (("inter_node_latency_s",), "fast", "is 'fast'.*number of seconds.*'20 us'"),
-        (("inter_node_bytes_per_s",), 0, "inter_node_bytes_per_s is 0.*above 0"),
+        (("inter_node_bytes_per_s",), 0, "inter_node_bytes_per_s 0.*above 0"),
         (("links", 0, "nodes"), 0, r"`links\[0\].nodes` is 0.*list"),
         (("links", 0, "nodes"), [0, "x"], r"nodes\[1\]` is 'x'.*whole number"),
         (("links", 0, "nodes"), [0, 0, 0], r"\[0, 0, 0\].*at most 2"),
@@ -304,7 +304,7 @@ WORDS = {
         ((*TIMED, "blocks"), {"2": [1, 1]}, "block"),
         ((*TIMED, "blocks"), {"1": [1, 1], "3": [1, 1]}, "block"),
         ((*TIMED, "blocks"), {"1": [-1, 1]}, "Times at TP 1"),
-        (("between_nodes",), {"bytes_per_s": 0, "latency_s": 0}, "Measure them again"),
+        (("between_nodes",), {"bytes_per_s": 0, "latency_s": 0}, "bytes_per_s 0.*above 0"),
     ],
 }
 KINDS = {"plan": PlanError, "cluster": ClusterError, "model": ModelError, "profile": ProfileError}

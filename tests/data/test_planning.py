@@ -241,14 +241,6 @@ def test_what_is_planned_too_late_changes_nothing_and_is_said(
     assert sorted(i for batch in batches for i in batch) == list(range(150))
 
 
-def test_used_keys_leave_the_store() -> None:
-    order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = AssignmentStore()
-    ranks = [dealer.deal(Cursor()) for dealer in dealers(order, equal_candidates(2), 2, store)]
-    assert len(list(zip(*ranks, strict=True))) == len(order)
-    assert not store._store.list_keys()
-
-
 def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
     lengths = lengths_of(400)
     order = EpochOrder(lengths, tokens_per_step=400)

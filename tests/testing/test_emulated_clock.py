@@ -46,17 +46,6 @@ def test_other_processes_that_delay_an_action_do_not_slow_it_further(fake: FakeT
     assert [action.compute_s for action in clock.last.actions] == pytest.approx([4.0, 9.0])
 
 
-def test_stretching_before_a_send_is_not_repeated_at_the_end(fake: FakeTime) -> None:
-    clock = make_clock(3.0)
-    with clock.iteration(), clock.action(BACKWARD, 0):
-        fake.compute(1.0)
-        clock.before_send()
-        assert fake.slept_s == [pytest.approx(2.0)]
-        fake.compute(0.5)
-    assert clock.last is not None
-    assert clock.last.compute_s() == pytest.approx(4.5)
-
-
 def test_delayed_peers_messages_take_longer_by_their_bytes(fake: FakeTime) -> None:
     clock = make_clock()
     clock.delays = {1: LinkDelay(bytes_per_s=10.0, latency_s=0.5)}
