@@ -16,14 +16,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
 from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import (
     BatchError,
     ConfigurationError,
     PeerError,
 )
-from lightning_hetero.core.process import AnsweringProcess
 from lightning_hetero.data import ahead
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
@@ -185,60 +183,33 @@ def test_a_store_whose_server_has_gone_is_an_error_that_names_it() -> None:
             ask()
 
 
-class Blocked(AnsweringProcess):
-    """A process that answers only when it is allowed to."""
-
-    allowed: threading.Event
-
-    def __init__(self, module: str) -> None:
-        pass
-
-    def ask(self, question: AssignmentRequest) -> str:
-        assert self.allowed.wait(200)
-        return plan_text(question)
-
-    def kill(self) -> None:
-        self.allowed.set()
-
-    def stop(self) -> None:
-        pass
-
-
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """What lets the planning process answer."""
-    monkeypatch.setattr(ahead, "AnsweringProcess", Blocked)
-    Blocked.allowed = threading.Event()
-    return Blocked.allowed
-
-
-def planned_ahead(order: EpochOrder, num_ranks: int, patience_s: float) -> list[TicketDealer]:
-    store, ranks = AssignmentStore(), []
-    for rank in range(num_ranks):
-        planner = AheadPlanner(store, global_rank=rank, world_size=num_ranks, num_ahead=4)
-        planner._patience_s = patience_s
-        candidates = equal_candidates(num_ranks)
-        ranks.append(TicketDealer(order, planner, candidates, global_rank=rank))
-    return ranks
-
-
 def test_what_is_planned_too_late_changes_nothing_and_is_said(
-    allowed: threading.Event, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     order = EpochOrder(lengths_of(150), tokens_per_step=100, seed=1)
-    expected = list(zip(*(rank.deal(Cursor()) for rank in planned_ahead(order, 3, 0.0))))  # noqa: B905
-    ranks = planned_ahead(order, 3, 0.01)
+    candidates = equal_candidates(3)
+    usual = [rank.deal(Cursor()) for rank in dealers(order, candidates, 3)]
+    expected = list(zip(*usual, strict=True))
+    store = AssignmentStore()
+    planners = [
+        AheadPlanner(store, global_rank=rank, world_size=3, num_ahead=4) for rank in range(3)
+    ]
+    os.kill(planners[0]._process.pid, signal.SIGSTOP)
+    for planner in planners:
+        planner._patience_s = 0.01
+    ranks = [
+        TicketDealer(order, planner, candidates, global_rank=rank)
+        for rank, planner in enumerate(planners)
+    ]
     iterations = zip(*(rank.deal(Cursor()) for rank in ranks), strict=True)
     found = list(islice(iterations, 4))
     assert "plans this iteration itself" in caplog.text
-    allowed.set()
-    for rank in ranks:
-        rank._planner._patience_s = 200.0
+    os.kill(planners[0]._process.pid, signal.SIGCONT)
+    for planner in planners:
+        planner._patience_s = 200.0
     found += iterations
-    ranks[0]._planner.close()
+    planners[0].close()
     assert found == expected
-    batches = [batch for tickets in found for item in tickets for batch in item.microbatches]
-    assert sorted(i for batch in batches for i in batch) == list(range(150))
 
 
 def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
