@@ -73,7 +73,7 @@ class Case:
                 times_s[f"{peer} on {plan_name}"] = float(np.mean(ends_s))
         best = min(times_s, key=times_s.__getitem__)
         mean_s = float(np.mean(ours_s))
-        limit = most_possible(times_s[best], self.iterations, ours_s, self.schemes, self.devices)
+        limit = most_possible(times_s[best], self.iterations, self.schemes, self.devices)
         return Row(
             name=f"assignment against the best peer: {self.title}",
             ours=mean_s,
