@@ -245,3 +245,11 @@ def test_one_process_is_recorded_until_stopped_by_its_largest_optimizer(tmp_path
     recording.stop()
     with pytest.raises(ConfigurationError, match="Can't make the folder"):
         straggler.record(recording.path / "records")
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path):
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    with straggler.record(tmp_path):
+        for _ in range(3):
+            optimizer.step()
