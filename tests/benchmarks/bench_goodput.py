@@ -11,10 +11,6 @@ whole parameters, as torchft does, and saves a checkpoint every 200 steps, about
 worker is lost; torchrun's restarts, which read them, every 20; torchft none. Ours runs in
 Lightning's loop, torchft in a bare one.
 
-Counted, processor time of a step and a worker, on a machine that others used: ours 18 ms, of which
-14 on the main thread and 4 on gloo's; torchft 12 (8, 2, and 2 on its manager's). For pull and push
-ours sends 4 messages and gets 4; its heartbeats and failure detector take 0.3 ms.
-
 * seconds without training: pauses between two ends of steps above three usual ones, without a usual
   one. A step that is trained again, or with fewer workers, is none.
 * steps lost: trained again from a checkpoint; with torchft, attempts that weren't committed, whose

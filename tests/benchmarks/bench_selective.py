@@ -4,9 +4,7 @@ Matrix products and attention are kept; norms, rotation and the MLP's activation
 backward. That is a level between none and whole layers because it saves 30 % of a
 layer's bytes for at most 5 % of its time: by count 45 %, for the reference layer and Hugging Face's
 llama. By FLOPs the rest is next to nothing; it reads and writes, so that its share of the time
-falls with the width, as products grow with its square: 3.6 % at 512, 1.5 to 2.1 % at 1,024, 0.9 %
-at 2,048 (on a busy CPU). Looking at each operation costs Python some microseconds more, as much in
-the first forward.
+falls with the width, as products grow with its square.
 """
 
 import statistics
