@@ -166,22 +166,6 @@ def test_another_runs_checkpoints_are_never_gone_on_from() -> None:
     }
 
 
-def test_attempts_count_what_is_broken_too() -> None:
-    plan, size = PLANS["one device"]
-    nodes = Nodes(["a"], remote=False)
-    save_all(nodes, ["a"], contents(2, plan, size))
-    save_all(nodes, ["a"], contents(4, plan, size, attempt=7))
-    needs = needs_of(0, plan, size)
-    for store in (nodes.memory["a"], nodes.disk["a"]):
-        for name in [name for name in store.files if name.startswith("step-000000000004")]:
-            if name.endswith("part-00000.json"):
-                store.files[name] = store.files[name][:40]
-    recovered = recover(needs, nodes.tiers("a"), node="a")
-    assert_is_state(recovered, needs, 2)
-    assert recovered is not None
-    assert begin_run(nodes.tiers("a"), recovered=recovered, node="a") == CheckpointId(0, 8)
-
-
 def test_where_the_name_of_the_run_is_torn_nothing_is_started() -> None:
     plan, size = PLANS["one device"]
     nodes = Nodes(["a"])

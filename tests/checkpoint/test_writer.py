@@ -1,10 +1,7 @@
 """Training waits for the snapshot alone; slow places delay nothing; wrong options are refused."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +15,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint import snapshot as snapshots
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
@@ -160,16 +156,6 @@ def test_tiers_that_do_not_go_together_are_refused(
         )
 
 
-def test_metadata_that_cannot_be_read_back_is_refused_at_once() -> None:
-    writer = CheckpointWriter([disk(MemoryStore())])
-    content = replace(contents(1, PLAN, SIZE)[0], metadata={"hook": Callable})
-    with pytest.raises(CheckpointError, match="'hook'"):
-        writer.save(content)
-    # The host memory is still free.
-    writer.save(contents(2, PLAN, SIZE)[0]).wait_until_confirmed(20)
-    writer.close()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_device_tensors_is_what_they_were() -> None:
@@ -194,13 +180,3 @@ def test_a_snapshot_of_device_tensors_is_what_they_were() -> None:
     writer.close()
     needs = needs_of(0, PLAN, SIZE)
     assert_is_state(recover(needs, [disk(store)]), needs, 1)
-
-
-def test_a_device_that_does_not_answer_is_not_waited_for_without_end() -> None:
-    hangs: Future[None] = Future()
-    content: Any = None
-    taken = snapshots.Snapshot(
-        content=content, tensors={}, timeout_s=0.01, _future=hangs, _free=threading.Semaphore(0)
-    )
-    with pytest.raises(TimeoutError, match="wasn't copied to the host"):
-        taken.wait()
