@@ -10,7 +10,6 @@ import torch
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
-    RetryingStore,
     Store,
     Tier,
     TierKind,
@@ -102,23 +101,6 @@ def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too
             writer.close()
 
     run_ranks(2, save)
-
-
-def test_a_failing_remote_never_ends_training_while_a_disk_takes_all() -> None:
-    local = MemoryStore()
-    flaky = RetryingStore(FaultyStore(MemoryStore(), down), attempts=3, pause_s=0.0)
-    writer = CheckpointWriter(
-        [disk(local), Tier(kind=TierKind.REMOTE, store=flaky)],
-        options=WriterOptions(lasting_within_s=0.0),
-    )
-    for step in (1, 2, 3):
-        saved = writer.save(contents(step, PLAN, SIZE)[0])
-        saved.wait_until_confirmed(20)
-        with pytest.raises(CheckpointError, match=r"3 attempts.*500"):
-            saved.wait_until_uploaded(20)
-    writer.close()
-    needs = needs_of(0, PLAN, SIZE)
-    assert_is_state(recover(needs, [disk(local)]), needs, 3)
 
 
 def test_what_does_not_read_back_after_the_last_save_is_not_safe() -> None:
