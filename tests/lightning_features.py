@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     GradientAccumulationScheduler,
-    ModelCheckpoint,
 )
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -224,29 +223,6 @@ def thaw_and_resume(folder: Path, *, planned: bool) -> dict[str, Any]:
     return {"losses": module.losses, "weights": norms_of(module)}
 
 
-def keep_the_best(folder: Path, *, planned: bool) -> list[Any]:
-    """Keep the best checkpoint and the last; test one and validate the other."""
-    batch_size = SAMPLES // 2 if planned else SAMPLES
-    L.seed_everything(5, verbose=False)
-    module, folder = Trainable(), folder / ("planned" if planned else "plain")
-    keep = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_last=True)
-    options = {"max_epochs": 2, "callbacks": [keep], "enable_checkpointing": True}
-    trainer = L.Trainer(**options_of(planned=planned) | options)
-    trainer.fit(module, loader(12, batch_size), loader(8, batch_size, seed=1))
-    tested = trainer.test(
-        module, loader(8, batch_size, seed=2), ckpt_path="best", verbose=False, weights_only=False
-    )
-    again = L.Trainer(**options_of(planned=planned) | options)
-    validated = again.validate(
-        Trainable(),
-        loader(8, batch_size, seed=1),
-        ckpt_path=folder / "last.ckpt",
-        verbose=False,
-        weights_only=False,
-    )
-    return [Path(keep.best_model_path).name, tested, validated]
-
-
 def write_predictions(*, planned: bool) -> dict[int, Any]:
     """Write predictions batch by batch; returns what this rank has written, by index."""
     L.seed_everything(5, verbose=False)
@@ -281,7 +257,6 @@ def use_all(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "fits": {name: fit(name, planned=True) for name in FITS},
         "resumed": thaw_and_resume(folder, planned=True),
-        "best": keep_the_best(folder, planned=True),
         "predictions": write_predictions(planned=True),
         "hook": use_a_hook(planned=True),
     }

@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed import distributed_c10d
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
@@ -20,7 +19,6 @@ from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.communicators import Communicators, init_process_group
 from lightning_hetero.runtime.ranks.meeting import _meet, connect_store
-from lightning_hetero.strategy import processes
 from tests.processes import ProcessPool, free_port
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import STAGES, TinyModule
@@ -142,15 +140,3 @@ def test_a_rank_to_which_nobody_comes_says_how_to_wait_longer(
             world_size=2,
             start_timeout=timedelta(milliseconds=300),
         )
-
-
-def test_the_limit_of_a_start_isn_t_that_of_later_waits() -> None:
-    store, short, long = mock.Mock(), timedelta(seconds=6), timedelta(minutes=3)
-    strategy = HeteroStrategy(timeout=short, start_timeout=long)
-    strategy._processes._environment = LightningEnvironment()
-    with mock.patch.object(processes, "connect_store", return_value=store) as connect:
-        strategy._processes._connect_store()
-    assert connect.call_args.kwargs["start_timeout"] == long
-    store.set_timeout.assert_called_once_with(short)
-    # A start is never allowed less than a set-up or a step.
-    assert HeteroStrategy(timeout=long, start_timeout=short).processes.start_timeout == long
