@@ -53,6 +53,7 @@ docs/tensor-parallel
 docs/quantized
 docs/slow-runs
 docs/files
+docs/private-names
 examples/measured
 CHANGELOG
 ```

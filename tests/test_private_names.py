@@ -8,76 +8,59 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetero.private_names import PRIVATE_NAMES
-
-PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
+ROOT = Path(__file__).parents[1]
 OTHERS = ("torch", "lightning", "torchmetrics", "transformers")
 PYTHONS_OWN = {"_asdict", "_exit", "_fields", "_getframe"}
+TEXTS = {path: path.read_text("utf-8") for path in (ROOT / "lightning_hetero").rglob("*.py")}
+LISTED = [
+    (home, name)
+    for line in (ROOT / "docs/private-names.md").read_text("utf-8").splitlines()
+    if line.startswith("| `")
+    for home, *names in [re.findall(r"`([\w.:]+)`", line.rsplit(" | ", 1)[0])]
+    for name in names
+]
 
 
-def own_names(trees: list[ast.Module]) -> set[str]:
-    """Return the names that the package itself defines or sets on `self`."""
-    found = set(PYTHONS_OWN)
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        match node:
-            case ast.FunctionDef() | ast.ClassDef():
-                found.add(node.name)
-            case ast.Name(ctx=ast.Store()):
-                found.add(node.id)
-            case ast.AnnAssign(target=ast.Attribute()):
-                found.add(node.target.attr)
-            case ast.Attribute(ctx=ast.Store(), value=ast.Name(id="self")):
-                found.add(node.attr)
-            case ast.Constant(value=str()):
-                found.add(node.value)
-    return found
-
-
-def used_names() -> dict[str, str]:
-    """Return private names of others, by name, with a file that uses each."""
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
-    own, found = own_names(list(trees.values())), {}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            names: list[str] = []
-            if isinstance(node, ast.Attribute) and node.attr not in own:
-                names = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                parts = node.module.split(".")
-                if parts[0] in OTHERS:
-                    private = [part for part in parts if part.startswith("_")]
+def private_names():
+    """Yield names of others that may be private, each with a file that uses it."""
+    own, used = set(PYTHONS_OWN), []
+    for path, text in TEXTS.items():
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    own.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.AnnAssign(target=ast.Attribute(attr=name)):
+                    own.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self")):
+                    own.add(name)
+                case ast.Constant(value=str(name)):
+                    own.add(name)
+                case ast.Attribute(attr=name):
+                    used.append((name, path))
+                case ast.ImportFrom(module=str(home)) if home.split(".")[0] in OTHERS:
+                    private = [part for part in home.split(".") if part.startswith("_")]
                     names = private[:1] or [alias.name for alias in node.names]
-            for name in names:
-                if name.startswith("_") and not name.startswith("__"):
-                    found[name] = str(path.relative_to(PACKAGE))
-    return found
+                    used += [(name, path) for name in names]
+    return {n: path for n, path in used if n[0] == "_" and n[:2] != "__" and n not in own}
 
 
-def test_each_private_name_that_is_used_is_listed() -> None:
-    listed = {item.name for item in PRIVATE_NAMES}
-    lacking = {name: path for name, path in used_names().items() if name not in listed}
-    assert not lacking, (
-        f"say in lightning_hetero/private_names.py where these are from, and why: {lacking}"
-    )
+def test_each_private_name_that_is_used_is_listed_and_no_other() -> None:
+    listed = {name for _, name in LISTED}
+    lacking = {name: path for name, path in private_names().items() if name not in listed}
+    assert not lacking, f"say in docs/private-names.md where these are from, and why: {lacking}"
+    used = {name for text in TEXTS.values() for name in re.findall(r"\b_\w+", text)}
+    assert listed <= used
 
 
-def test_a_name_that_nobody_uses_is_not_listed() -> None:
-    text = "\n".join(
-        path.read_text("utf-8") for path in PACKAGE.rglob("*.py") if path.name != "private_names.py"
-    )
-    used = set(re.findall(r"\b_\w+", text))
-    assert [item.name for item in PRIVATE_NAMES if item.name not in used] == []
-
-
-@pytest.mark.parametrize("item", PRIVATE_NAMES, ids=lambda item: f"{item.home}.{item.name}")
+@pytest.mark.parametrize(("home", "name"), LISTED)
 @pytest.mark.filterwarnings("ignore")
-def test_each_exists_where_it_is_said_to_be(item) -> None:
-    module, _, inside = item.home.partition(":")
-    home = import_module(module)
+def test_each_exists_where_it_is_said_to_be(home: str, name: str) -> None:
+    module, _, inside = home.partition(":")
+    place = import_module(module)
     if inside:
-        home = getattr(home, inside)
-    if hasattr(home, item.name):
-        return
-    sources = home.__mro__[:-1] if inspect.isclass(home) else [home]
-    texts = [inspect.getsource(source) for source in sources]
-    assert any(item.name in text for text in texts), f"{item.home} has no {item.name}: {item.why}"
+        place = getattr(place, inside)
+    sources = place.__mro__[:-1] if inspect.isclass(place) else [place]
+    is_there = hasattr(place, name) or any(name in inspect.getsource(item) for item in sources)
+    assert is_there, f"{home} has no {name}"

@@ -8,6 +8,8 @@ Shape suffixes: T packed tokens, H heads (keys and values may have fewer), D hea
 one sequence, B sequences of equal length.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,38 +66,21 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
     reach = -1 if window is None else window - 1
     window_size = (reach, 0 if causal else reach)
     is_for_kernel = _kernel_takes(query_THD)
+    offsets = cu_seqlens.to(query_THD.device, torch.int32) if is_for_kernel else cu_seqlens
+    bounds: tuple[Any, ...] = (offsets, offsets, max_seqlen, max_seqlen)
+    found: Tensor
     if is_for_kernel and flash_attn_varlen_func is not None:
-        offsets = cu_seqlens.to(query_THD.device, torch.int32)
-        found: Tensor = flash_attn_varlen_func(
-            query_THD,
-            key_THD,
-            value_THD,
-            offsets,
-            offsets,
-            max_seqlen,
-            max_seqlen,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window_size,
-        )
+        options = {"softmax_scale": scale, "causal": causal, "window_size": window_size}
+        found = flash_attn_varlen_func(query_THD, key_THD, value_THD, *bounds, **options)
         return found
     repeats = num_heads // num_kv_heads
     if repeats > 1:
         key_THD, value_THD = (t.repeat_interleave(repeats, dim=1) for t in (key_THD, value_THD))
     packed = (query_THD, key_THD, value_THD)
     if not is_for_kernel:
-        output: Tensor = _sdpa_each(packed, cu_seqlens, causal=causal, window=window, scale=scale)
-        return output
-    offsets = cu_seqlens.to(query_THD.device, torch.int32)
-    attended = varlen_attn(
-        *packed,
-        offsets,
-        offsets,
-        max_seqlen,
-        max_seqlen,
-        scale=scale,
-        window_size=window_size,
-    )
+        found = _sdpa_each(packed, cu_seqlens, causal=causal, window=window, scale=scale)
+        return found
+    attended = varlen_attn(*packed, *bounds, scale=scale, window_size=window_size)
     assert isinstance(attended, Tensor)
     return attended
 

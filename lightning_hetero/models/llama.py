@@ -88,30 +88,27 @@ class LMConfig:
         )
 
 
-class _Linear(nn.Linear):
-    """Linear map without bias whose `reset_parameters` draws from normal(0, init_std)."""
+class _Normal(nn.Module):
+    """A module with a weight that `reset_parameters` draws from normal(0, init_std)."""
 
+    init_std: float
+    weight: Tensor
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew."""
+        nn.init.normal_(self.weight, std=self.init_std)
+
+
+class _Linear(_Normal, nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, init_std: float) -> None:
         self.init_std = init_std
         super().__init__(in_features, out_features, bias=False)
 
-    @override
-    def reset_parameters(self) -> None:
-        """Draw the weight anew."""
-        nn.init.normal_(self.weight, std=self.init_std)
 
-
-class _Embedding(nn.Embedding):
-    """Embedding whose `reset_parameters` draws from normal(0, init_std)."""
-
+class _Embedding(_Normal, nn.Embedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init_std: float) -> None:
         self.init_std = init_std
         super().__init__(num_embeddings, embedding_dim)
-
-    @override
-    def reset_parameters(self) -> None:
-        """Draw the weight anew."""
-        nn.init.normal_(self.weight, std=self.init_std)
 
 
 class _Attention(nn.Module):

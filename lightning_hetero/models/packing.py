@@ -49,17 +49,18 @@ It is 1 / (12 · hidden_size), with the hidden_size of 1,024 that is assumed for
 """
 
 
-_MODEL_INPUTS = (
-    "input_ids",
-    "position_ids",
-    "labels",
-    "shift_labels",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "use_cache",
-)
+_MODEL_INPUTS = {
+    "input_ids": "input_ids",
+    "position_ids": "position_ids",
+    # Causal models shift `labels` but not `shift_labels`; masked models take only `labels`.
+    "labels": "labels",
+    "shift_labels": "labels",
+    "cu_seq_lens_q": "cu_seqlens",
+    "cu_seq_lens_k": "cu_seqlens",
+    "max_length_q": "max_seqlen",
+    "max_length_k": "max_seqlen",
+}
+"""Arguments of Hugging Face models, and which field of a batch each is."""
 
 
 # Not frozen: Lightning's own bf16 precision converts a copy of the batch field by field.
@@ -117,7 +118,7 @@ class PackedBatch:
 
     def keys(self) -> tuple[str, ...]:
         """Return the names of a Hugging Face model's arguments."""
-        return _MODEL_INPUTS
+        return (*_MODEL_INPUTS, "use_cache")
 
     def __getitem__(self, name: str) -> Any:
         """Return an argument of a Hugging Face model; tensors with a value per token are (1, T).
@@ -125,23 +126,18 @@ class PackedBatch:
         Raises:
             BatchError: There is no argument of that name.
         """
-        if name in ("input_ids", "position_ids"):
-            return getattr(self, name)[None]
-        if name in ("labels", "shift_labels"):
-            # Causal models shift `labels` but not `shift_labels`; masked models take only `labels`.
-            return self.labels[None]
-        if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            return self.cu_seqlens
-        if name in ("max_length_q", "max_length_k"):
-            return self.max_seqlen
         if name == "use_cache":
             return False
+        if name in _MODEL_INPUTS:
+            value = getattr(self, _MODEL_INPUTS[name])
+            has_tokens = isinstance(value, Tensor) and value is not self.cu_seqlens
+            return value[None] if has_tokens else value
         mask = " It has no padding, so it needs no mask." if name == "attention_mask" else ""
         raise BatchError(f"A packed batch has no {name!r} but {', '.join(self.keys())}.{mask}")
 
     def items(self) -> list[tuple[str, Any]]:
         """Return names and values of a Hugging Face model's arguments."""
-        return [(name, self[name]) for name in _MODEL_INPUTS]
+        return [(name, self[name]) for name in self.keys()]
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Return the batch on `device`; keywords go to `Tensor.to`, such as `non_blocking`."""

@@ -174,8 +174,8 @@ class ComputeClock:
             self._delay_message(*sender)
         self._end_wait()
         end = self._now() if self._depth else marks.waits[-1][1]
-        for peer, num_bytes in senders:
-            marks.messages.append((peer, num_bytes, start, end, is_exchange, len(senders)))
+        for sender in senders:
+            marks.messages.append((sender, start, end, (is_exchange, len(senders))))
 
     def before_send(self) -> None:
         """Called before an action's result is sent; an emulated slower device delays it here."""
@@ -247,7 +247,7 @@ class _Marks:
         self.wait_start: Any = None
         self.waits_before = 0
         self.waits: list[tuple[Any, Any]] = []
-        self.messages: list[tuple[int, int, Any, Any, bool, int]] = []
+        self.messages: list[tuple[tuple[int, int], Any, Any, tuple[bool, int]]] = []
         self.actions: list[tuple[tuple[ActionKind, int, int], Any, Any, range]] = []
 
     def resolve(self) -> IterationTimes:
@@ -259,15 +259,8 @@ class _Marks:
             begin_s = _seconds(self.start, start)
             actions.append(ActionTime(kind, index, compute_s, wait_s, begin_s, stage))
         messages = tuple(
-            MessageTime(
-                peer,
-                num_bytes,
-                _seconds(start, end),
-                is_exchange,
-                num_together,
-                _seconds(self.start, start),
-            )
-            for peer, num_bytes, start, end, is_exchange, num_together in self.messages
+            MessageTime(*sender, _seconds(start, end), *rest, _seconds(self.start, start))
+            for sender, start, end, rest in self.messages
         )
         return IterationTimes(
             actions=tuple(actions),

@@ -194,33 +194,39 @@ class RandomState(NamedTuple):
         random.setstate(self.python)
 
 
-class PreservedRandomState:
-    """A context after which torch's, NumPy's and Python's generators are as they were before it."""
-
-    def __enter__(self) -> None:
-        self._python, self._numpy = random.getstate(), _numpy_state()
-        self._torch = TorchState.now()
-
-    def __exit__(self, *_: object) -> None:
-        random.setstate(self._python)
-        _set_numpy_state(self._numpy)
-        self._torch.put_back()
-
-
 class GeneratorStates:
     """The states of all generators that `seed_everything` seeds, as they are when it is made."""
 
     def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), _numpy_state()
         self._torch = TorchState.now()
-        self._others = _numpy_state(), random.getstate()
+
+    def put_back(self) -> None:
+        """Make them so again."""
+        random.setstate(self._python)
+        _set_numpy_state(self._numpy)
+        self._torch.put_back()
 
     def have_changed(self) -> bool:
         """Whether anything was drawn or seeded since."""
-        for before, after in zip(self._torch, TorchState.now(), strict=True):
-            is_same = before is None or (after is not None and torch.equal(before, after))
-            if not is_same:
-                return True
-        (kind, keys, *rest), python = self._others
-        other_kind, other_keys, *others = _numpy_state()
+        now = GeneratorStates()
+        (kind, keys, *rest), (other_kind, other_keys, *others) = self._numpy, now._numpy
         same = kind == other_kind and rest == others and np.array_equal(keys, other_keys)
-        return not same or python != random.getstate()
+        return not (
+            same
+            and self._python == now._python
+            and all(
+                before is None or (after is not None and torch.equal(before, after))
+                for before, after in zip(self._torch, now._torch, strict=True)
+            )
+        )
+
+
+class PreservedRandomState:
+    """A context after which torch's, NumPy's and Python's generators are as they were before it."""
+
+    def __enter__(self) -> None:
+        self._before = GeneratorStates()
+
+    def __exit__(self, *_: object) -> None:
+        self._before.put_back()

@@ -60,11 +60,6 @@ class Unknown(Tensor):
         return made
 
     @classmethod
-    def like(cls, tensor: Tensor, origin: Origin, sealed: str | None = None) -> "Unknown":
-        """Return an unknown tensor with the form of another tensor, also one on the meta device."""
-        return cls(_form_of(tensor), tensor.device, origin, sealed=sealed)
-
-    @classmethod
     def of(
         cls,
         shape: Sequence[int],

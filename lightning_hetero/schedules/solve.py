@@ -204,13 +204,15 @@ def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
             work_s[worker][kind] += sum(row) / max(1, problem.num_microbatches)
     whole_s = max(map(sum, work_s))
     urgent_s = max(forward_s + input_s for forward_s, input_s, _ in work_s)
-    # The last two: I always first, F always first.
-    for pace_s in dict.fromkeys((whole_s, urgent_s, urgent_s / 2, 1e3 * whole_s, 0.0)):
+    has_chunks = problem.num_workers < problem.num_stages
+    # With chunks, orders also differ if I always comes first, or F always.
+    others_s = (whole_s, 1e3 * whole_s, 0.0) if has_chunks else ()
+    for pace_s in dict.fromkeys((urgent_s, urgent_s / 2, *others_s)):
         priorities = _critical(problem, pace_s)
         yield Rule(priorities, patience=0.0)
         if any(map(any, problem.weight_s)):
             yield Rule(priorities, patience=1.0)
-        if problem.num_workers < problem.num_stages:
+        if has_chunks:
             # Split loops (interleaved zero bubble) are as short only with I somewhat earlier.
             forwards, inputs = priorities
             earlier = [[value - whole_s / 2 for value in row] for row in inputs]

@@ -1,7 +1,7 @@
 """Lightning's strategy hooks, each of which passes the work on to one of the strategy's parts.
 
 `HeteroStrategy` adds the user's options and the set-up of a run. Private names of Lightning that
-are needed here are listed in `lightning_hetero.private_names`.
+are needed here are listed in `docs/private-names.md`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -16,19 +16,19 @@ from tests.toy import quiet
 class Node:
     """An object that only the collector can free."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.itself = self
 
 
 class Littering(BoringModel):
     """Leaves a reference cycle behind in every step, and notes which are alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails_at):
         super().__init__()
-        self.left: list[weakref.ref[Node]] = []
-        self.alive: list[int] = []
+        self.fails_at, self.left, self.alive = fails_at, [], []
 
     def training_step(self, batch, batch_idx):
+        assert batch_idx != self.fails_at
         self.alive.append(sum(ref() is not None for ref in self.left))
         self.left.append(weakref.ref(Node()))
         # Enough objects to start a collection if the collector were on.
@@ -39,32 +39,23 @@ class Littering(BoringModel):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(callback, *, fails_at=None, accumulate=1):
-    model = Littering()
-    if fails_at is not None:
-        model.on_train_batch_start = lambda batch, index: 1 / (index != fails_at) and None
-    trainer = L.Trainer(
-        **quiet(max_steps=8, callbacks=[callback], accumulate_grad_batches=accumulate)
-    )
-    trainer.fit(model)
-    return model
-
-
-def test_garbage_goes_after_every_third_step_only():
-    model = trained(CollectGarbage(every_n_steps=3))
-    assert model.alive == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-
-
-def test_batches_that_accumulate_are_no_steps():
-    model = trained(CollectGarbage(every_n_steps=2), accumulate=2)
-    assert model.alive[:8] == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-def test_a_run_that_fails_leaves_the_collector_as_it_was():
-    with pytest.raises(ZeroDivisionError):
-        trained(CollectGarbage(), fails_at=2)
+@pytest.mark.parametrize(
+    ("every", "accumulate", "fails_at", "alive"),
+    [
+        (3, 1, None, [0, 1, 2, 0, 1, 2, 0, 1]),
+        (2, 2, None, [0, 1, 2, 3, 0, 1, 2, 3]),
+        (9, 1, 3, [0, 1, 2]),
+    ],
+)
+def test_garbage_goes_after_every_nth_step_only(every, accumulate, fails_at, alive):
+    model, options = Littering(fails_at), {"accumulate_grad_batches": accumulate}
+    trainer = L.Trainer(**quiet(max_steps=8, callbacks=[CollectGarbage(every)], **options))
+    if fails_at is None:
+        trainer.fit(model)
+    else:
+        with pytest.raises(AssertionError):
+            trainer.fit(model)
+    assert model.alive[:8] == alive
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

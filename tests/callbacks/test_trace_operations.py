@@ -13,7 +13,6 @@ import torch
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import StragglerMonitor, TraceOperations, trace_operations
 from lightning_hetero.cli import main
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import Finding, FindingKind, read_events
 from lightning_hetero.straggler.traces import read_operations
 from lightning_hetero.testing import EmulatedDevices
@@ -24,7 +23,7 @@ NUM_STEPS, NUM_MICROBATCHES = 9, 4
 
 
 class CountedTrace(TraceOperations):
-    """Asks for one more step, and counts the files that it opens."""
+    """Asks for one more step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
@@ -41,7 +40,7 @@ def train(rank: int, folder: str) -> None:
             strategy=HeteroStrategy(plan, num_microbatches=NUM_MICROBATCHES),
             max_steps=NUM_STEPS,
             callbacks=[
-                EmulatedDevices((60.0, 60.0, 60.0, 180.0)),
+                EmulatedDevices((20.0, 20.0, 20.0, 60.0)),
                 CountedTrace(every_n_steps=2),
                 StragglerMonitor(admission=1.3),
             ],
@@ -85,11 +84,6 @@ def test_a_run_is_traced_every_so_many_steps_and_when_asked_and_explained(
     named = [e for e in events if isinstance(e, Finding) and e.step == 0]
     devices = {e.ranks for e in named if e.kind is FindingKind.DEVICE}
     assert devices == {(3,)}, "the slow device is named before it works"
-
-
-def test_no_step_a_trace_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="every_n_steps is 0"):
-        TraceOperations(every_n_steps=0)
 
 
 def test_a_full_disk_costs_the_trace_not_the_run(

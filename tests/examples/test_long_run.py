@@ -51,6 +51,8 @@ def of_kind(events, kind):
 
 def test_it_trains_what_an_undisturbed_run_does(done):
     run, undisturbed, _ = done
+    assert len(of_kind(run, "started")[0]["plans"]) > 1
+    assert len(of_kind(run, "plan")) > len(of_kind(run, "started")), "plans change"
     same = compare(run, undisturbed)
     assert same.num_steps > 50
     assert same.num_samples > same.num_steps
@@ -87,13 +89,6 @@ def test_every_fault_is_found_and_worked_around(done):
     assert recovered["step"] == leaving["step"]
     assert recovered["lost_steps"] == 0
     assert "b" not in of_kind(noticed, "started")[-1]["nodes"]
-
-
-def test_plans_change_with_the_iterations(done):
-    run, _, _ = done
-    first = of_kind(run, "started")[0]
-    assert len(first["plans"]) > 1
-    assert len(of_kind(run, "plan")) > len(of_kind(run, "started"))
 
 
 def test_the_timeline_tells_it(done):

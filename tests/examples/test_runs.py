@@ -97,6 +97,8 @@ def test_train_text_trains_saves_and_samples(tmp_path: Path, options: list[str])
 
 
 def test_hetero_runs_logs_saves_and_goes_on(tmp_path: Path) -> None:
+    wrong = {"--trainer.strategy.init_args.num_candidate_plan": 2}
+    assert "num_candidate_plan" in fit(tmp_path, "hetero", code=2, **wrong)
     logs = []
     for steps, num_processes in ((6, 1), (8, 4)):  # The first run starts its processes itself.
         output = fit(
@@ -110,10 +112,7 @@ def test_hetero_runs_logs_saves_and_goes_on(tmp_path: Path) -> None:
     measured = [row for row in logs[0] if row["run/tokens_per_s"]]
     assert len(measured) == 6
     for row in measured:
-        assert float(row["run/tokens_per_s"]) > 0
         assert 0 <= float(row["run/bubble_share"]) <= 1
-        assert 0 <= float(row["run/imbalance"]) <= 1
-        assert float(row["run/exchange_wait_s"]) >= 0
         assert float(row["run/planning_stall_s"]) >= 0
     # The second run went on where the first had saved.
     assert [int(row["step"]) for row in logs[1] if row["run/tokens_per_s"]] == [7, 8]

@@ -100,6 +100,11 @@ class Model(nn.Module):
                 layer.up.register_forward_hook(lambda *args: self.hooked.append(args[2]))
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.recipe.checkpointed == "model" and self.training:
+            return checkpoint(self._logits, ids, use_reentrant=False)
+        return self._logits(ids)
+
+    def _logits(self, ids: Tensor) -> Tensor:
         recipe = self.recipe
         self.hooked.clear()
         x = first = self.embed(ids)
@@ -139,7 +144,7 @@ class Model(nn.Module):
     def _run(self, index: int, x: Tensor) -> Any:
         mode = self.recipe.checkpointed
         call = self._call_two if mode == "pairs of layers" else self._call
-        if mode == "nothing" or not self.training:
+        if mode in ("nothing", "model") or not self.training:
             return call(index, x)
         if mode == "pairs of layers":
             return checkpoint(call, index, x, use_reentrant=False)

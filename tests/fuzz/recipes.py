@@ -133,7 +133,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
         "loss on layers",
         "gates on layers",
     ),
-    "checkpointed": ("layers", "layers, reentrant", "pairs of layers"),
+    "checkpointed": ("layers", "layers, reentrant", "pairs of layers", "model"),
     "outer": (
         "tied",
         "mask before layers",

@@ -94,40 +94,46 @@ def test_cost_is_the_sum_of_squares_not_the_square_of_the_sum():
     assert sum(pairs) == sum(length * length for length in lengths)
 
 
+VISIBLE = [(True, None), (False, None), (True, 4), (False, 4)]
+WINDOWS = [(-1, 0), (-1, -1), (3, 0), (3, 3)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_torch_varlen_equals_the_dense_reference_on_cuda():
+@pytest.mark.parametrize(("causal", "window"), VISIBLE)
+def test_torch_varlen_equals_the_dense_reference_on_cuda(causal, window):
     lengths = [33, 1, 70]
     packed = [t.detach().cuda().bfloat16() for t in random_packed(lengths, head_dim=64)]
-    ours = varlen_attention(*packed, offsets(lengths), max_seqlen=70)
-    reference = dense_reference(*(t.cpu() for t in packed), lengths, causal=True)
+    options = {"causal": causal, "window": window, "scale": 0.2}
+    ours = varlen_attention(*packed, offsets(lengths).cuda(), max_seqlen=70, **options)
+    reference = dense_reference(*(t.cpu() for t in packed), lengths, **options)
     torch.testing.assert_close(ours.cpu().double(), reference, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("causal", "window", "expected"),
-    [(True, None, (-1, 0)), (False, None, (-1, -1)), (True, 4, (3, 0)), (False, 4, (3, 3))],
-)
-def test_the_kernel_gets_lengths_heads_scale_and_how_far_a_token_sees(
-    monkeypatch, causal, window, expected
+@pytest.mark.parametrize("name", ["varlen_attn", "flash_attn_varlen_func"])
+@pytest.mark.parametrize(("visible", "expected"), [*zip(VISIBLE, WINDOWS, strict=True)])
+def test_kernels_get_lengths_heads_scale_and_how_far_a_token_sees(
+    monkeypatch, name, visible, expected
 ):
-    """The kernel runs on CUDA only; SDPA plays it here."""
+    """They run on CUDA only."""
     seen = {}
 
-    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
-        seen.update(options, lengths=(max_q, max_k), dtype=cu_q.dtype)
-        visible = {"causal": causal, "window": window, "scale": options["scale"]}
-        return attention._sdpa_each((query, key, value), cu_k, **visible)
+    def kernel(query, key, value, *given, **options):
+        seen.update(options, given=given, heads=key.shape[1])
+        return query
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(attention, name, kernel)
     monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
-    packed = random_packed([5, 2])
+    causal, window = visible
     options = {"causal": causal, "window": window, "scale": 0.2}
-    ours = varlen_attention(*packed, offsets([5, 2]), max_seqlen=5, **options)
-    reference = dense_reference(*packed, [5, 2], **options)
-    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
-    assert (seen["lengths"], seen["dtype"]) == ((5, 5), torch.int32)
+    varlen_attention(*random_packed([5, 2]), offsets([5, 2]), max_seqlen=5, **options)
+    assert seen["given"][2:] == (5, 5)
+    assert seen["given"][0].dtype == torch.int32
     assert seen["window_size"] == expected
+    assert 0.2 in (seen.get("scale"), seen.get("softmax_scale"))
+    if name == "flash_attn_varlen_func":
+        assert (seen["heads"], seen["causal"]) == (2, causal)
 
 
 def test_heads_that_do_not_divide_and_offsets_that_miss_tokens_are_refused():
@@ -135,23 +141,3 @@ def test_heads_that_do_not_divide_and_offsets_that_miss_tokens_are_refused():
         varlen_attention(*random_packed([3], kv_heads=3), offsets([3]), max_seqlen=3)
     with pytest.raises(BatchError, match="covers 5 tokens but the batch has 7"):
         varlen_attention(*random_packed([7]), offsets([2, 3]), max_seqlen=3)
-
-
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, 3)])
-def test_flash_attn_gets_lengths_scale_and_what_is_visible(monkeypatch, causal, window):
-    seen = {}
-
-    def kernel(query, key, value, *offsets, **options):
-        seen.update(options, offsets=offsets, heads=key.shape[1])
-        return query
-
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
-    monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
-    query, key = torch.zeros(7, 4, 8), torch.zeros(7, 2, 8)
-    starts = torch.tensor([0, 5, 7], dtype=torch.int32)
-    options = {"max_seqlen": 5, "causal": causal, "window": window, "scale": 0.2}
-    attention.varlen_attention(query, key, key, starts, **options)
-    assert seen["offsets"][2:] == (5, 5)
-    assert seen["heads"] == 2
-    assert (seen["softmax_scale"], seen["causal"]) == (0.2, causal)
-    assert seen["window_size"] == ((-1, 0) if causal else (2, 2))

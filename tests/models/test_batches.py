@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.models import pack_samples
 from lightning_hetero.models.batches import EmptyBatch, count_samples, cut_batch
 
 
@@ -84,13 +83,6 @@ def test_dataclasses_and_dicts_in_disguise_are_cut_inside() -> None:
     assert torch.equal(second.encoding["mask"], ids[1:] + 1)
     assert second.encoding["epoch"] == 4
     assert torch.equal(batch.encoding["mask"], ids + 1)
-
-
-def test_a_batch_that_cuts_itself_does() -> None:
-    batch = pack_samples([torch.arange(n) for n in (1, 5, 2, 4)])
-    parts = cut_batch(batch, 2)
-    assert count_samples(batch) == 4
-    assert [sorted(part.lengths) for part in parts] == [[1, 5], [2, 4]]
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,6 @@ def logits_of(model, batch):
     return model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
 
 
-def test_packed_forward_equals_the_forward_of_each_sample():
-    model = small_model()
-    packed = logits_of(model, pack_samples(SAMPLES))
-    alone = torch.cat([logits_of(model, pack_samples([sample])) for sample in SAMPLES])
-    torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
-    assert packed.shape == (sum(map(len, SAMPLES)), 11)
-
-
 def test_gradient_of_a_packed_batch_is_the_sum_over_samples():
     model = small_model()
     batch = pack_samples(SAMPLES)
@@ -88,54 +80,6 @@ def test_meta_model_materialises_to_the_same_distribution(tie):
             scaled = "o_proj" in name or "down_proj" in name
             expected = 0.02 / (6**0.5 if scaled else 1)
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
-
-
-def test_layers_work_on_a_received_hidden_state():
-    """A stage runs layers on what another rank sent: nothing but the batch may feed them."""
-    model = small_model()
-    batch = pack_samples(SAMPLES)
-    inputs = {}
-
-    def remember(name):
-        def hook(module, args, output):
-            assert isinstance(output, torch.Tensor)
-            inputs[name] = (args, output)
-
-        return hook
-
-    for index, layer in enumerate(model.layers):
-        layer.register_forward_hook(remember(index))
-    logits_of(model, batch)
-    for args, output in inputs.values():
-        assert [a.requires_grad for a in args if isinstance(a, torch.Tensor)][1:] == [False] * 3
-        assert output.shape == args[0].shape
-
-
-def test_tensor_parallel_plan_names_every_matrix_once():
-    model = small_model()
-    for name, parameter in model.named_parameters():
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        kind = model.tp_plan.get(pattern)
-        assert (kind is None) == (parameter.dim() == 1), name
-        assert kind in (None, "colwise", "rowwise", "vocab")
-
-
-def test_attention_runs_with_a_share_of_the_heads():
-    """Colwise q, k, v and rowwise o over two halves add up to the whole."""
-    layer = small_model().layers[0].self_attn
-    hidden = torch.randn(6, 32, dtype=torch.float64)
-    cos, sin = torch.ones(6, 4).double(), torch.zeros(6, 4).double()
-    cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32)
-    whole = layer(hidden, cos, sin, cu_seqlens, 4)
-    weights = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    total = torch.zeros_like(whole)
-    for half in range(2):
-        for name, weight in weights.items():
-            dim = 1 if name == "o_proj.weight" else 0
-            part = weight.chunk(2, dim=dim)[half]
-            layer.get_submodule(name.split(".")[0]).weight = nn.Parameter(part)
-        total += layer(hidden, cos, sin, cu_seqlens, 4)
-    torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(

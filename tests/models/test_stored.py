@@ -107,10 +107,7 @@ def test_a_folder_of_one_file_or_of_shards_is_opened_by_its_headers(tmp_path):
     "content",
     [
         b"",
-        b"\xff",
         b"[]",
-        b'{"metadata": {}}',
-        b'{"weight_map": ["a.safetensors"]}',
         b'{"weight_map": {"a": 1}}',
         b'{"weight_map": {"a": ["a.safetensors"]}}',
     ],

@@ -1,6 +1,7 @@
 """Tiny Hugging Face models, and runs of them that the parity tests compare."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.models import pack_samples
+from lightning_hetero.models.huggingface import (
+    load_pretrained,
+    packed_inputs,
+    use_packed_attention,
+)
 from tests.toy import quiet
 
 SEED = 5
@@ -90,6 +97,21 @@ def make_model(name: str, **changes: Any) -> Any:
     return auto_class(name).from_config(make_config(name, **changes))
 
 
+def quantization(kind: str) -> Any:
+    """Return transformers' config of a quantization."""
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind.removesuffix("-double"),
+        bnb_4bit_use_double_quant=kind.endswith("-double"),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceCase:
     """What is trained and how; without a plan, on a single device."""
@@ -107,6 +129,14 @@ class HuggingFaceCase:
     """Turn the model's own gradient checkpointing on."""
     config: tuple[tuple[str, Any], ...] = ()
     """Changes of the model's configuration."""
+    source: str = "cpu"
+    """The device on which the model is built."""
+    folder: Path | str | None = None
+    """A saved model: read layer by layer with a plan, by transformers without one."""
+    while_loading: str | None = None
+    """What the folder's weights are quantized by while they are read."""
+    packed: bool = False
+    """Whether batches are samples of different lengths laid end to end."""
     options: tuple[tuple[str, Any], ...] = ()
     """More options of the strategy."""
 
@@ -116,6 +146,19 @@ class HuggingFaceCase:
         return replace(
             self, plan=None, world_size=1, batch_size=size, precision="32-true", options=()
         )
+
+
+def base_model(case: HuggingFaceCase) -> Any:
+    """Return a case's model, in training mode."""
+    if case.folder is None:
+        with torch.device(case.source):
+            return make_model(case.model, **dict(case.config))
+    kind = auto_class(case.model)
+    how = None if case.while_loading is None else quantization(case.while_loading)
+    if case.plan is not None:
+        return load_pretrained(case.folder, kind, quantization_config=how)
+    given = {} if how is None else {"quantization_config": how}
+    return kind.from_pretrained(case.folder, dtype=torch.float32, **given).train()
 
 
 class Rows(Dataset[Any]):
@@ -153,12 +196,16 @@ class HuggingFaceModule(L.LightningModule):
     def __init__(self, case: HuggingFaceCase) -> None:
         super().__init__()
         self.case = case
-        self.model = make_model(case.model, **dict(case.config))
+        self.model = base_model(case)
+        if case.packed:
+            use_packed_attention(self.model)
         if case.own_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.losses: list[float] = []
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.case.packed:
+            return self.model(**packed_inputs(batch, labels=True)).loss
         if not self.case.padded:
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         if self.case.loss == "inside":
@@ -177,7 +224,14 @@ class HuggingFaceModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Rows(self.case), batch_size=self.case.batch_size)
+        if not self.case.packed:
+            return DataLoader(Rows(self.case), batch_size=self.case.batch_size)
+        generator = torch.Generator().manual_seed(4)
+        samples = [
+            torch.randint(3, VOCABULARY, (2 + index * 7 % 13,), generator=generator)
+            for index in range(self.case.num_rows)
+        ]
+        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=pack_samples)
 
 
 @dataclass

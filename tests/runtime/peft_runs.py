@@ -6,26 +6,16 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-import transformers
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_hetero import ParallelPlan
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.models import pack_samples
-from lightning_hetero.models.huggingface import (
-    add_adapters,
-    load_pretrained,
-    packed_inputs,
-    use_packed_attention,
-)
+from lightning_hetero.models.huggingface import add_adapters
 from tests.exchange.message_lists import pulls_of, pushes_of
 from tests.runtime.huggingface_runs import (
     SEED,
-    VOCABULARY,
     HuggingFaceCase,
     HuggingFaceModule,
-    auto_class,
     run,
 )
 
@@ -43,10 +33,6 @@ class PeftCase(HuggingFaceCase):
     model: str = "llama"
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
-    folder: str | None = None
-    """A base model's folder: read layer by layer with a plan, by transformers without one."""
-    while_loading: str | None = None
-    """What the folder's weights are quantized by while they are read."""
     plans: tuple[dict[str, Any], ...] = ()
     """Plans that the run changes to, after its first iteration, second, and so on."""
     adapters: dict[str, Any] = field(default_factory=dict)
@@ -56,8 +42,6 @@ class PeftCase(HuggingFaceCase):
     more_adapters: int = 0
     """Adapters beside the first one; all are active."""
     max_steps: int = 4
-    packed: bool = False
-    """Whether batches are samples of different lengths laid end to end."""
     validates: bool = False
     """Whether it validates before it trains, and after each epoch."""
 
@@ -92,30 +76,6 @@ def quantize(module: nn.Module, kind: str) -> None:
         setattr(module.get_submodule(parent), child, made.to("cpu"))
 
 
-def quantization(kind: str) -> Any:
-    """Return transformers' config of a quantization."""
-    if kind == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
-    if kind == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind.removesuffix("-double"),
-        bnb_4bit_use_double_quant=kind.endswith("-double"),
-    )
-
-
-def read_folder(case: PeftCase) -> Any:
-    """Return the base model of a case's folder, in training mode."""
-    how = None if case.while_loading is None else quantization(case.while_loading)
-    if case.plan is not None:
-        return load_pretrained(case.folder, auto_class(case.model), quantization_config=how)
-    given = {} if how is None else {"quantization_config": how}
-    return auto_class(case.model).from_pretrained(case.folder, dtype=torch.float32, **given).train()
-
-
 def with_adapters(model: Any, case: PeftCase) -> Any:
     """Return a case's base model with its adapters."""
     import peft
@@ -129,11 +89,8 @@ def with_adapters(model: Any, case: PeftCase) -> Any:
     if case.folder is None:
         return peft.get_peft_model(model, adapters)
     wrap: Any = peft.get_peft_model if case.plan is None else add_adapters
-    base = read_folder(case)
-    if case.packed:
-        use_packed_attention(base)
     torch.manual_seed(SEED)  # Reading may draw numbers.
-    return wrap(base, adapters)
+    return wrap(model, adapters)
 
 
 class ChangePlans(L.Callback):
@@ -157,9 +114,6 @@ class PeftModule(HuggingFaceModule):
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
                     quantize(part, case.quantized)
                     break
-        if case.packed:
-            use_packed_attention(self.model)
-        self.is_packed = case.packed
         self.model = with_adapters(self.model, case)
         for index in range(case.more_adapters):
             self.model.add_adapter(f"more{index}", self.model.peft_config["default"])
@@ -170,21 +124,6 @@ class PeftModule(HuggingFaceModule):
                 nn.init.normal_(weight, std=0.2)
             if "ia3_l" in name:
                 nn.init.normal_(weight, mean=1.0, std=0.2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.is_packed:
-            return self.model(**packed_inputs(batch, labels=True)).loss
-        return super().training_step(batch, batch_idx)
-
-    def train_dataloader(self) -> Any:
-        if not self.is_packed:
-            return super().train_dataloader()
-        generator = torch.Generator().manual_seed(4)
-        samples = [
-            torch.randint(3, VOCABULARY, (2 + index * 7 % 13,), generator=generator)
-            for index in range(24)
-        ]
-        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=pack_samples)
 
     def validation_step(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch).loss

@@ -82,15 +82,11 @@ def case_of(plan: str, model: str = "llama", max_steps: int = 2, **more: Any) ->
     return PeftCase(model=model, adapters=adapters, max_steps=max_steps, **sizes, **more)
 
 
-def check(
-    pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None, after: int | None = None
-) -> None:
-    """Compare with one process; `after` so many steps a weight of the base is unfrozen."""
-    run, arguments = (train, ()) if after is None else (train_and_unfreeze, (after,))
-    alone = alone or replace(case.on_single_device(), validates=False)
-    expected = pool.run_alone(run, alone, *arguments)
+def check(pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None) -> None:
+    """Compare with one process."""
+    expected = pool.run_alone(train, alone or replace(case.on_single_device(), validates=False))
     assert len(set(expected.losses)) == len(expected.losses) == case.max_steps
-    for found in pool.run(run, case.world_size, case, *arguments):
+    for found in pool.run(train, case.world_size, case):
         check_outcome(found, expected)
 
 
@@ -103,23 +99,6 @@ def check_outcome(found: PeftOutcome, expected: PeftOutcome) -> None:
 
 
 MODELS = ["llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "bert", "gpt_neox"]
-OFTEN = {("stages", "gpt2"), ("stages", "mixtral"), ("pair", "phi3"), ("unequal", "llama")}
-"""Of the fast suite."""
-
-
-@pytest.mark.parametrize(
-    ("plan", "model"),
-    [
-        pytest.param(plan, model, marks=[] if (plan, model) in OFTEN else [slow])
-        for plan in ("stages", "pair", "unequal")
-        for model in MODELS
-    ],
-)
-def test_lora(pool: ProcessPool, plan: str, model: str) -> None:
-    is_long = plan == "stages" and model not in ("phi3", "gpt_neox")
-    check(pool, case_of(plan, model, 4 if is_long else 2))
-
-
 OTHERS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "biases": {"lora_bias": True, "lora_alpha": 3},
@@ -127,52 +106,64 @@ OTHERS: dict[str, dict[str, Any]] = {
     "both ends": {"target_modules": [*ALL, "lm_head", "embed_tokens"]},
     "ranks": {"use_rslora": True, "rank_pattern": {"o_proj": 2}},
 }
+SCALED = {
+    "gpt2": (["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
+    "phi3": (["qkv_proj", "down_proj"], ["down_proj"]),
+    "llama": ([*ALL[1:5], "down_proj"], ["down_proj", "gate_proj"]),
+}
+"""What IA3 scales, and of which of them the inputs."""
+DORA = {"adapters": {"use_dora": True}}
+CUT = (("sequence_parallel", True),)
+NIGHTLY: list[tuple[str, str, dict[str, Any]]] = [
+    *((plan, model, {}) for plan in ("stages", "pair", "unequal") for model in MODELS),
+    *(
+        (plan, "llama", {"adapters": OTHERS[name]})
+        for plan in ("pair", "unequal")
+        for name in OTHERS
+    ),
+    *(
+        (
+            "unequal",
+            model,
+            {
+                "adapters": {"target_modules": names, "feedforward_modules": inputs},
+                "method": "IA3Config",
+            },
+        )
+        for model, (names, inputs) in SCALED.items()
+    ),
+    ("pair", "phi3", DORA),
+    *(
+        ("four", "llama", {"adapters": {"use_dora": use_dora}, "config": SHARED_HEADS})
+        for use_dora in (False, True)
+    ),
+]
+DAILY: list[tuple[str, str, dict[str, Any]]] = [
+    ("stages", "gpt2", {"max_steps": 4}),
+    ("stages", "mixtral", {"max_steps": 4}),
+    ("pair", "phi3", {}),
+    ("beside a copy", "llama", {"adapters": OTHERS["dora"]}),
+    ("beside a copy", "llama", {"adapters": OTHERS["saved"]}),
+    ("pair", "gpt2", DORA),  # Layers with biases and gathered outputs.
+    ("pair", "llama", {**DORA, "options": CUT}),
+    ("unequal", "llama", {"more_adapters": 1}),
+]
 
 
 @pytest.mark.parametrize(
-    ("plan", "name"),
-    [
-        ("beside a copy", "dora"),
-        ("beside a copy", "saved"),
-        *(pytest.param(plan, name, marks=slow) for plan in ("pair", "unequal") for name in OTHERS),
-    ],
+    ("plan", "model", "more"), [*DAILY, *(pytest.param(*case, marks=slow) for case in NIGHTLY)]
 )
-def test_other_lora(pool: ProcessPool, plan: str, name: str) -> None:
-    check(pool, case_of(plan, adapters=OTHERS[name]))
-
-
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("phi3", marks=slow)])
-def test_dora_of_layers_with_biases_and_gathered_outputs(pool: ProcessPool, model: str) -> None:
-    check(pool, case_of("pair", model, adapters={"use_dora": True}))
-
-
-@pytest.mark.parametrize(
-    "model", ["phi3", pytest.param("llama", marks=slow), pytest.param("gpt2", marks=slow)]
-)
-def test_ia3(pool: ProcessPool, model: str) -> None:
-    names, inputs = {
-        "gpt2": (["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
-        "phi3": (["qkv_proj", "down_proj"], ["down_proj"]),
-        "llama": ([*ALL[1:5], "down_proj"], ["down_proj", "gate_proj"]),
-    }[model]
-    adapters = {"target_modules": names, "feedforward_modules": inputs}
-    check(pool, case_of("unequal", model, adapters=adapters, method="IA3Config"))
-
-
-def test_several_adapters_at_once(pool: ProcessPool) -> None:
-    check(pool, case_of("unequal", more_adapters=1))
+def test_adapters_train_as_in_one_process(
+    pool: ProcessPool, plan: str, model: str, more: dict[str, Any]
+) -> None:
+    check(pool, case_of(plan, model, **more))
 
 
 @slow
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_dropout_shared_key_heads_and_sequence_parallelism_change_nothing(
-    pool: ProcessPool, *, use_dora: bool
-) -> None:
+def test_dropout_is_that_of_one_rank(pool: ProcessPool, *, use_dora: bool) -> None:
     dropping = {"lora_dropout": 0.5, "use_dora": use_dora}
     check(pool, case_of("pair", adapters=dropping), case_of("one", adapters=dropping))
-    check(pool, case_of("four", adapters={"use_dora": use_dora}, config=SHARED_HEADS))
-    cut = (("sequence_parallel", True),)
-    check(pool, case_of("pair", adapters={"use_dora": use_dora}, options=cut))
 
 
 def test_degrees_change_between_steps(pool: ProcessPool) -> None:
@@ -198,31 +189,6 @@ def test_saved_adapters_are_those_of_one_process(pool: ProcessPool, tmp_path: Pa
     assert many.keys() == one.keys()
     for name, weight in one.items():
         np.testing.assert_allclose(many[name], weight, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "more"),
-    [
-        ("beside a copy", "stages", {"quantized": "nf4"}),
-        pytest.param("beside a copy", "stages", {"quantized": "int8"}, marks=slow),
-        pytest.param("beside a copy", "stages", {"quantized": "torchao"}, marks=slow),
-        pytest.param("four", "unequal", {"config": SHARED_HEADS}, marks=slow),
-    ],
-)
-def test_checkpoints_hold_adapters_once_and_resume_under_other_degrees(
-    pool: ProcessPool, tmp_path: Path, first: str, later: str, more: dict[str, Any]
-) -> None:
-    case = case_of(first, max_steps=4, **more)
-    whole = pool.run(train, case.world_size, case)[0]
-    pool.run(train_with_checkpoints, case.world_size, replace(case, max_steps=2), tmp_path)
-    stored = [load_file(file) for file in tmp_path.rglob("*.safetensors")]
-    numel = sum(rows.size for content in stored for rows in content.values())
-    assert numel == sum(item.size for item in whole.trained.values())
-    resumed = case_of(later, max_steps=4, **more)
-    for found in pool.run(train_with_checkpoints, resumed.world_size, resumed, tmp_path):
-        np.testing.assert_allclose(found.losses, whole.losses[2:], rtol=1e-5)
-        for name, weight in whole.trained.items():
-            np.testing.assert_allclose(found.trained[name], weight, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -263,16 +229,7 @@ def test_quantized_layers_train_and_validating_changes_nothing(
     check(pool, case_of("stages", max_steps=4, quantized=quantized, validates=True))
 
 
-@pytest.mark.parametrize("quantized", ["nf4", "int8", "torchao"])
-def test_packed_samples_beside_quantized_weights(pool: ProcessPool, quantized: str) -> None:
-    check(pool, case_of("beside a copy", quantized=quantized, packed=True))
-
-
 OF_QUERIES = {"target_modules": ["q_proj"]}
-
-
-def test_a_weight_that_is_unfrozen_in_mid_run_gets_owners(pool: ProcessPool) -> None:
-    check(pool, case_of("beside a copy", max_steps=4, adapters=OF_QUERIES), after=2)
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -301,13 +258,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "torchao": {"quantized": "torchao"},
 }
 FAMILIES = ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bert"]
-DAILY = {("dora", "gpt2"), ("saved", "qwen3"), ("int8", "bert"), ("torchao", "mixtral")}
+OFTEN = {
+    ("nf4", "llama"),
+    ("dora", "gpt2"),
+    ("saved", "qwen3"),
+    ("int8", "bert"),
+    ("torchao", "mixtral"),
+}
 
 
 @pytest.mark.parametrize(
     ("way", "model"),
     [
-        pytest.param(way, model, marks=[] if (way, model) in DAILY else [slow])
+        pytest.param(way, model, marks=[] if (way, model) in OFTEN else [slow])
         for way in WAYS
         for model in FAMILIES
         if way in ("lora", "dora", "saved") or model != "gpt2"  # Which has no linear layers.
@@ -316,18 +279,17 @@ DAILY = {("dora", "gpt2"), ("saved", "qwen3"), ("int8", "bert"), ("torchao", "mi
 def test_packed_samples_a_change_of_plan_and_a_resume_on_other_ranks(
     pool: ProcessPool, tmp_path: Path, way: str, model: str
 ) -> None:
-    check_packed_changed_and_resumed(pool, tmp_path, model, WAYS[way])
-
-
-def check_packed_changed_and_resumed(
-    pool: ProcessPool, folder: Path, model: str, way: dict[str, Any]
-) -> None:
-    """Three ranks train under two plans, and two ranks go on from their checkpoint in a folder."""
-    later = case_of("stages", model, max_steps=5, packed=True, **way)
+    """Three ranks train under two plans, and two ranks go on from their checkpoint."""
+    how, folder = {"packed": True, **WAYS[way]}, tmp_path
+    later = case_of("stages", model, max_steps=5, **how)
     expected = pool.run_alone(train, later.on_single_device())
     changing = (PLANS["mirrored"][0],)
-    first = case_of("beside a copy", model, max_steps=3, packed=True, plans=changing, **way)
+    first = case_of("beside a copy", model, max_steps=3, plans=changing, **how)
     for found in pool.run(train_with_checkpoints, 3, first, folder):
         np.testing.assert_allclose(found.losses, expected.losses[:3], rtol=1e-5)
+    stored = [load_file(file) for file in folder.rglob("*.safetensors")]
+    numel = sum(rows.size for content in stored for rows in content.values())
+    # Two checkpoints, which hold adapters once.
+    assert numel == 2 * sum(item.size for item in expected.trained.values())
     for found in pool.run(train_with_checkpoints, 2, later, folder):
         check_outcome(replace(found, losses=expected.losses[:3] + found.losses), expected)

@@ -12,14 +12,8 @@ from transformers.utils.logging import disable_progress_bar
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.huggingface import add_adapters, load_pretrained
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import auto_class, make_model
-from tests.runtime.peft_runs import quantization
-from tests.runtime.test_adapters import (
-    PLANS,
-    case_of,
-    check,
-    check_packed_changed_and_resumed,
-)
+from tests.runtime.huggingface_runs import auto_class, make_model, quantization
+from tests.runtime.test_adapters import PLANS, case_of, check
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -65,15 +59,6 @@ def test_folders_of_families(pool: ProcessPool, tmp_path: Path, model: str, kind
     if (model, kind) == ("gpt2", "torchao"):
         pytest.skip("Transformers leaves GPT-2's Conv1D to bitsandbytes.")
     check(pool, case_of("stages", model, while_loading=kind, folder=write(tmp_path, model)))
-
-
-@slow
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_packed_samples_a_change_of_plan_and_a_resume_of_layers_with_transposed_weights(
-    pool: ProcessPool, tmp_path: Path, kind: str
-) -> None:
-    how = {"while_loading": kind, "folder": write(tmp_path, "gpt2")}
-    check_packed_changed_and_resumed(pool, tmp_path / "saved", "gpt2", how)
 
 
 @slow

@@ -18,6 +18,7 @@ from tests.runtime.runs import (
     check,
     pipeline,
     plan_of,
+    refusal,
     stage,
     train,
     train_seeded,
@@ -194,3 +195,12 @@ def test_random_numbers_do_not_depend_on_the_plan(
     for outcome in pool.run(train, 3, case):
         np.testing.assert_allclose(outcome.losses, losses, rtol=TOLERANCE)
         assert_same_weights(outcome.weights, expected.weights)
+
+
+def test_muon_trains_whole_matrices_or_is_refused(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(2, 0, 2), stage(0, 2, 3)), pipeline(stage(1, 0, 3)))
+    case = Case(plan=plan, world_size=3, optimizer="muon", batch_size=3, num_rows=24)
+    check(pool, replace(case, ownership="parameter"))
+    for message in pool.run(refusal, 3, case):
+        assert "Muon needs whole matrices" in message
+        assert 'ownership="parameter"' in message

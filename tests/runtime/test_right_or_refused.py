@@ -19,9 +19,14 @@ pytestmark = pytest.mark.dist
         {"arguments": "keywords", "returned": "unused"},
         {"returned": "used", "plan": "three stages"},
         {"outer": "mask before layers"},
+        {"inside": "changed in place", "plan": "unequal pipelines"},
         {"outer": "later loss"},
         {"outer": "embedding added behind", "arguments": "table, hidden"},
         {"outer": "embedding in layers", "frozen": "embedding"},
+        {"checkpointed": "layers", "dropout": True, "recompute": "full"},
+        {"checkpointed": "pairs of layers", "dropout": True, "plan": "unequal pipelines"},
+        {"checkpointed": "model", "dropout": True},
+        {"checkpointed": "layers, reentrant", "dropout": True, "plan": "data parallel"},
     ],
     ids=str,
 )
@@ -38,6 +43,7 @@ ELSEWHERE = "needs what layer 0 computes"
 @pytest.mark.parametrize(
     ("features", "told"),
     [
+        ({"checkpointed": "layers, reentrant"}, "use_reentrant=False"),
         ({"between": "relu_"}, "something in place between layer 0 and layer 1"),
         ({"between": "scaled"}, "something between layer 0 and layer 1"),
         ({"collected": "sum of hidden states"}, "returns needs the output of layer 0"),

@@ -1,7 +1,6 @@
 """Laws of the detector: what it must report, what it must not, and that it survives bad input."""
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +10,8 @@ from hypothesis import strategies as st
 from lightning_hetero.straggler import BocdDetector, ChangeKind
 from tests.straggler.corpus import DEVELOPMENT_SEEDS, make_corpus, make_short_corpus, score
 
+SLOWDOWN, RECOVERY, IMPROVEMENT = ChangeKind
+
 
 def changes(values):
     detector = BocdDetector()
@@ -19,7 +20,7 @@ def changes(values):
 
 
 def slowdowns(values):
-    return [(c.step, c.onset_step) for c in changes(values) if c.kind is ChangeKind.SLOWDOWN]
+    return [(c.step, c.onset_step) for c in changes(values) if c.kind is SLOWDOWN]
 
 
 def noisy(levels, jitter=0.02, seed=0):
@@ -27,36 +28,32 @@ def noisy(levels, jitter=0.02, seed=0):
     return np.concatenate([level * np.exp(rng.normal(0, jitter, n)) for level, n in levels])
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.005, 0.02, 0.03])
-@pytest.mark.parametrize("seed", range(5))
-def test_a_slowdown_of_a_fifth_is_reported_within_five_iterations(jitter, seed):
-    (change,) = changes(noisy([(0.8, 100), (0.96, 50)], jitter, seed))
-    assert change.kind is ChangeKind.SLOWDOWN
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([0.0, 0.005, 0.02, 0.03]), st.integers(0, 5), st.floats(1e-6, 1e6))
+def test_a_slowdown_of_a_fifth_is_reported_within_five_iterations(jitter, seed, unit):
+    (change,) = changes(unit * noisy([(0.8, 100), (0.96, 50)], jitter, seed))
+    assert change.kind is SLOWDOWN
     assert change.step - 100 <= 4
     assert abs(change.onset_step - 100) <= 1
     assert change.ratio == pytest.approx(1.2, abs=0.06)
 
 
-@pytest.mark.parametrize("num_before", range(8, 40, 3))
+@pytest.mark.parametrize("num_before", [8, 17, 38])
 def test_a_jump_of_a_perfectly_even_stream_is_reported_however_early(num_before):
     (change,) = changes(noisy([(0.168, num_before), (0.319, 26)], jitter=0.0))
     assert (change.onset_step, change.step) == (num_before, num_before + 3)
 
 
-SLOWDOWN, RECOVERY, IMPROVEMENT = ChangeKind
-RATIOS = 1.15, 1.5, 2.0, 4.0, 10.0
-
-
 @pytest.mark.parametrize(
     ("levels", "kinds"),
     [
-        *(([(1.0, 120), (r, 60), (1.0, 60)], [SLOWDOWN, RECOVERY]) for r in RATIOS),
+        *(([(1.0, 120), (r, 60), (1.0, 60)], [SLOWDOWN, RECOVERY]) for r in (1.15, 2.0, 10.0)),
         # A partial recovery is still slow, a second fault comes on top of the first.
         ([(1.0, 100), (2.0, 50), (1.3, 50), (1.0, 50)], [SLOWDOWN, RECOVERY, RECOVERY]),
         ([(1.0, 100), (1.4, 60), (2.5, 60)], [SLOWDOWN, SLOWDOWN]),
         # The faster level is the healthy one from then on.
         ([(1.0, 100), (0.7, 100), (1.0, 50)], [IMPROVEMENT, SLOWDOWN]),
-        *(([(1.0, 150), (ratio, 300)], []) for ratio in (1.03, 1.06, 0.95)),
+        *(([(1.0, 150), (ratio, 300)], []) for ratio in (1.06, 0.95)),
     ],
 )
 def test_changes_of_a_tenth_are_reported_for_what_they_are_and_smaller_ones_are_not(levels, kinds):
@@ -68,18 +65,14 @@ def test_changes_of_a_tenth_are_reported_for_what_they_are_and_smaller_ones_are_
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**6), st.floats(1.5, 100.0), st.integers(1, 3))
-def test_single_outliers_and_short_bursts_are_not_reported(seed, height, width):
-    values = noisy([(1.0, 150)], 0.02, seed)
-    values[90 : 90 + width] *= height
-    assert changes(values) == []
-
-
-@pytest.mark.parametrize("pattern", ["101" * 3, "110" * 2, "11011", "11010" * 2, "11101"])
-@pytest.mark.parametrize("height", [1.3, 2.0])
-def test_a_burst_with_almost_as_many_fast_iterations_is_no_level(pattern, height):
-    values = noisy([(1.0, 200)])
-    values[100 : 100 + len(pattern)] *= [height if slow == "1" else 1.0 for slow in pattern]
+@given(
+    st.integers(0, 10**6),
+    st.floats(1.3, 100.0),
+    st.sampled_from(["1", "11", "111", "101" * 3, "110" * 2, "11011", "11010" * 2, "11101"]),
+)
+def test_outliers_and_bursts_with_almost_as_many_fast_iterations_are_no_level(seed, height, burst):
+    values = noisy([(1.0, 200)], 0.02, seed)
+    values[100 : 100 + len(burst)] *= [height if slow == "1" else 1.0 for slow in burst]
     assert changes(values) == []
 
 
@@ -90,63 +83,15 @@ def test_slow_first_iterations_periodic_spikes_and_drift_are_not_reported():
     spiky[1::25] *= 2.0
     drifting = noisy([(1.0, 2500)]) * np.exp(np.linspace(0.0, 0.3, 2500))
     assert changes(begun_slowly) == changes(spiky) == changes(drifting) == []
-
-
-def test_an_accumulation_pattern_is_not_reported_but_its_slowdown_is():
-    values = noisy([(1.0, 400)], 0.01)
-    values[::4] *= 3.0
-    values[300:] *= 1.5
-    (change,) = changes(values)
-    assert change.kind is ChangeKind.SLOWDOWN
-    assert 298 <= change.onset_step <= 302
-
-
-def test_a_run_that_has_just_begun_and_begins_slowly_is_judged_all_the_same():
-    faulty, healthy = (
-        score(make_short_corpus(DEVELOPMENT_SEEDS[0], num_jobs=40, is_faulty=it), slowdowns)
-        for it in (True, False)
-    )
-    assert faulty.num_missed == 0
-    assert sum(reaction >= 5 for reaction in faulty.reactions) <= 1
-    assert healthy.num_false_alarms == 0
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.floats(1e-6, 1e6), st.integers(0, 100))
-def test_the_unit_does_not_matter(scale, seed):
-    values = noisy([(1.0, 60), (1.5, 20)], 0.02, seed)
-    plain, scaled = changes(values), changes(values * scale)
-    assert [(c.step, c.onset_step, c.kind) for c in plain] == [
-        (c.step, c.onset_step, c.kind) for c in scaled
-    ]
-    assert len(plain) == 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(
-        st.one_of(
-            st.floats(allow_nan=True, allow_infinity=True, width=64),
-            st.sampled_from([0.0, -1.0, 5e-324, 1e308, math.nan, math.inf]),
-        ),
-        max_size=80,
-    )
-)
-def test_any_floats_are_survived(values):
-    found = changes([1.0] * 20 + values + [1.0] * 20)
-    assert all(0 < change.ratio < math.inf for change in found)
-
-
-def test_clock_jumps_and_failed_measurements_are_ignored_and_counted():
-    values = noisy([(1.0, 100), (1.5, 20)])
-    values[[20, 40, 60]] = (math.nan, -3600.0, 3600.0)
-    values[[30, 31]] = (math.inf, 0.0)
-    (change,) = changes(values)
-    assert abs(change.onset_step - 100) <= 1
+    # Every fourth iteration accumulates; a slowdown of all is found.
+    accumulating = noisy([(1.0, 300), (1.5, 100)], 0.01)
+    accumulating[::4] *= 3.0
+    (change,) = changes(accumulating)
+    assert change.onset_step == pytest.approx(300, abs=2)
 
 
 def test_correlated_noise_is_known_for_what_it_is_right_after_a_change_too():
-    for seed in range(60):
+    for seed in range(20):
         noise = np.random.default_rng(seed).normal(size=240)
         for step in range(1, 240):
             noise[step] = 0.8 * noise[step - 1] + 0.6 * noise[step]
@@ -155,21 +100,32 @@ def test_correlated_noise_is_known_for_what_it_is_right_after_a_change_too():
         assert change.onset_step == pytest.approx(150, abs=3)
 
 
-@pytest.mark.parametrize(
-    ("seed", "num_nodes"), [(DEVELOPMENT_SEEDS[0], 1), (DEVELOPMENT_SEEDS[1], 4)]
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.floats(width=64) | st.sampled_from([0.0, -1.0, 5e-324, 1e308, math.nan]), max_size=80
+    )
 )
-def test_a_small_corpus_is_judged_almost_without_errors(seed, num_nodes):
+def test_any_floats_are_survived_and_failed_measurements_are_counted_and_ignored(values):
+    found = changes([1.0] * 20 + values + [1.0] * 20)
+    assert all(0 < change.ratio < math.inf for change in found)
+    slowed = noisy([(1.0, 100), (1.5, 20)])
+    slowed[[20, 30, 31, 40, 60]] = (math.nan, math.inf, 0.0, -3600.0, 3600.0)
+    (change,) = changes(slowed)
+    assert abs(change.onset_step - 100) <= 1
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_small_corpora_are_judged_almost_without_errors(num_nodes):
+    """`python -m tests.benchmarks straggler` judges large ones, of other seeds."""
+    seed = DEVELOPMENT_SEEDS[num_nodes == 4]
     jobs = make_corpus(seed, num_jobs=30, num_nodes=num_nodes, fault_share=0.5, num_steps=600)
     result = score(jobs, slowdowns)
     assert result.num_jobs - result.num_correct <= 1
     assert np.median(result.reactions) <= 5
-
-
-def test_a_detector_goes_on_after_it_was_pickled():
-    values, detector = noisy([(1.0, 60), (1.5, 20)]), BocdDetector()
-    for value in values[:62]:
-        assert detector.update(value) is None
-    kept = pickle.loads(pickle.dumps(detector))
-    found = [[d.update(v) for v in values[62:]] for d in (detector, kept)]
-    assert found[0] == found[1]
-    assert any(found[0])
+    # Runs that have just begun, half of them slowly.
+    faulty, healthy = (
+        score(make_short_corpus(seed, num_jobs=20, is_faulty=it), slowdowns) for it in (True, False)
+    )
+    assert faulty.num_missed == healthy.num_false_alarms == 0
+    assert sum(reaction >= 5 for reaction in faulty.reactions) <= 1

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.cli import main
-from lightning_hetero.cli.stragglers import summarise
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event
 from lightning_hetero.straggler import (
@@ -25,11 +24,9 @@ from lightning_hetero.straggler import (
     Mitigation,
     read_events,
 )
-from lightning_hetero.straggler.events import format_message, to_entry
+from lightning_hetero.straggler.events import to_entry
 
-ITERATIONS = tuple(
-    IterationEvent(step=step, iteration_s=2.0 if 40 <= step < 45 else 1.0) for step in range(60)
-)
+ITERATIONS = tuple(IterationEvent(step=step, iteration_s=1.0) for step in range(60))
 CHANGE = ChangeEvent(
     step=43, onset_step=40, kind=ChangeKind.SLOWDOWN, before=1.0, after=2.0, where="pipeline 1"
 )
@@ -56,26 +53,13 @@ def log(tmp_path):
     return path
 
 
-def test_events_are_read_back_whether_or_not_they_have_times(log, tmp_path):
+def test_events_are_read_back_and_shown(log, capsys):
     assert read_events(log) == EVENTS
-    old = tmp_path / "stragglers.jsonl"
-    old.write_text("\n".join(json.dumps(to_entry(event)) for event in (CHANGE, FOUND)))
-    assert read_events(old) == (CHANGE, FOUND)
-
-
-def test_the_table_shows_every_event(log, capsys):
     assert main(["stragglers", str(log)]) == 0
     output = capsys.readouterr().out
     assert "60 iterations, steps 0 to 59, median 1 s" in output
     for event in (CHANGE, FOUND, ACTION):
         assert str(event) in output
-
-
-def test_the_message_says_what_where_why_and_what_was_done():
-    assert format_message(CHANGE, [FOUND], ACTION) == (
-        "step 43: pipeline 1 slowed 2.0× (since step 40): the link between ranks 1 and 2 is 3.0× "
-        "slower than it should be; S3 swapped places of ranks 2, 3, iteration 2.00 s → 1.00 s"
-    )
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(log):
@@ -97,45 +81,26 @@ def test_a_missing_log_is_an_error_and_an_empty_one_says_so(tmp_path, capsys):
     assert "no events" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[]",
-        '{"event": "iteration", "step": 1.5, "iteration_s": 1}',
-        '{"event": "iteration", "step": 1}',
-        '{"event": "iteration", "step": 1, "iteration_s": "long"}',
-        '{"event": "iteration", "step": 1, "iteration_s": 1, "colour": 3}',
-        '{"event": "finding", "step": 1, "kind": "moon", "ranks": [1], "ratio": 2}',
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line):
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"event": "iteration", "step": 1, "iteration_s": 1}\n' + line + "\n")
-    with pytest.raises(ConfigurationError, match="line 2"):
-        read_events(path)
-
-
-KNOWN = [to_entry(event) for event in (ITERATIONS[0], *EVENTS[-3:])]
 KINDS = (IterationEvent, ChangeEvent, Finding, ActionEvent)
-KEYS = st.sampled_from(sorted({field.name for kind in KINDS for field in fields(kind)}))
+KEYS = st.sampled_from(sorted({field.name for kind in KINDS for field in fields(kind)} | {"new"}))
 STRANGE = st.one_of(
     st.sampled_from([None, True, "", "x", "inf", 10**400, 10**30, -1, [], {}, [None], ["a"], [[]]]),
     st.floats(),
-    st.integers(),
     st.text(max_size=4),
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.sampled_from([*KNOWN, {"event": "other"}, {}]), st.dictionaries(KEYS, STRANGE))
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([*map(to_entry, EVENTS[-4:]), {"event": "other"}, {}]),
+    st.dictionaries(KEYS, STRANGE),
+)
 def test_any_line_is_an_event_or_refused_by_its_number(tmp_path_factory, entry, changes):
-    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    path = tmp_path_factory.getbasetemp() / "any-line.jsonl"
     path.write_text(json.dumps({**entry, **changes}) + "\n[" + "[" * 50_000 + "\n")
     try:
-        events = read_events(path)
+        said = f"line 1 {'; '.join(map(str, read_events(path)))}"
     except ConfigurationError as error:
         said = str(error)
-    else:
-        said = f"line 1 {summarise(events) if events else ''}"
     assert "line 1" in said
     assert len(said) < 700

@@ -14,11 +14,7 @@ from lightning_hetero.exchange.owners import assign_owners
 from lightning_hetero.exchange.slices import Ownership, ParameterSpec
 from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.straggler import Finding, FindingKind, Mitigation
-from lightning_hetero.straggler.mitigation import (
-    WatchedPlans,
-    find_mitigations,
-    restart_mitigation,
-)
+from lightning_hetero.straggler.mitigation import WatchedPlans, find_mitigations
 from lightning_hetero.straggler.prediction import (
     MeasuredRun,
     PlaceTimes,
@@ -65,12 +61,6 @@ def mitigations_of(facts, slowness, plans=(), has_room=bool):
     return find_mitigations(run, slowness)
 
 
-def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
-    for num_stages in (1, 2, 4):
-        plan = even(num_stages)
-        assert RunPrediction(measured(plan), Slowness()).iteration_s(plan) == pytest.approx(10.0)
-
-
 def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     plan, slowness = even(1), Slowness(ranks={3: 1.9})
     model = RunPrediction(measured(plan), slowness)
@@ -110,23 +100,11 @@ def test_a_swap_only_permutes_ranks_and_never_does_harm(num_stages, data):
     )
     probe_s = dict(enumerate(data.draw(st.permutations([1.0, 1.0, 1.5, 2.0]))))
     facts = measured(plan, probe_s=probe_s)
+    assert RunPrediction(facts).iteration_s(plan) == pytest.approx(10.0), "as was measured"
     for found in mitigations_of(facts, slow):
         (swapped,) = found.plans
         assert sorted(swapped.ranks) == sorted(plan.ranks)
         assert found.iteration_s <= RunPrediction(facts, slow).iteration_s(plan)
-
-
-def test_slow_ranks_come_to_share_a_pipeline_and_a_slow_boundary_gets_fewer_micro_batches():
-    plan, slowness = even(2), Slowness(ranks={0: 2.0, 3: 2.0})
-    found = mitigations_of(measured(plan, count=2), slowness)[-1]
-    assert found.mitigation is Mitigation.SWAP
-    (swapped,) = found.plans
-    assert swapped.place(0).pipeline_index == swapped.place(3).pipeline_index
-    findings = [Finding(kind=FindingKind.LINK, ranks=ranks, ratio=2000.0) for ranks in ((1, 0),)]
-    model = RunPrediction(measured(plan), Slowness.of(findings))
-    slow, fine = model.counts(model.balanced(plan))
-    assert slow < fine
-    assert model.iteration_s(model.balanced(plan)) < model.iteration_s(plan)
 
 
 def cut_as(plan: ParallelPlan) -> list[list[int]]:
@@ -158,30 +136,21 @@ def test_stages_are_cut_anew_for_slow_ranks_and_for_what_the_last_stage_has_besi
     assert cut_as(RunPrediction(facts).with_layers_moved(plan)) == [[3, 1] if head_s else [2, 2]]
 
 
-def test_a_data_module_gives_every_pipeline_the_same_time():
+def test_a_data_module_gives_every_pipeline_the_same_time_and_its_plans_change_alike():
     (found,) = mitigations_of(measured(even(1), is_assigned=True), Slowness(ranks={3: 2.0}))
     assert found.mitigation is Mitigation.REBALANCE
     # Of the 10 s the pipelines take 8: four of them at speeds 1, 1, 1 and 1/2.
-    exchange_s = 10.0 - 8.0
-    assert found.iteration_s == pytest.approx(exchange_s + 8.0 * 4 / 3.5)
-    assert found.effect == "assigned less to rank 3"
+    assert found.iteration_s == pytest.approx((10.0 - 8.0) + 8.0 * 4 / 3.5)
     assert found.slowdowns == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
     assert found.plans == found.first_plans == (even(1),)
-
-
-def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
-    plans = (even(2), even(4), even(1))
-    slowness = Slowness(links={(0, 2): 200.0})
-    facts = measured(plans[0], is_assigned=True)
-    (found,) = mitigations_of(facts, slowness, plans)
+    plans, slowness = (even(2), even(4), even(1)), Slowness(links={(0, 2): 200.0})
+    (found,) = mitigations_of(measured(plans[0], is_assigned=True), slowness, plans)
     assert found.mitigation is Mitigation.SWAP
     assert [[p.ranks for p in plan.pipelines] for plan in found.plans] == [
         [(1, 0), (3, 2)],
         [(1, 0, 3, 2)],
         [(1,), (0,), (3,), (2,)],
     ]
-    model = RunPrediction(facts, slowness)
-    assert found.iteration_s == pytest.approx(model.iteration_s(found.plans[0]))
     assert found.first_plans == plans
 
 
@@ -205,19 +174,6 @@ def test_a_rank_that_takes_a_faster_ones_place_takes_its_own_time_there_and_is_g
     assert found.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
 
 
-def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
-    findings = [Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)]
-    facts = {"healthy_s": 3.0, "world_size": 4}
-    found = restart_mitigation(findings, **facts, num_left=lambda exclude: 4 - len(exclude))
-    assert found is not None
-    assert found.exclude == (3,)
-    assert found.iteration_s == pytest.approx(4.0)
-    assert restart_mitigation(findings, **facts, num_left=lambda exclude: 0) is None
-    links = [Finding(kind=FindingKind.LINK, ranks=r, ratio=5.0) for r in ((0, 1), (1, 2))]
-    found = restart_mitigation(links, **facts, num_left=lambda exclude: 4 - len(exclude))
-    assert found.exclude == (1,), "both slow links are rank 1's"
-
-
 @pytest.mark.parametrize(
     ("rank_ratio", "link_ratio", "excess_s", "kept"),
     [
@@ -226,8 +182,6 @@ def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
         (3.0, 1.6, math.nan, [FindingKind.HOST]),
         (1.25, None, 2.0, [FindingKind.HOST]),
         (1.25, None, 60.0, []),
-        (None, 1.6, 5.0, []),
-        (None, 400.0, 5.0, [FindingKind.LINK]),
     ],
 )
 def test_what_explains_little_of_a_slowdown_is_no_cause(rank_ratio, link_ratio, excess_s, kept):

@@ -135,18 +135,6 @@ def test_what_a_measure_gains_is_told_for_the_usual_work(recovers_at_once):
     assert recovers_at_once or undone.before_s == pytest.approx(2.0, rel=0.03)
 
 
-def test_a_restart_is_reported_at_once_since_the_run_ends_with_it():
-    restart = PossibleMitigation(
-        mitigation=Mitigation.RESTART, iteration_s=1.3, effect="asked for a restart"
-    )
-    run = Simulated(config(restart_cost_s=1.0))
-    run.run(20, 1.0)
-    run.run(5, 2.0, rank_3=2.0, findings=[DEVICE], measures=[restart])
-    (event,) = (event for event in run.of(ActionEvent) if event.kind is DecisionKind.APPLY)
-    assert (event.mitigation, event.step) == (Mitigation.RESTART, run.looks[0])
-    assert run.said[-1].endswith("S4 asked for a restart")
-
-
 def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():
     run = Simulated(config(allowed=(Mitigation.IGNORE,)), look_s=1.0)
     run.run(20, 1.0)
@@ -167,8 +155,6 @@ def test_another_fault_begins_another_episode():
     run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
     run.run(20, 4.0, rank_3=2.0, findings=[DEVICE, LINK])
     assert [replace(event, step=0) for event in run.of(Finding)] == [DEVICE, DEVICE, LINK]
-    assert run.acts[0].kind is DecisionKind.APPLY
-    assert len(run.acts) >= 2
 
 
 def test_what_the_run_refuses_is_said_and_not_tried_again():
@@ -183,20 +169,21 @@ def test_what_the_run_refuses_is_said_and_not_tried_again():
 
 def test_a_culprit_that_no_look_finds_at_first_is_looked_for_again():
     run = Simulated(config())
-    run.run(20, 1.0)
+    run.run(24, 1.0)
     run.run(6, 2.0, rank_3=2.0)
     assert (len(run.looks), run.acts, run.watch.known) == (1, [], ())
     assert "no rank and no link stands out" in run.said[0]
+    onset = run.watch.since_step
     run.run(10, 2.0, rank_3=2.0, findings=[DEVICE])
     assert len(run.looks) == 2
+    assert run.watch.since_step == onset, "a look at the plan has moved it"
     assert [finding.ranks for finding in run.watch.known] == [(3,)]
     assert len(run.acts) == 1
 
 
-@pytest.mark.parametrize(("seed", "rank_3"), [(0, 1.0), (1, 1.0), (2, 1.5)])
-def test_a_run_as_fast_as_before_is_never_looked_at_whatever_a_rank_does(seed, rank_3):
+@pytest.mark.parametrize("rank_3", [1.0, 1.5])
+def test_a_run_as_fast_as_before_is_never_looked_at_whatever_a_rank_does(rank_3):
     run = Simulated(config())
-    run.rng = random.Random(seed)
     run.run(20, 1.0)
     run.run(300, 1.0, rank_3=rank_3, findings=[DEVICE])
     assert (run.looks, run.said) == ([], [])
@@ -229,17 +216,6 @@ def test_a_plan_that_was_given_stays_and_a_better_one_is_named_once():
     run.run(40, 2.0, rank_3=2.0, findings=[DEVICE])
     run.run(40, 1.0)
     assert kinds_of(run) == ["apply", "undo"]
-
-
-def test_a_look_at_the_plan_does_not_hide_since_when_a_cause_is_looked_for():
-    run = Simulated(config())
-    run.run(24, 1.0)
-    run.run(6, 2.0)
-    onset, looked = run.watch.since_step, len(run.looks)
-    assert (looked, run.watch.known) == (1, ())
-    run.run(10, 2.0)
-    assert len(run.looks) == 2
-    assert run.watch.since_step == onset
 
 
 @pytest.mark.parametrize("iteration_s", [0.95, 0.8])

@@ -292,11 +292,6 @@ class ComputeWeights:
         return {name: item for name, item in self.shards.items() if not is_opaque(item)}
 
     @property
-    def has_cut(self) -> bool:
-        """Whether tensor parallelism has cut any of the weights."""
-        return bool(self._cut)
-
-    @property
     def outer(self) -> dict[str, nn.Parameter]:
         """The weights held here of parameters outside the layers."""
         specs = self.store.specs

@@ -18,7 +18,8 @@ it there, as a hook does that generates a few words. Without this the call would
 inside the model, because of shapes that tell the user nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -127,33 +128,27 @@ class StageBoundary:
             else:
                 del layer.forward
 
-    def forward_of(self, current: MicrobatchPass) -> "_Forward":
-        """Return the context in which the user's step runs for a micro-batch.
+    @contextmanager
+    def forward_of(self, current: MicrobatchPass) -> Iterator[None]:
+        """Context in which the user's step runs for a micro-batch.
 
         Raises:
             StageEnd: Inside the context, at the end of a stage that isn't the last.
             StepError, ModelError: The step does something that a stage can't do, or ends before all
                 layers of the stage were called.
         """
-        return _Forward(self, current)
-
-    def begin(self, current: MicrobatchPass) -> None:
-        """Enter the context of `forward_of`."""
         self._current = current
         current.with_gradients = torch.is_grad_enabled()
         seed_everything(current.step_seed)
         current.is_free = not current.has_stages and self._group is None
         if not self._layers and current.wait_unit is not None:
             current.wait_unit(0)
-        if current.reads is not None:
-            current.reads.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self, current: MicrobatchPass, error: type[BaseException] | None) -> None:
-        """Leave the context of `forward_of`."""
-        self._current = None
-        if current.reads is not None:
-            current.reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if error is None and not current.is_free:
+        try:
+            with current.reads or nullcontext():
+                yield
+        finally:
+            self._current = None
+        if not current.is_free:
             current.check_finished()
 
     def run_backward(
@@ -169,9 +164,14 @@ class StageBoundary:
             outputs: The tensors where the backward begins.
             gradients: The gradient of each of them.
         """
+        with self._in_backward_of(current):
+            torch.autograd.backward(outputs, gradients)
+
+    @contextmanager
+    def _in_backward_of(self, current: MicrobatchPass) -> Iterator[None]:
         self._backward = current
         try:
-            torch.autograd.backward(outputs, gradients)
+            yield
         finally:
             self._backward = None
 
@@ -180,11 +180,8 @@ class StageBoundary:
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a forward pass's loss, without adding them to `grad`."""
         if not current.is_reentrant:
-            self._backward = current
-            try:
+            with self._in_backward_of(current):
                 return torch.autograd.grad(loss, parameters, allow_unused=True)
-            finally:
-                self._backward = None
         # Reentrant checkpoints don't support `autograd.grad`.
         self.run_backward(current, [loss], [torch.ones_like(loss)])
         found = [item.grad for item in parameters]
@@ -350,19 +347,6 @@ class StageBoundary:
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
         key = current.hidden_arguments.get(call.index)
         return call.hidden_argument() if key is None else key
-
-
-class _Forward:
-    """The context of `StageBoundary.forward_of`."""
-
-    def __init__(self, boundary: StageBoundary, current: MicrobatchPass) -> None:
-        self._boundary, self._current = boundary, current
-
-    def __enter__(self) -> None:
-        self._boundary.begin(self._current)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._boundary.end(self._current, kind)
 
 
 class _LayerForward:

@@ -39,18 +39,40 @@ from lightning_hetero.runtime.tensor_parallel.styles import ROWS, TPStyle, layer
 __all__ = ["RegionForward", "ShardedForward", "SharedHeadsForward"]
 
 
-class ShardedForward:
-    """Replaces the forward of a sharded module; an object, so that it can be pickled."""
+class _GroupForward:
+    """Replaces a module's forward where its weights are shards; an object, so it can be pickled."""
+
+    _run: Callable[..., Any]
+    """Runs the module on this rank of a group."""
+
+    def __init__(
+        self, stage: StageGroup, layout: ModelLayout, module: nn.Module, anchored_at: str
+    ) -> None:
+        self._stage = stage
+        self._module = module
+        self._forward = module.forward
+        self._anchor = _Anchor.of(layout, anchored_at)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module for this rank of its group if its weights are shards, else unchanged."""
+        peers = self._stage.peers
+        if peers is None or not self._anchor.is_cut:
+            return self._forward(*args, **kwargs)
+        return self._run(peers, *args, **kwargs)
+
+
+class ShardedForward(_GroupForward):
+    """Runs a sharded module as its style says."""
 
     def __init__(
         self, stage: StageGroup, layout: ModelLayout, item: ShardedModule, *, in_region: bool
     ) -> None:
-        self._stage = stage
+        is_beside = item.style in (TPStyle.DROPOUT, TPStyle.DORA)
+        super().__init__(
+            stage, layout, item.module, layer_of(item.name) if is_beside else item.name
+        )
         self._item = item
         self._in_region = in_region
-        self._forward = item.module.forward
-        is_beside = item.style in (TPStyle.DROPOUT, TPStyle.DORA)
-        self._anchor = _Anchor.of(layout, layer_of(item.name) if is_beside else item.name)
         forwards: dict[TPStyle, Callable[..., Any]] = {
             TPStyle.COLWISE: self._colwise,
             TPStyle.GATHERED: self._gathered,
@@ -64,13 +86,6 @@ class ShardedForward:
             TPStyle.DORA: self._dora,
         }
         self._run = forwards[item.style]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as its style says if its weights are shards, else unchanged."""
-        peers = self._stage.peers
-        if peers is None or not self._anchor.is_cut:
-            return self._forward(*args, **kwargs)
-        return self._run(peers, *args, **kwargs)
 
     @property
     def _length(self) -> int:
@@ -87,8 +102,8 @@ class ShardedForward:
 
     def _linear(self, tensor: Tensor, *, bias: bool = True) -> Tensor:
         """Run the module's own forward on its shard, without its bias if `bias` is False."""
-        module: Any = self._item.module
-        with _without_bias(module, active=not bias):
+        module: Any = self._module
+        with _attributes(module, {} if bias else {"bias": None}):
             if is_transposed(module):
                 output: Tensor = tensor @ module.weight
                 return output if module.bias is None else output.add(module.bias)
@@ -104,7 +119,7 @@ class ShardedForward:
 
     def _rowwise(self, peers: TPGroup, tensor: Tensor) -> Tensor:
         output = self._summed(self._linear(tensor, bias=False), peers)
-        bias = self._item.module._parameters.get("bias")
+        bias = self._module._parameters.get("bias")
         return output if bias is None else output + bias
 
     def _split(self, peers: TPGroup, tensor: Tensor) -> Tensor:
@@ -114,7 +129,10 @@ class ShardedForward:
     def _embedding(self, peers: TPGroup, ids: Tensor) -> Tensor:
         start, stop = piece_of(self._length, peers.tp_rank, peers.degree)
         own_ids, foreign = local_index(ids, self._length, peers)
-        with _local_padding(self._item.module, start, stop):
+        module: Any = self._module
+        padding = None if module.padding_idx is None else module.padding_idx - start
+        is_here = padding is not None and 0 <= padding < stop - start
+        with _attributes(module, {"padding_idx": padding if is_here else None}):
             vectors = self._forward(own_ids)
         return reduce_partial(vectors.masked_fill(foreign[..., None], 0), peers)
 
@@ -132,7 +150,7 @@ class ShardedForward:
         return self._summed(self._forward(*inputs), peers)
 
     def _local_sizes(self, peers: TPGroup, *args: Any, **kwargs: Any) -> Any:
-        module = self._item.module
+        module = self._module
         sizes = {name: getattr(module, name) // peers.degree for name in self._item.local_sizes}
         with _attributes(module, sizes):
             return self._forward(*args, **kwargs)
@@ -167,7 +185,7 @@ class ShardedForward:
             if style in ROWS:
                 squares = reduce_partial(squares, peers)
             norm = self._outside(squares.sqrt(), style, peers)
-        scale = self._item.module.get_parameter("weight") / norm
+        scale = self._module.get_parameter("weight") / norm
         result: Tensor = base_layer(tensor) if base_result is None else base_result
         if base_layer.bias is not None:
             result = result - self._outside(base_layer.bias, style, peers)
@@ -186,8 +204,8 @@ class ShardedForward:
         return self._item.style
 
 
-class SharedHeadsForward:
-    """Replaces the forward of a layer with shared heads, or of the attention module around it.
+class SharedHeadsForward(_GroupForward):
+    """Runs a layer with shared heads, or the attention module around it, on the rank's heads.
 
     The layer's output then has each head as often as `Heads.read` says, and the attention module
     takes each to be read by equally many query heads.
@@ -202,18 +220,11 @@ class SharedHeadsForward:
         *,
         outer: bool,
     ) -> None:
-        self._stage = stage
+        super().__init__(stage, layout, module, heads.attention)
         self._heads = heads
         self._outer = outer
-        self._module = module
-        self._forward = module.forward
-        self._anchor = _Anchor.of(layout, heads.attention)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with the rank's heads if its weights are shards, else unchanged."""
-        peers = self._stage.peers
-        if peers is None or not self._anchor.is_cut:
-            return self._forward(*args, **kwargs)
+    def _run(self, peers: TPGroup, *args: Any, **kwargs: Any) -> Any:
         index, run = self._heads.read(peers.tp_rank, peers.degree)
         if not self._outer:
             return self._heads.repeat(self._forward(*args, **kwargs), index)
@@ -222,35 +233,23 @@ class SharedHeadsForward:
             return self._forward(*args, **kwargs)
 
 
-class RegionForward:
-    """Replaces the forward of a sharded region: gathers the tokens of its inputs first."""
+class RegionForward(_GroupForward):
+    """Runs a sharded region on all tokens: gathers those of its inputs first."""
 
-    def __init__(
-        self, stage: StageGroup, layout: ModelLayout, name: str, module: nn.Module
-    ) -> None:
-        self._stage = stage
-        self._forward = module.forward
-        self._anchor = _Anchor.of(layout, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the region on all tokens if its weights are shards, else unchanged."""
-        peers = self._stage.peers
-        if peers is None or not self._anchor.is_cut:
-            return self._forward(*args, **kwargs)
-        if args and isinstance(args[0], Tensor):
-            # Experts also get the routes of tokens, which have as many rows.
-            rows = args[0].shape[TOKENS]
-            tokens = [
-                isinstance(arg, Tensor) and arg.ndim > 1 and arg.shape[TOKENS] == rows
-                for arg in args
-            ]
-            gathered = (
-                self._gather(arg, peers) if is_tokens else arg
-                for arg, is_tokens in zip(args, tokens, strict=True)
-            )
-            return self._forward(*gathered, **kwargs)
-        name = next(n for n, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point())
-        return self._forward(*args, **{**kwargs, name: self._gather(kwargs[name], peers)})
+    def _run(self, peers: TPGroup, *args: Any, **kwargs: Any) -> Any:
+        if not args or not isinstance(args[0], Tensor):
+            tensors = (n for n, v in kwargs.items() if isinstance(v, Tensor))
+            name = next(n for n in tensors if kwargs[n].is_floating_point())
+            return self._forward(*args, **{**kwargs, name: self._gather(kwargs[name], peers)})
+        # Experts also get the routes of tokens, which have as many rows.
+        rows = args[0].shape[TOKENS]
+        gathered = (
+            self._gather(arg, peers)
+            if isinstance(arg, Tensor) and arg.ndim > 1 and arg.shape[TOKENS] == rows
+            else arg
+            for arg in args
+        )
+        return self._forward(*gathered, **kwargs)
 
     def _gather(self, tensor: Tensor, peers: TPGroup) -> Tensor:
         return gather_tokens(tensor, TOKENS, self._stage.token_sizes(tensor, whole=False), peers)
@@ -301,7 +300,7 @@ def _inside(
 
 
 @contextmanager
-def _attributes(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
+def _attributes(module: nn.Module, values: Mapping[str, int | None]) -> Iterator[None]:
     """Context in which a module's attributes have other values."""
     before = {name: getattr(module, name) for name in values}
     try:
@@ -311,30 +310,3 @@ def _attributes(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
-
-
-@contextmanager
-def _without_bias(module: nn.Module, *, active: bool) -> Iterator[None]:
-    bias = module._parameters.get("bias")
-    if bias is None or not active:
-        yield
-        return
-    module._parameters["bias"] = None
-    try:
-        yield
-    finally:
-        module._parameters["bias"] = bias
-
-
-@contextmanager
-def _local_padding(module: Any, start: int, stop: int) -> Iterator[None]:
-    """Context in which `padding_idx` counts from the shard's first row; None if it isn't in it."""
-    whole = module.padding_idx
-    if whole is None:
-        yield
-        return
-    module.padding_idx = whole - start if start <= whole < stop else None
-    try:
-        yield
-    finally:
-        module.padding_idx = whole

@@ -82,7 +82,7 @@ class TensorParallel:
                 forward = ShardedForward(self.stage, self.layout, item, in_region=inside)
                 self._wrap(item.module, forward)
         for name, module in regions.items():
-            self._wrap(module, RegionForward(self.stage, self.layout, name, module))
+            self._wrap(module, RegionForward(self.stage, self.layout, module, name))
         self._share_heads(root, cuts)
         parts = {id(part) for layer in layout.layers for part in layer.modules()}
         others = [item.module for item in cuts.modules if id(item.module) not in parts]

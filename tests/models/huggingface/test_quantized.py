@@ -7,8 +7,7 @@ import torch
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.huggingface import load_pretrained, quantized
-from tests.runtime.huggingface_runs import auto_class, make_model
-from tests.runtime.peft_runs import quantization
+from tests.runtime.huggingface_runs import auto_class, make_model, quantization
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")

@@ -1,7 +1,9 @@
 """Packed, pretrained and drawn models train under any plan as on one device."""
 
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -11,16 +13,18 @@ import torch
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import CheckpointError, ModelError
 from lightning_hetero.models.huggingface import export_pretrained
-from tests.models.huggingface.runs import (
-    PackedCase,
-    PackedModule,
-    PackedOutcome,
-    train,
-    train_unlike,
-)
 from tests.processes import ProcessFailed, ProcessPool
-from tests.runtime.huggingface_runs import auto_class, make_model
+from tests.runtime.huggingface_runs import (
+    SEED,
+    HuggingFaceCase,
+    HuggingFaceModule,
+    HuggingFaceOutcome,
+    auto_class,
+    make_model,
+    run,
+)
 from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.test_huggingface import assert_same
 from tests.toy import quiet
 
 pytestmark = pytest.mark.dist
@@ -31,14 +35,43 @@ STAGED = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 4)), pipeline(stage(1, 0, 
 MIXED = plan_of(pipeline(stage([1, 0], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 3, 4)))
 
 
-def assert_same(found: PackedOutcome, expected: PackedOutcome, tolerance: float = 1e-5) -> None:
-    assert len(set(expected.losses)) == len(expected.losses) > 2, "the oracle doesn't train"
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
-    assert found.after.keys() == expected.after.keys()
-    for name, value in expected.after.items():
-        # A bias of BERT's keys has no gradient but rounding: its scale says nothing.
-        scale = max(float(np.abs(value).max()), 1e-3)
-        assert float(np.abs(found.after[name] - value).max()) <= tolerance * scale, name
+@dataclass
+class Kept(HuggingFaceOutcome):
+    """An outcome whose `before` is rank 0's checkpoint before the first step."""
+
+    num_bytes_read: int
+
+
+class Initial(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.weights = arrays(trainer.strategy.lightning_module_state_dict())
+
+
+def arrays(state: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy().copy() for name, value in state.items()}
+
+
+def train(rank: int, case: HuggingFaceCase) -> Kept:
+    """Train a case on one of its ranks; with a folder, also save what came out beside it."""
+    L.seed_everything(SEED, verbose=False)
+    module, initial = HuggingFaceModule(case), Initial()
+    trainer = run(module, case, initial)
+    if case.folder is not None and case.plan is not None:
+        trainer.save_checkpoint(Path(case.folder).parent / "trained.ckpt")
+        if rank == 0:
+            module.model.save_pretrained(Path(case.folder).parent / "trained")
+    source = getattr(module.model, "weight_source", None)
+    num_bytes_read = 0 if source is None else source.num_bytes_read
+    return Kept(module.losses, initial.weights, arrays(module.state_dict()), num_bytes_read)
+
+
+def train_unlike(rank: int, case: HuggingFaceCase) -> None:
+    """Let rank 1 build its module on the meta device and rank 0 on CPU."""
+    train(rank, replace(case, source="meta" if rank else "cpu"))
+
+
+def packed_case(model: str, plan: Any, world_size: int = 1, **more: Any) -> HuggingFaceCase:
+    return HuggingFaceCase(model=model, plan=plan, world_size=world_size, packed=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -47,28 +80,24 @@ def assert_same(found: PackedOutcome, expected: PackedOutcome, tolerance: float 
 def test_packed_batches_train_under_a_mixed_plan_as_on_one_device(
     pool: ProcessPool, model: str, *, sequence_parallel: bool
 ) -> None:
-    case = PackedCase(model=model, plan=MIXED, world_size=4, sequence_parallel=sequence_parallel)
+    options = (("sequence_parallel", sequence_parallel),)
+    case = packed_case(model, MIXED, 4, options=options)
     expected = pool.run_alone(train, case.on_single_device())
+    assert len(set(expected.losses)) == len(expected.losses) > 2, "the oracle doesn't train"
     for outcome in pool.run(train, 4, case):
-        assert_same(outcome, expected)
+        assert_same(outcome, expected, 1e-5)
 
 
 def test_a_model_on_the_meta_device_trains_alike_under_three_plans(pool: ProcessPool) -> None:
     alone, staged, mixed = (
-        pool.run(
-            train,
-            size,
-            PackedCase(
-                model="gpt2", source="meta", plan=plan, world_size=size, batch_size=batch_size
-            ),
-        )
+        pool.run(train, size, packed_case("gpt2", plan, size, source="meta", batch_size=batch_size))
         for plan, size, batch_size in ((ALONE, 1, 8), (STAGED, 3, 4), (MIXED, 4, 4))
     )
     for outcomes in (staged, mixed):
-        assert outcomes[0].initial.keys() == alone[0].initial.keys()
-        for name, value in alone[0].initial.items():
-            assert np.array_equal(outcomes[0].initial[name], value), name
-        assert_same(outcomes[0], alone[0])
+        assert outcomes[0].before.keys() == alone[0].before.keys()
+        for name, value in alone[0].before.items():
+            assert np.array_equal(outcomes[0].before[name], value), name
+        assert_same(outcomes[0], alone[0], 1e-5)
 
 
 def test_a_folder_is_read_by_slices_trained_and_written_again(
@@ -78,11 +107,11 @@ def test_a_folder_is_read_by_slices_trained_and_written_again(
     torch.manual_seed(6)
     model = make_model("mixtral")
     model.save_pretrained(folder, max_shard_size="9KB")
-    case = PackedCase(model="mixtral", plan=MIXED, world_size=4, source="folder", folder=folder)
+    case = packed_case("mixtral", MIXED, 4, folder=folder)
     expected = pool.run_alone(train, case.on_single_device())
     outcomes = pool.run(train, 4, case)
     for outcome in outcomes:
-        assert_same(outcome, expected)
+        assert_same(outcome, expected, 1e-5)
     read = [outcome.num_bytes_read for outcome in outcomes]
     total = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     assert sum(read) == total
@@ -103,8 +132,7 @@ def test_a_folder_is_read_by_slices_trained_and_written_again(
 
 
 def test_a_failure_before_there_are_weights_is_the_error_that_is_seen() -> None:
-    case = PackedCase(model="llama", source="meta", plan=ALONE)
-    module = PackedModule(case)
+    module = HuggingFaceModule(packed_case("llama", ALONE, source="meta"))
     module.register_buffer("angles", torch.zeros(3, device="meta"))
     strategy = HeteroStrategy(ParallelPlan.from_dict(ALONE))
     with pytest.raises(ModelError, match="Buffer angles is on the meta device"):
@@ -114,7 +142,7 @@ def test_a_failure_before_there_are_weights_is_the_error_that_is_seen() -> None:
 def test_ranks_that_build_the_module_differently_all_say_so(pool: ProcessPool) -> None:
     plan = plan_of(pipeline(stage(0, 0, 4)), pipeline(stage(1, 0, 4)))
     with pytest.raises(ProcessFailed) as failed:
-        pool.run(train_unlike, 2, PackedCase(model="llama", plan=plan, world_size=2))
+        pool.run(train_unlike, 2, packed_case("llama", plan, 2))
     assert len(failed.value.failures) == 2
     for text in failed.value.failures.values():
         assert re.search(r"by rank: \{0: 0, 1: 39\}.*Build the module alike", text)

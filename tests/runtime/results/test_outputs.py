@@ -1,18 +1,15 @@
 """What steps return and append is what one device has, on every rank."""
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_hetero.models.batches import cut_batch
-from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord, join_outputs
+from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import COPIES, STAGES, TinyModule, check, fit_each
 
@@ -33,16 +30,6 @@ def joined(step: Any, *cuts: int) -> Any:
     return join_outputs(records)
 
 
-@given(num_samples=st.integers(2, 12), num_microbatches=st.integers(2, 5))
-@settings(deadline=None)
-def test_joining_undoes_cutting(num_samples: int, num_microbatches: int) -> None:
-    batch = {"a": torch.arange(num_samples), "b": (torch.rand(num_samples, 2),)}
-    parts = cut_batch(batch, num_microbatches)
-    found = join_outputs([StepRecord(part, {}) for part in parts])
-    assert torch.equal(found["a"], batch["a"])
-    assert torch.equal(found["b"][0], batch["b"][0])
-
-
 STEPS: dict[str, Any] = {
     "rows": lambda x: x * 2,
     "tokens": lambda x: x.reshape(-1),
@@ -55,6 +42,7 @@ STEPS: dict[str, Any] = {
     "texts": lambda x: [f"{float(row[0])}" for row in x],
     "named": lambda x: Pair(x, x.mean()),
     "dict of a kind": lambda x: defaultdict(list, a=x),
+    "a model's output": lambda x: CausalLMOutput(logits=x, loss=x.mean()),
 }
 
 
@@ -84,44 +72,6 @@ def test_what_cannot_be_joined_is_a_list_of_all_values(step: Any) -> None:
     assert len(found) == 3
 
 
-class Collector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.items: list[Any] = [0]
-        self.buckets: list[Any] = [[1], None]
-        self.by_name: dict[str, Any] = {"known": [], "count": 1}
-
-
-APPENDS: dict[tuple[Any, ...], Callable[[Any], Any]] = {
-    ("items",): lambda module: module.items.append(2),
-    ("buckets", 0): lambda module: module.buckets[0].append(2),
-    ("by_name", "known"): lambda module: module.by_name["known"].append(2),
-    ("by_name", "new"): lambda module: module.by_name.update(new=[2]),
-    ("new",): lambda module: setattr(module, "new", [2]),
-}
-
-
-@pytest.mark.parametrize("path", APPENDS)
-def test_items_are_found_wherever_a_step_appends_them(path: tuple[Any, ...]) -> None:
-    module = Collector()
-    lists = AppendedLists(module)
-    lists.begin()
-    assert lists.take() == {}
-    lists.begin()
-    APPENDS[path](module)
-    assert lists.take() == {path: [2]}
-    lists.begin()
-    assert lists.take() == {}
-
-
-def test_a_model_output_stays_one() -> None:
-    known = pytest.importorskip("transformers.modeling_outputs")
-    found = joined(lambda x: known.CausalLMOutput(logits=x, loss=x.mean()), 2)
-    assert isinstance(found, known.CausalLMOutput)
-    assert torch.equal(found.logits, ROWS)
-    assert float(found.loss) == 5.5
-
-
 class Collecting(TinyModule):
     """Collects for the end of an epoch what steps and hooks of batches see."""
 
@@ -133,6 +83,7 @@ class Collecting(TinyModule):
         self.by_kind: dict[str, list[Any]] = defaultdict(list)
         self.losses_of_steps: list[Tensor] = []
         self.hooked: list[Any] = []
+        self.nested: list[list[Tensor]] = [[]]
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -154,6 +105,7 @@ class Collecting(TinyModule):
         loss = self.loss(logits, labels)
         self.outputs.append({"logits": logits, "loss": loss})
         self.by_kind["first"].append(ids[:, 0])
+        self.nested[0].append(ids[:, 1])
         return {"loss": loss, "pred": logits.argmax(-1)}
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -162,6 +114,8 @@ class Collecting(TinyModule):
     def on_validation_epoch_end(self) -> None:
         self.log("mean_logit", torch.cat([item["logits"] for item in self.outputs]).mean())
         self.log("mean_loss", torch.stack([item["loss"] for item in self.outputs]).mean())
+        self.log("rows", torch.cat(self.nested[0]).float().mean())
+        self.nested[0].clear()
         self.log("first", torch.cat(self.by_kind["first"]).float().mean())
         self.log("hooked_loss", torch.stack([item["loss"] for item in self.hooked]).mean())
         self.log("predicted", torch.cat([item["pred"] for item in self.hooked]).float().mean())

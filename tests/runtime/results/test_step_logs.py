@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.results.step_logs import StepLogs
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import COPIES, ROWS, STAGES, TinyModule, check
 
@@ -69,33 +67,3 @@ def test_what_steps_log_is_what_one_device_logs(pool: ProcessPool) -> None:
     # Micro-batches without targets count nothing; without any, what is logged still is there.
     for num_empty in (2, ROWS):
         check(pool, [LogsAll], STAGES, COPIES, num_empty=num_empty)
-
-
-class Noting(L.LightningModule):
-    """Keeps what reaches Lightning's own log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached: list[tuple[str, float]] = []
-
-    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]
-        self.reached.append((name, float(value)))
-
-
-def test_what_a_step_logged_that_did_not_end_is_forgotten() -> None:
-    module = Noting()
-    logs = StepLogs(module, torch.device("cpu"))
-    with logs.recording():
-        module.log("before_the_model", 1.0)
-        logs.drop_microbatch()
-        logs.keep_microbatch(torch.ones((), dtype=torch.float64))
-    assert logs.entries == ()
-
-
-def test_outside_of_steps_the_module_logs_as_ever() -> None:
-    module = Noting()
-    logs = StepLogs(module, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="boom"), logs.recording():
-        raise RuntimeError("boom")
-    module.log("after", 1.0)
-    assert module.reached == [("after", 1.0)]

@@ -1,11 +1,9 @@
-"""Checkpointed and compiled layers train alike; checkpointing keeps less."""
+"""Which layers are computed again, and that compiled ones train alike."""
 
 import os
 import pickle
 import shutil
-from collections.abc import Container
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +12,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.setup.products import KeptProducts, SavedBytes
-from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
@@ -50,32 +46,6 @@ def whole_pass(num_layers: int, recomputation: Recomputation) -> MicrobatchPass:
     )
 
 
-def saved_bytes(recomputed: Container[int], num_layers: int = 4) -> int:
-    """Return how many bytes a forward saves for backward, parameters left out."""
-    torch.manual_seed(0)
-    model = GPT(num_layers, 16, tied=False)
-    boundary = StageBoundary(list(model.blocks))
-    whole = whole_pass(num_layers, recomputation=Recomputation(layers=recomputed))
-    with SavedBytes(without=model.parameters()) as saved, boundary.forward_of(whole):
-        kept = model(torch.randint(VOCABULARY, (2, CONTEXT))).sum()
-    boundary.remove()
-    del kept
-    return saved.total
-
-
-def test_a_recomputed_layer_keeps_its_input_only() -> None:
-    none = saved_bytes(())
-    second = saved_bytes((0, 2))
-    full = saved_bytes(range(4))
-    a_layer = saved_bytes((), num_layers=5) - none
-    its_input = 2 * CONTEXT * 16 * 4
-    assert none > second > full
-    assert a_layer > 5 * its_input
-    # Inputs of recomputed layers stay; what else is saved belongs to the layers left alone.
-    assert full <= none - 4 * a_layer + 5 * its_input
-    assert second <= none - 2 * a_layer + 3 * its_input
-
-
 @pytest.mark.parametrize("num_together", [1, 2])
 @pytest.mark.parametrize(
     "also", [Recomputation(layers=range(4)), Recomputation(layers=(0,), selective=range(1, 4))]
@@ -104,77 +74,53 @@ def test_layers_that_the_model_checkpoints_itself_run_again_once(
     assert sorted(calls) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_every_nth_layer_is_recomputed() -> None:
-    chosen = {
-        value: LayerOptions(activation_checkpointing=value).recomputed(range(1, 6))
-        for value in ("none", "full", 1, 2, 3)
-    }
-    assert chosen["none"] == set()
-    assert chosen["full"] == chosen[1] == {1, 2, 3, 4, 5}
-    assert chosen[2] == {2, 4}
-    assert chosen[3] == {3}
-    selective = LayerOptions(activation_checkpointing="selective")
-    assert not selective.recomputed(range(1, 6))
-    assert selective.selective(range(1, 6)) == range(1, 6)
-    assert not LayerOptions(activation_checkpointing="full").selective(range(1, 6))
+@pytest.mark.parametrize(
+    ("value", "whole", "selective"),
+    [
+        ("none", set(), set()),
+        ("full", {1, 2, 3, 4, 5}, set()),
+        (1, {1, 2, 3, 4, 5}, set()),
+        (2, {2, 4}, set()),
+        (3, {3}, set()),
+        ("selective", set(), {1, 2, 3, 4, 5}),
+    ],
+)
+def test_every_nth_layer_is_recomputed(value: Any, whole: set[int], selective: set[int]) -> None:
+    options = LayerOptions(activation_checkpointing=value)
+    assert set(options.recomputed(range(1, 6))) == whole
+    assert set(options.selective(range(1, 6))) == selective
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        *(
+            ({"activation_checkpointing": value}, "activation_checkpointing is")
+            for value in ("half", 0, -1, True, None)
+        ),
+        (
+            {"activation_checkpointing": "full", "activation_budget_bytes": 1000},
+            r"'full' and activation_budget_bytes is 1000\.",
+        ),
+        ({"activation_budget_bytes": 0}, "1 or more"),
+        (
+            {"activation_checkpointing": "selective", "compile_layers": True},
+            "a compiler chooses itself what it keeps",
+        ),
+    ],
+)
+def test_other_values_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        LayerOptions(**options)
 
 
 @pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
-@pytest.mark.parametrize("by", ["the user", "compile_layers"])
-def test_compiled_layers_are_recomputed_as_a_whole_where_others_are_selectively(by: str) -> None:
-    with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
-        LayerOptions(activation_checkpointing="selective", compile_layers=True)
-    model = GPT(2, 16, tied=False)
-    if by == "the user":
-        model.blocks[1]._compiled_call_impl = model.blocks[1]._call_impl
-    options = LayerOptions(compile_layers=by == "compile_layers")
-    boundary = StageBoundary(list(model.blocks), wrap_layer=options.wrap_layer)
-    whole = whole_pass(2, recomputation=Recomputation(selective=range(2)))
-    ways: list[str] = []
-
-    def instead(way: str) -> Any:
-        return lambda *args, **_: ways.append(way) or args[-1]
-
-    with (
-        mock.patch.object(recomputation, "checkpoint", instead("whole")),
-        mock.patch.object(KeptProducts, "__call__", instead("selective")),
-        boundary.forward_of(whole),
-    ):
-        model(torch.zeros(1, CONTEXT, dtype=torch.int64))
-    boundary.remove()
-    assert ways == ["selective" if by == "the user" else "whole", "whole"]
-
-
-@pytest.mark.parametrize("value", ["half", 0, -1, True, None])
-def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="activation_checkpointing is"):
-        LayerOptions(activation_checkpointing=value)
-
-
-def test_a_budget_is_no_second_setting() -> None:
-    with pytest.raises(ConfigurationError, match=r"'full' and activation_budget_bytes is 1000\."):
-        LayerOptions(activation_checkpointing="full", activation_budget_bytes=1000)
-    with pytest.raises(ConfigurationError, match="1 or more"):
-        LayerOptions(activation_budget_bytes=0)
-    with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
-        LayerOptions(activation_checkpointing="selective", compile_layers=True)
-
-
-@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
-def test_wrapped_layers_are_pickled_as_they_were() -> None:
-    layer = nn.Linear(2, 2)
+def test_compiled_layers_are_pickled_and_may_be_as_many_as_a_model_has() -> None:
     options = LayerOptions(compile_layers=True)
-    boundary = StageBoundary([layer], wrap_layer=options.wrap_layer)
     copy = pickle.loads(pickle.dumps(options.wrap_layer(0, nn.Linear(2, 2).forward)))
     assert copy(torch.zeros(2)).shape == (2,)
-    boundary.remove()
-
-
-@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
-def test_every_layer_of_a_deep_model_may_be_compiled_by_itself() -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         layers = [nn.Linear(2, 2) for _ in range(12)]
-        options = LayerOptions(compile_layers=True)
         StageBoundary(layers, wrap_layer=options.wrap_layer).remove()
         assert torch._dynamo.config.recompile_limit >= len(layers)
 
@@ -207,7 +153,15 @@ def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
 ) -> None:
     # More layers than dynamo compiles one by one.
     plan = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 12)), pipeline(stage(1, 0, 12)))
-    case = Case(plan=plan, world_size=3, num_layers=12, num_microbatches=2, optimizer="sgd")
+    case = Case(
+        plan=plan,
+        world_size=3,
+        num_layers=12,
+        num_microbatches=2,
+        optimizer="sgd",
+        # These are recomputed as a whole: a compiler chooses itself what it keeps.
+        options=(("activation_checkpointing", "selective"),),
+    )
     expected, _ = pool.run(train_compiled_by_hand, 1, case.on_single_device(), how)[0]
     outcomes = pool.run(train_compiled_by_hand, 3, case, how)
     assert [num_graphs for _, num_graphs in outcomes] == [1, 1, 1]

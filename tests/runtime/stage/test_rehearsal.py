@@ -1,7 +1,5 @@
 """A layer is called once before anybody waits for it, and the real call finds it compiled."""
 
-import json
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_hetero.models import PackedBatch, pack_samples, varlen_attention
-from lightning_hetero.runtime.stage import rehearsal
 from lightning_hetero.runtime.stage.recomputation import LayerCall, LayerOptions
 from lightning_hetero.runtime.stage.rehearsal import describe_call, rehearse
 from tests.toy import Block
@@ -54,10 +51,10 @@ class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout()
-        self.seen: list[tuple[int, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
 
     def forward(self, x: torch.Tensor, batch: PackedBatch, *, rest: Any = None) -> Any:
-        self.seen.append((*x.shape, *batch.cu_seqlens.tolist(), rest["scale"]))
+        self.seen.append((*x.shape, *batch.cu_seqlens.tolist(), rest["scale"], rest[3]))
         heads = self.norm(x).unflatten(-1, (2, 4))
         found = varlen_attention(heads, heads, heads, batch.cu_seqlens, max_seqlen=batch.max_seqlen)
         return self.drop(found.flatten(-2)), None
@@ -65,21 +62,14 @@ class Packed(nn.Module):
 
 def test_packed_calls_are_made_anew_and_leave_layer_and_random_numbers_as_they_were() -> None:
     layer, batch = Packed(), pack_samples([torch.arange(4), torch.arange(6)])
-    call = described(torch.randn(10, 8, requires_grad=True), batch, rest={"scale": 2})
+    call = described(
+        torch.randn(10, 8, requires_grad=True), batch, rest={"scale": 2, 3: (True, [None])}
+    )
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     random_state = torch.get_rng_state()
     rehearse(layer, call, device=CPU, dtype=torch.float32)
-    assert layer.seen == [(10, 8, 0, 4, 10, 2)]
+    assert layer.seen == [(10, 8, 0, 4, 10, 2, (True, [None]))]
+    assert described(layer, object()) == ""
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), name
-
-
-def test_a_call_is_described_as_plain_data_or_not_at_all() -> None:
-    given = (torch.ones(3, 4), {"mask": None, 2: (True, [0.5, "a"])})
-    args, kwargs = map(rehearsal._made, json.loads(described(*given, flag=True)))
-    assert torch.equal(args[0], torch.zeros(3, 4))
-    assert (args[1:], kwargs) == (given[1:], {"flag": True})
-    Point = namedtuple("Point", "x")
-    for odd in (lambda: None, Point(1), object()):
-        assert described(odd) == ""

@@ -88,7 +88,7 @@ def test_as_many_random_numbers_are_drawn_as_on_values(draw: Callable[[Tensor], 
 
 
 def test_a_sealed_tensor_may_be_looked_at_and_not_changed() -> None:
-    sealed = Unknown.like(unknown(2, 3), ORIGIN, "Nothing between layers.")
+    sealed = Unknown.of((2, 3), torch.float32, CPU, ORIGIN, "Nothing between layers.")
     assert (sealed * 2).mean().add_(1).shape == ()
     for change in (F.relu_, lambda x: x[:, 0].add_(1), lambda x: x.view(6).zero_()):
         with pytest.raises(ModelError, match=r"Nothing between layers\."):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,14 +85,12 @@ class LogsEachNorm(TinyModule):
             self.log(f"most_{name}", item.data.abs().max())
             self.log(f"columns_{name}", item.norm(dim=0).sum())
 
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("before", self.model.head.weight.norm())
+
     def on_train_epoch_end(self) -> None:
         weights = torch.cat([item.detach().flatten() for item in self.model.head.parameters()])
         self.log("head", weights.square().sum().sqrt())
-
-
-class LooksBeforeBackward(TinyModule):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.log("norm", self.model.head.weight.norm())
 
 
 class TrainsNewRows(TinyModule):
@@ -310,23 +307,6 @@ class Does(TinyModule):
         super().__init__()
         hook, _, use = DOES[kind]
         setattr(self, hook, lambda *_: use(self.model))
-
-
-class Thaws(BaseFinetuning):
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.model.embed)
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.model.embed, optimizer, lr=0.1)
-
-
-class Thawed(TinyModule):
-    def configure_callbacks(self) -> list[Any]:
-        return [Thaws()]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([item for item in self.parameters() if item.requires_grad], lr=0.2)
 
 
 class BySize(TinyModule):

@@ -24,9 +24,18 @@ class HandingLayer(nn.Module):
         widths = [WIDTH, 12, 4, WIDTH] if kind == "width" else [WIDTH] * 4
         self.linear = nn.Linear(widths[index], widths[index + 1])
         self.kind, self.index = kind, index
+        self.kept: list[Tensor] = []
+        if kind == "looked into":
+            self.linear.register_forward_hook(lambda *args: float(args[-1].detach().sum()) and None)
 
     def forward(self, x: Tensor, scale: Tensor, rest: Any = None) -> Any:
         y = torch.tanh(self.linear(x)) * scale
+        if self.kind == "listed":
+            self.kept[:] = [y.mean()]
+        if self.kind == "named":
+            return {"hidden": y}
+        if self.kind == "nested":
+            return torch.nested.as_nested_tensor(list(y))
         if self.kind == "returned":
             return y, {"loss": y.square().mean(), "rows": len(y)}
         if self.kind == "handed on":
@@ -83,18 +92,30 @@ class HandsOn(Regression):
             for layer in self.layers:
                 # What a layer gets besides the hidden state may depend on its shape.
                 output = layer(x, scale[: x.shape[1]], rest)
+                output = output["hidden"] if isinstance(output, dict) else output
                 x, rest = output if isinstance(output, tuple) else (output, None)
                 if self.kind == "returned":
                     found.append(rest["loss"] * rest["rows"])
         logits = self.head(x.float()).mean(1)
+        if self.kind == "listed":
+            found = [layer.kept[0] for layer in self.layers]
         return F.mse_loss(logits, batch[1]) + 0.1 * sum(found)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},
-    "olmoe": {"num_experts": 4},
 }
+
+
+class Catches(HandsOn):
+    """Goes on after any exception of its layers, as code with a fallback does."""
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        try:
+            return super().loss(batch, batch_idx)
+        except Exception:
+            return self.head.weight.sum()
 
 
 class Router(Regression):

@@ -9,10 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import StepError
+from lightning_hetero.core.errors import ConfigurationError, StepError
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import (
@@ -39,7 +40,6 @@ RIGHT: list[Make] = [
     hooks.LogsNorms,
     hooks.LogsChangedNorms,
     hooks.LogsEachNorm,
-    hooks.LooksBeforeBackward,
     hooks.TrainsNewRows,
     hooks.LeavesOut,
     hooks.AveragesWhatTravels,
@@ -47,7 +47,6 @@ RIGHT: list[Make] = [
     hooks.SwapsAverages,
     hooks.AlongRows,
     hooks.ReplacesData,
-    hooks.Thawed,
     hooks.BySize,
     hooks.LoadsParts,
 ]
@@ -106,12 +105,37 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+EARLY_USES: list[Callable[[Any], Any]] = [
+    lambda layer: layer.weight + 1,
+    lambda layer: layer.weight.data,
+    lambda layer: layer.weight.detach(),
+    lambda layer: layer.weight[0],
+    lambda layer: layer.weight.cpu(),
+    lambda layer: list(layer.weight),
+    lambda layer: torch.stack([layer.weight]),
+    lambda layer: layer(torch.ones(6)),
+    lambda layer: layer.state_dict(),
+    lambda layer: nn.init.zeros_(layer.weight),
+    copy.deepcopy,
+]
+"""Of values in `configure_optimizers`, where only shapes are known."""
+
+
 class UsesWhole(TinyModule):
     """Uses a parameter's rows together, or by their places; or the norm of a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model.head.bias.requires_grad_(False)
+        self.told_early: list[str] = []
+
+    def configure_optimizers(self) -> Any:
+        for use in EARLY_USES:
+            try:
+                use(self.model.head)
+            except ConfigurationError as error:
+                self.told_early.append(str(error))
+        return super().configure_optimizers()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.told = []
@@ -123,16 +147,20 @@ class UsesWhole(TinyModule):
                 self.told.append(str(error))
 
 
-def tell(rank: int) -> list[str]:
+def tell(rank: int) -> tuple[list[str], list[str]]:
     module = UsesWhole()
     strategy = HeteroStrategy(ParallelPlan.from_dict(COPIES), num_microbatches=2)
     trainer = L.Trainer(**quiet(max_steps=1, strategy=strategy, devices=2))
     trainer.fit(module, DataLoader(Rows(4), batch_size=2))
-    return module.told
+    return module.told, module.told_early
 
 
 def test_functions_that_mix_rows_or_go_by_their_places_are_refused(pool: ProcessPool) -> None:
-    for *told, of_frozen in pool.run(tell, 2):
+    for (*told, of_frozen), told_early in pool.run(tell, 2):
+        assert len(told_early) == len(EARLY_USES)
+        for message in told_early:
+            assert "parameter model.head.weight" in message
+            assert "configure_optimizers" in message
         for name, message in zip(USES, told, strict=True):
             assert f"{name} is called on parameter" in message, name
         assert "norm is called in a hook on parameter model.head.bias, which is froz" in of_frozen

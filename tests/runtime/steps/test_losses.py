@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.results.iteration_loss import has_nonfinite
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import (
     ALONE,
@@ -286,12 +285,3 @@ def test_gradients_that_are_not_finite_are_refused_on_every_rank_or_left_out(
         for (found,) in pool.run(fit_each, 2, [Overflowing], plan, skips):
             assert all(np.isfinite(value).all() for value in found["weights"].values())
             assert len(found["losses"]) == 4
-
-
-def test_one_number_that_is_not_finite_among_many_is_seen() -> None:
-    tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.bfloat16)]
-    device = torch.device("cpu")
-    assert float(has_nonfinite(tensors, device)) == float(has_nonfinite([], device)) == 0
-    for value in (float("nan"), float("inf"), -float("inf")):
-        tensors[1][1, 0] = value
-        assert float(has_nonfinite(tensors, device)) != 0
