@@ -12,7 +12,7 @@ measured iteration (optimizer, data, logging) is a constant. The simulator combi
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -25,9 +25,9 @@ from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.pace import Pace, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
-from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
+from lightning_hetero.straggler.events import Finding, FindingKind, normalise_pair
 
-__all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "Slowness", "move_ranks", "true_causes"]
+__all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "move_ranks", "true_causes"]
 
 _LEAST_EXCESS = 0.05
 """Least growth of an iteration that is a slowdown, as a share of it."""
@@ -35,23 +35,6 @@ _LEAST_SHARE = 0.1
 """Least share of a slowdown that a true cause explains."""
 _Shape = tuple[int, int, bool, bool]
 """Ranks and layers of a stage, and whether it is the first and the last of its pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slowness:
-    """Slow ranks and links, with their factors."""
-
-    ranks: Mapping[int, float] = field(default_factory=dict)
-    links: Mapping[Pair, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, findings: Sequence[Finding]) -> "Slowness":
-        """Return the slowness that findings describe."""
-        links = {f.ranks: f.ratio for f in findings if f.kind is FindingKind.LINK}
-        return cls(
-            ranks={f.ranks[0]: f.ratio for f in findings if f.ranks not in links},
-            links={normalise_pair(a, b): ratio for (a, b), ratio in links.items()},
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +77,17 @@ class RunPrediction:
 
     Args:
         run: Measurements while nothing was slow.
-        slowness: The ranks and links that are slow now; none by default.
+        findings: What is slow now.
     """
 
-    def __init__(self, run: MeasuredRun, slowness: Slowness | None = None) -> None:
+    def __init__(self, run: MeasuredRun, findings: Sequence[Finding] = ()) -> None:
         self.run = run
-        self._slow = slowness or Slowness()
-        self._healthy = self if slowness is None else RunPrediction(run)
+        links = [finding for finding in findings if finding.kind is FindingKind.LINK]
+        self.slow_ranks = {f.ranks[0]: f.ratio for f in findings if f not in links}
+        """By rank, how many times longer it computes."""
+        self.slow_links = {normalise_pair(*finding.ranks): finding.ratio for finding in links}
+        """By link, how many times longer a message takes."""
+        self._healthy = RunPrediction(run) if findings else self
         found: dict[_Shape, list[FloatArray]] = defaultdict(list)
         for _, _, stage in run.plan.iter_stages():
             for rank in stage.ranks:
@@ -115,7 +102,7 @@ class RunPrediction:
     def iteration_s(self, plan: ParallelPlan) -> float:
         """Return the seconds of an iteration of a plan."""
         run = self.run
-        slow = {rank for pair in self._slow.links for rank in pair}
+        slow = {rank for pair in self.slow_links for rank in pair}
         # What ranks exchange that stay where they are, and have no slow link, doesn't change.
         ranks = [
             rank
@@ -158,6 +145,10 @@ class RunPrediction:
             for p, old, new in zip(plan.pipelines, self.counts(plan), shares, strict=True)
         )
         return replace(plan, pipelines=pipelines)
+
+    def balanced_s(self, plan: ParallelPlan) -> float:
+        """Return the seconds of an iteration of a plan with micro-batches moved."""
+        return self.iteration_s(self.balanced(plan))
 
     def with_layers_moved(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with the layers of each pipeline cut anew: S2b.
@@ -203,7 +194,7 @@ class RunPrediction:
 
     def factor(self, rank: int) -> float:
         """Return by what a rank's device multiplies the times of a stage."""
-        slow, place = self._slow.ranks.get(rank, 1.0), self.run.places.get(rank)
+        slow, place = self.slow_ranks.get(rank, 1.0), self.run.places.get(rank)
         if place is None:
             return slow * self.run.probe_s.get(rank, 1.0)
         stage = _stage_of(self.run.plan, rank)
@@ -279,7 +270,7 @@ class RunPrediction:
         return max(by_sender.values())
 
     def _s_per_byte(self, rank_a: int, rank_b: int) -> float:
-        slow = self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)
+        slow = self.slow_links.get(normalise_pair(rank_a, rank_b), 1.0)
         return slow * self.run.link_s_per_byte
 
     def _exchange_s(self, plan: ParallelPlan, ranks: Collection[int]) -> float:
@@ -348,7 +339,7 @@ def true_causes(
         return tuple(findings)
 
     def predict_s(findings: Sequence[Finding]) -> float:
-        return RunPrediction(run, Slowness.of(findings)).iteration_s(run.plan)
+        return RunPrediction(run, findings).iteration_s(run.plan)
 
     if excess_s < _LEAST_EXCESS * run.iteration_s:
         before = [finding.ranks for finding in known]

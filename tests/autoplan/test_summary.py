@@ -159,9 +159,8 @@ def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_w
     assert roomy.has_room(swapped[0, 1])
     assert not roomy.has_room(swapped[0, 2])
     # What a rank owns stays with it.
-    owning = assign_owners(
-        roomy.specs, PLAN, world_size=3, ownership=Ownership.EVEN, weights=(0, 1, 0)
-    )
+    by_one = replace(PLAN, owner_shares=(0, 1, 0))
+    owning = assign_owners(roomy.specs, by_one, world_size=3, ownership=Ownership.MEMORY)
     assert not replace(roomy, slices=owning).has_room(swapped[0, 1])
     # A stage that takes another layer beside its one has twice the activations.
     low, high = PLAN.pipelines[1].stages

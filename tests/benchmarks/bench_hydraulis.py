@@ -49,9 +49,9 @@ class Scenario:
     schemes: dict[Parallelism, Scheme]
     devices: dict[str, int]
 
-    def most_possible(self, peer_s: float, ours_s: list[float]) -> str:
+    def most_possible(self, peer_s: float) -> str:
         """Return the ratio to a peer that no plan can exceed."""
-        return most_possible(peer_s, self.iterations, ours_s, self.schemes, self.devices)
+        return most_possible(peer_s, self.iterations, self.schemes, self.devices)
 
 
 @functools.cache
@@ -117,7 +117,7 @@ def figure_10() -> list[Row]:
                 note = f"peer: best static homogeneous plan, {name}, fixed-length packing"
                 ratio = peer_s / ours_s
                 if ratio < TARGET:
-                    note += "; " + case.most_possible(peer_s, ours)
+                    note += "; " + case.most_possible(peer_s)
                 rows.append(
                     Row(
                         name=f"Fig. 10: {title}, {length_set}",
