@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.serving import Address, FileServer, Readable
@@ -54,7 +54,7 @@ class Peers:
 
     def __init__(
         self,
-        keys: dist.Store | None = None,
+        keys: Store | None = None,
         *,
         global_rank: int = 0,
         world_size: int = 1,
@@ -223,7 +223,7 @@ class Peers:
         return f"checkpoint/{self._prefix}{name}"
 
     @contextmanager
-    def _naming(self) -> Iterator[dist.Store]:
+    def _naming(self) -> Iterator[Store]:
         assert self._keys is not None
         try:
             yield self._keys
