@@ -57,11 +57,15 @@ def scenario(num_gpus: int, figure: str, length_set: str, count: int = NUM_ITERA
     lengths = load_lengths(length_set, context_length)
     schemes = schemes_on(num_gpus, {"A800": 1.0})
     devices = {"A800": num_gpus}
-    proposals = propose(lengths, list(schemes.values()), devices, tokens_per_iteration=tokens)
+    every = list(schemes.values())
+    proposals = propose(lengths, every, devices, tokens_per_iteration=tokens, most=8)
     return Scenario(
         context_length=context_length,
         iterations=draw_iterations(lengths, tokens, count),
-        candidates=[list(p.pipelines(list(schemes.values()))) for p in proposals],
+        candidates=[
+            [scheme.cost for scheme, n in zip(every, counts, strict=True) for _ in range(n)]
+            for counts in proposals
+        ],
         homogeneous=homogeneous_plans(schemes, devices, context_length),
         schemes=schemes,
         devices=devices,
