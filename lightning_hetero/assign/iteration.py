@@ -19,7 +19,7 @@ and keeps nothing between them.
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -36,6 +36,7 @@ from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError, BatchError
 from lightning_hetero.core.process import answer_questions
+from lightning_hetero.core.reading import build
 
 __all__ = [
     "AssignmentRequest",
@@ -241,7 +242,7 @@ class AssignmentRequest:
 def plan_text(request: AssignmentRequest) -> str:
     """Return the assignment, or the error if there is none, as JSON; the same on every machine."""
     try:
-        found = assign_iteration(request.lengths, request.candidates).to_dict()
+        found = asdict(assign_iteration(request.lengths, request.candidates))
     except AssignmentError as error:
         found = {"error": str(error)}
     return json.dumps({"checksum": request.checksum, **found})
@@ -255,7 +256,7 @@ def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
         AssignmentError: The text holds an error instead of an assignment.
     """
     data = json.loads(text)
-    if data["checksum"] != request.checksum:
+    if data.pop("checksum") != request.checksum:
         raise BatchError(
             "Ranks have drawn different samples for the same iteration, so some would be lost and "
             "others come twice. Give every rank the same dataset and lengths, and seed a stream's "
@@ -263,7 +264,7 @@ def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
         )
     if "error" in data:
         raise AssignmentError(data["error"])
-    return Assignment.from_dict(data)
+    return build(Assignment, data, "assignment", AssignmentError)
 
 
 def serve() -> None:

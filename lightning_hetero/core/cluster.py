@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.reading import build, check_numbers, readable
 from lightning_hetero.core.texts import load_file, parse_yaml
 
 __all__ = ["Cluster", "Link", "Node"]
@@ -50,17 +50,16 @@ class Node:
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
                 f"more, {_MOST_DEVICES:,} at most. Leave a node without devices out."
             )
-        host = self.host_memory_bytes
-        if not (host is None or host > 0) or not self.host_memory_bytes_per_s > 0:
-            raise ClusterError(
-                f"Node of {self.device} has host_memory_bytes {host} and host_memory_bytes_per_s "
-                f"{self.host_memory_bytes_per_s}; both must be above 0, or left out."
-            )
-        if self.price_per_hour is not None and not self.price_per_hour >= 0:
-            raise ClusterError(
-                f"Node of {self.device} has price_per_hour {self.price_per_hour}; it must be 0 or "
-                "more, or left out."
-            )
+        what = f"Node of {self.device}"
+        check_numbers(ClusterError, what, 0, price_per_hour=self.price_per_hour)
+        check_numbers(
+            ClusterError,
+            what,
+            0,
+            is_above=True,
+            host_memory_bytes=self.host_memory_bytes,
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
+        )
 
 
 @readable
@@ -75,20 +74,9 @@ class Link:
     """Latency of a message, seconds; None takes the cluster's."""
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != 2 or not all(isinstance(node, int) for node in self.nodes):
-            raise ClusterError(
-                f"A link has nodes {list(self.nodes)}; name exactly two nodes by their index."
-            )
-        if not self.bytes_per_s > 0:
-            raise ClusterError(
-                f"Link between nodes {list(self.nodes)} has bytes_per_s {self.bytes_per_s}; it "
-                "must be above 0."
-            )
-        if self.latency_s is not None and not self.latency_s >= 0:
-            raise ClusterError(
-                f"Link between nodes {list(self.nodes)} has latency_s {self.latency_s}; it must "
-                "be 0 or more, or left out."
-            )
+        what = f"Link between nodes {list(self.nodes)}"
+        check_numbers(ClusterError, what, 0, is_above=True, bytes_per_s=self.bytes_per_s)
+        check_numbers(ClusterError, what, 0, latency_s=self.latency_s)
 
 
 @readable
@@ -124,13 +112,15 @@ class Cluster:
             replace(node, device=find_device(node.device, self.devices).name) for node in self.nodes
         )
         object.__setattr__(self, "nodes", nodes)
-        if not self.inter_node_bytes_per_s > 0:
-            raise ClusterError(
-                f"inter_node_bytes_per_s is {self.inter_node_bytes_per_s}; it must be above 0."
-            )
-        for name in ("inter_node_latency_s", "intra_node_latency_s"):
-            if not getattr(self, name) >= 0:
-                raise ClusterError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        rate = self.inter_node_bytes_per_s
+        check_numbers(ClusterError, "The cluster", 0, is_above=True, inter_node_bytes_per_s=rate)
+        check_numbers(
+            ClusterError,
+            "The cluster",
+            0,
+            inter_node_latency_s=self.inter_node_latency_s,
+            intra_node_latency_s=self.intra_node_latency_s,
+        )
         self._check_links()
 
     @functools.cached_property

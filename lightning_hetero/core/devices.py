@@ -14,12 +14,14 @@ from dataclasses import replace
 from enum import StrEnum
 
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.reading import readable
+from lightning_hetero.core.reading import check_numbers, readable
 from lightning_hetero.core.texts import nearest
 
 __all__ = ["KNOWN_DEVICES", "Arithmetic", "DeviceSpec", "canonical_name", "find_device"]
 
 _GIB = 2**30
+_MEASURES = "_per_s", "_bytes"
+"""How fields end that must be above 0."""
 
 
 class Arithmetic(StrEnum):
@@ -56,19 +58,8 @@ class DeviceSpec:
     """Dense 32-bit matrix peak, FLOP/s, of TF32 where there is; None is half the 16-bit peak."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ClusterError(f"A device has name {self.name!r}; it must be a text.")
-        for name in (
-            "peak_flops_per_s",
-            "memory_bytes",
-            "memory_bytes_per_s",
-            "intra_node_bytes_per_s",
-            "host_bytes_per_s",
-            "fp32_flops_per_s",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ClusterError(f"Device {self.name!r} has {name} {value}; it must be above 0.")
+        rates = {name: value for name, value in vars(self).items() if name.endswith(_MEASURES)}
+        check_numbers(ClusterError, f"Device {self.name!r}", 0, is_above=True, **rates)
 
     def is_native(self, arithmetic: Arithmetic) -> bool:
         """Return whether it has units for this format."""

@@ -69,8 +69,6 @@ class ModelSpec:
     """What trains, and how the rest is stored; None if all parameters train."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ModelError(f"A model has name {show(self.name)}; it must be a text.")
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type not in (int, int | None) or value is None:

@@ -20,7 +20,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.reading import build, check_numbers, readable
 from lightning_hetero.core.texts import load_file, parse_json, show
 
 __all__ = [
@@ -67,8 +67,6 @@ class BlockTimes:
         if any(size < 1 or size & (size - 1) for size in self.blocks):
             raise ProfileError(f"{where} have blocks {list(self.blocks)}; use powers of two.")
         times = [*self.blocks.values(), self.embedding, self.head]
-        if any(len(pair) != 2 for pair in times):
-            raise ProfileError(f"{where}: each must be a pair of forward and backward seconds.")
         if not all(math.isfinite(t) and t >= 0 for pair in times for t in pair):
             raise ProfileError(f"{where} hold a negative or infinite time. Measure again.")
 
@@ -111,15 +109,9 @@ class LayerMemory:
     if it wasn't measured."""
 
     def __post_init__(self) -> None:
-        values = (
-            self.layer_bytes_per_token,
-            self.head_bytes_per_token,
-            self.embedding_bytes_per_token,
-            self.recomputed_bytes_per_token or 0.0,
-            self.products_bytes_per_token or 0.0,
-        )
-        if self.tp_degree < 1 or not all(math.isfinite(v) and v >= 0 for v in values):
-            raise ProfileError(f"Memory at TP {self.tp_degree} is {values}; measure again.")
+        values = {name: value for name, value in vars(self).items() if name != "tp_degree"}
+        check_numbers(ProfileError, "The measured memory", 1, tp_degree=self.tp_degree)
+        check_numbers(ProfileError, f"Memory at TP {self.tp_degree}", 0, **values)
 
 
 @readable
@@ -132,12 +124,9 @@ class LinkTimes:
     """Seconds of an empty message."""
 
     def __post_init__(self) -> None:
-        rate, latency = self.bytes_per_s, self.latency_s
-        if not (math.isfinite(rate) and rate > 0 and math.isfinite(latency) and latency >= 0):
-            raise ProfileError(
-                f"Messages of {rate} bytes/s after {latency} s can't be: the rate must be above 0, "
-                "the latency 0 or more. Measure them again."
-            )
+        what = "A measured link"
+        check_numbers(ProfileError, what, 0, is_above=True, bytes_per_s=self.bytes_per_s)
+        check_numbers(ProfileError, what, 0, latency_s=self.latency_s)
 
 
 @readable
@@ -163,12 +152,8 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         if not self.times:
             raise ProfileError(f"The profile of {self.device} holds no times. Measure it again.")
-        seconds = self.step_s_per_param
-        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-            raise ProfileError(
-                f"The profile of {self.device} has step_s_per_param {seconds}; it must be 0 or "
-                "more, or null. Measure it again."
-            )
+        what = f"The profile of {self.device}"
+        check_numbers(ProfileError, what, 0, step_s_per_param=self.step_s_per_param)
         times = [f"{entry.tp_degree}, lengths {list(entry.lengths)}" for entry in self.times]
         memory = [f"{entry.tp_degree}" for entry in self.memory]
         for what, found in (("times", times), ("memory", memory)):
@@ -273,7 +258,6 @@ class Profile:
         model: ModelSpec | None = None,
         versions: Mapping[str, str] | None = None,
         max_age: datetime.timedelta | None = None,
-        now: datetime.datetime | None = None,
     ) -> None:
         """Raise ProfileError if the profile is of another model, other versions or too old."""
         if model is not None and dataclasses.replace(model, name="") != dataclasses.replace(
@@ -289,7 +273,7 @@ class Profile:
                     f"The profile was measured with {package} {self.versions.get(package)} but "
                     f"{version} runs. Measure again with `lightning-hetero profile`."
                 )
-        age = (now or datetime.datetime.now(datetime.UTC)) - self.date
+        age = datetime.datetime.now(datetime.UTC) - self.date
         if max_age is not None and age > max_age:
             raise ProfileError(
                 f"The profile is {age.days} days old; {max_age.days} are allowed. Measure again "

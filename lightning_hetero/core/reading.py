@@ -30,6 +30,7 @@ __all__ = [
     "LayerRange",
     "MeasureUnit",
     "build",
+    "check_numbers",
     "parse_quantity",
     "parse_range",
     "readable",
@@ -91,6 +92,24 @@ def readable(schema: type[_T]) -> type[_T]:
     made.__pydantic_config__ = config  # type: ignore[attr-defined]
     _KEYS.update(field.name for field in fields(made) if field.init)  # type: ignore[arg-type]
     return made
+
+
+def check_numbers(
+    error: type[HeteroError], what: str, least: float, *, is_above: bool = False, **values: Any
+) -> None:
+    """Raise an `error` unless all values that aren't None are `least` or more, or above it.
+
+    Args:
+        error: Type of the error, which names the value.
+        what: What has these values, in the message.
+        least: The least value.
+        is_above: Whether `least` itself is too little.
+        values: The values by the names of their fields; NaN is refused.
+    """
+    for name, value in values.items():
+        if value is not None and not (value > least if is_above else value >= least):
+            wanted = f"above {least}" if is_above else f"{least} or more"
+            raise error(f"{what} has {name} {value}; it must be {wanted}, or left out.")
 
 
 def parse_range(value: Any) -> range:

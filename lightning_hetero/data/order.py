@@ -11,13 +11,14 @@ cursor, which depends neither on plans, nor on ranks or workers.
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.reading import build, readable
 
 __all__ = [
     "Cursor",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@readable
 class Cursor:
     """The position of a run in its data."""
 
@@ -38,21 +39,6 @@ class Cursor:
     """Samples of the epoch's order that are consumed."""
     num_iterations: int = 0
     """Iterations of the epoch that consumed them."""
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Build a cursor from its fields; CheckpointError if they aren't a cursor's."""
-        try:
-            return cls(
-                epoch=int(data["epoch"]),
-                num_samples=int(data["num_samples"]),
-                num_iterations=int(data["num_iterations"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"The state of the data is {data!r}, not a cursor ({error!r}). It was saved by "
-                "another data module."
-            ) from error
 
 
 class Progress:
@@ -96,7 +82,7 @@ class Progress:
                 "cut elsewhere. Give the same seed, dataset, context_length and tokens_per_step, "
                 "or start without the old position."
             )
-        self.cursor = Cursor.from_dict(state.get("cursor"))
+        self.cursor = build(Cursor, state.get("cursor"), "cursor", CheckpointError)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,10 @@ the number of ranks is even.
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.holders import Holders, Holding, PlanHolders
@@ -34,7 +33,6 @@ def assign_owners(
     *,
     world_size: int,
     ownership: Ownership,
-    weights: Sequence[float] | None = None,
     standbys: Sequence[int] = (),
 ) -> dict[str, tuple[Slice, ...]]:
     """Cut every parameter into contiguous slices that cover it once, one for each owner.
@@ -44,34 +42,23 @@ def assign_owners(
         plan: The plan whose holders own; EVEN ignores it.
         world_size: Number of ranks, idle ones included.
         ownership: The rule; AUTO must have been resolved by the caller.
-        weights: Share of each rank, such as its memory in bytes; if None, ranks (EVEN, PARAMETER)
-            or pipelines (HOLDERS) count alike, and MEMORY takes the plan's `owner_shares`.
         standbys: The standby of each rank (`find_standbys`); empty without redundancy.
 
     Returns:
         For each parameter its slices in ascending order, empty ones left out.
 
     Raises:
-        ConfigurationError: There isn't one weight of 0 or more for each rank, or all are 0; or
-            MEMORY has neither weights nor the plan's `owner_shares`.
+        ConfigurationError: The rule is MEMORY, and the plan has no `owner_shares`.
         ModelError: No stage uses a parameter, and the rule isn't EVEN.
     """
-    if ownership is Ownership.MEMORY and weights is None:
-        weights = plan.owner_shares
-        if weights is None:
+    if ownership is Ownership.PARAMETER:
+        return _stood_by(_own_whole_parameters(specs, plan, world_size), standbys)
+    if ownership is Ownership.MEMORY:
+        if plan.owner_shares is None:
             raise ConfigurationError(
                 "Ownership 'memory' needs a plan that says how much each rank owns (owner_shares)."
             )
-    share = [1.0] * world_size if weights is None else list(weights)
-    valid = len(share) == world_size and all(0 <= value < inf for value in share)
-    if not valid or not any(share):
-        raise ConfigurationError(
-            f"Ownership weights {share} must be {world_size} numbers of 0 or more, one above 0."
-        )
-    if ownership is Ownership.PARAMETER:
-        return _stood_by(_own_whole_parameters(specs, plan, share), standbys)
-    if ownership is Ownership.MEMORY:
-        return _stood_by(_own_by_room(specs, plan, share, standbys), standbys)
+        return _stood_by(_own_by_room(specs, plan, plan.owner_shares, standbys), standbys)
     # Parameters that are cut alike share one tuple: others compare these by identity.
     known: dict[Hashable, tuple[Slice, ...]] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
@@ -81,20 +68,18 @@ def assign_owners(
         found = None if is_even else _holders(spec, holders)
         key = found or spec.cut_length
         if key not in known:
-            claims = (
-                list(enumerate(share)) if found is None else _claims_of(found.holdings, weights)
-            )
+            claims = [(rank, 1.0) for rank in range(world_size)]
+            if found is not None:
+                claims = _claims_of(found.holdings)
             known[key] = tuple(_cut(spec.cut_length, _chained(claims, standbys)))
         slices[spec.name] = known[key]
     return _stood_by(slices, standbys)
 
 
-def _claims_of(
-    holdings: Sequence[Holding], weights: Sequence[float] | None
-) -> list[tuple[int, float]]:
+def _claims_of(holdings: Sequence[Holding]) -> list[tuple[int, float]]:
     """Return (rank, share) in the order that keeps each owner's slice within the rows it holds.
 
-    Without weights every pipeline claims the same share, divided among the ranks that hold it.
+    Every pipeline claims the same share, divided among the ranks that hold it.
     Sorting by the middle of the held rows puts the whole-width holder of a TP-1 pipeline between
     the two halves of a TP-2 pipeline, so that its slice overlaps their shards no more than needed.
     """
@@ -104,10 +89,10 @@ def _claims_of(
         rows = [start + stop for start, stop in holding.pushes]
         return sum(rows) / len(rows), holding.global_rank
 
-    holdings = sorted(holdings, key=middle)
-    if weights is not None and any(weights[holding.global_rank] for holding in holdings):
-        return [(holding.global_rank, weights[holding.global_rank]) for holding in holdings]
-    return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
+    return [
+        (holding.global_rank, 1.0 / members[holding.pipeline_index])
+        for holding in sorted(holdings, key=middle)
+    ]
 
 
 def find_standbys(
@@ -285,7 +270,7 @@ def _own_by_room(
         item = found[spec.name]
         if item not in known:
             claims = dict(owned[_ranks_by_pipeline(item)])
-            first = [(rank, claims.pop(rank, 0.0)) for rank, _ in _claims_of(item.holdings, None)]
+            first = [(rank, claims.pop(rank, 0.0)) for rank, _ in _claims_of(item.holdings)]
             chained = _chained((*first, *claims.items()), standbys)
             known[item] = tuple(_cut(spec.cut_length, chained))
     return {spec.name: known[found[spec.name]] for spec in specs}
@@ -299,27 +284,19 @@ def _ranks_by_pipeline(holders: Holders) -> tuple[tuple[int, ...], ...]:
 
 
 def _own_whole_parameters(
-    specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
+    specs: Sequence[ParameterSpec], plan: ParallelPlan, world_size: int
 ) -> dict[str, tuple[Slice, ...]]:
-    """Give each parameter, largest first, to the holder with the least load for its share."""
-    loads, shares = np.zeros(len(share)), np.array(share)
-    able: dict[Holders, IntArray] = {}
+    """Give each parameter, largest first, to the holder with the least load."""
+    loads = np.zeros(world_size)
+    able = dict[Holders, IntArray]()
     slices: dict[str, tuple[Slice, ...]] = {}
     holders = PlanHolders(plan)
     for spec in sorted(specs, key=lambda item: (-item.numel, item.name)):
         found = _holders(spec, holders)
         if found not in able:
-            able[found] = _able_ranks(found, shares)
-        ranks = able[found]
+            able[found] = np.array(sorted(found.by_rank))
         # The first of equals is the lowest rank.
-        relative = (loads[ranks] + spec.numel) / np.where(shares[ranks] > 0, shares[ranks], 1.0)
-        owner = int(ranks[relative.argmin()])
+        owner = int(able[found][loads[able[found]].argmin()])
         loads[owner] += spec.numel
         slices[spec.name] = (Slice(owner, 0, spec.cut_length),)
     return {spec.name: slices[spec.name] for spec in specs}
-
-
-def _able_ranks(holders: Holders, shares: FloatArray) -> IntArray:
-    """Return the holders with any share, ascending; all of them if none has one."""
-    ranks = np.array(sorted(holders.by_rank))
-    return ranks[shares[ranks] > 0] if shares[ranks].any() else ranks

@@ -224,25 +224,16 @@ class Unit:
         """The first of `indices`, by which the unit is named."""
         return self.indices[0]
 
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(spec.numel for spec in self.specs)
 
-class _Bundle(NamedTuple):
-    """The parameters of a unit to which neighbours may still be added."""
-
-    indices: tuple[int, ...]
-    specs: tuple[ParameterSpec, ...]
-    kind: UnitKind
-    numel: int
-
-    def is_joined_by(self, following: "_Bundle", most_numel: int) -> bool:
-        """Whether the following bundle should travel with this one."""
-        is_small = self.numel + following.numel <= most_numel
+    def is_joined_by(self, following: "Unit", most_numel: int) -> bool:
+        """Whether the following unit should travel with this one."""
         one, other = self.kind, following.kind
+        is_small = self.numel + following.numel <= most_numel
         return is_small and one.members == other.members and one.holders == other.holders
-
-    def joined(self, following: "_Bundle") -> "_Bundle":
-        """Return one bundle of both."""
-        indices, specs = self.indices + following.indices, self.specs + following.specs
-        return _Bundle(indices, specs, self.kind, self.numel + following.numel)
 
 
 class TransferTable:
@@ -292,17 +283,18 @@ class TransferTable:
         return self._units_of(lambda spec: spec.requires_grad)
 
     def _units_of(self, is_taken: Callable[[ParameterSpec], bool]) -> tuple[Unit, ...]:
-        bundles: list[_Bundle] = []
+        units: list[Unit] = []
         for index, found in self._members.items():
             specs = tuple(spec for spec in found if is_taken(spec))
             if not specs:
                 continue
-            numel = sum(spec.numel for spec in specs)
-            bundle = _Bundle((index,), specs, self._kind_of(specs), numel)
-            if bundles and bundles[-1].is_joined_by(bundle, self._merged_numel):
-                bundle = bundles.pop().joined(bundle)
-            bundles.append(bundle)
-        return tuple(Unit(item.indices, item.specs, self._kind_of(item.specs)) for item in bundles)
+            unit = Unit((index,), specs, self._kind_of(specs))
+            if units and units[-1].is_joined_by(unit, self._merged_numel):
+                before = units.pop()
+                specs = before.specs + specs
+                unit = Unit((*before.indices, index), specs, self._kind_of(specs))
+            units.append(unit)
+        return tuple(units)
 
     def _kind_of(self, specs: Sequence[ParameterSpec]) -> UnitKind:
         placements = tuple(self._placement_of(spec.name) for spec in specs)

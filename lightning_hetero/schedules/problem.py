@@ -133,7 +133,7 @@ class ScheduleProblem:
         held = tuple(most_held) or tuple(map(float, usual_held(runs)))
         whole_s = [sum(forward_s[stage] for stage in own) for own in stages_by_worker(runs)]
         shares = [
-            own_s / whole_s[worker] if whole_s[worker] else 1.0
+            own_s / whole_s[worker] if whole_s[worker] else 1 / runs.count(worker)
             for own_s, worker in zip(forward_s, runs, strict=True)
         ]
 

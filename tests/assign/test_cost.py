@@ -46,13 +46,6 @@ def test_a_schedule_takes_at_most_eq_1_and_exactly_it_for_equal_microbatches(
     assert pipeline.schedule_s(equal_s) == pytest.approx(eq_1_s)
 
 
-def test_an_idle_pipeline_takes_no_time() -> None:
-    pipeline = cost()
-    assert pipeline.schedule_s(np.zeros(0)) == 0
-    nothing = np.zeros(1)
-    assert CostTable.of([pipeline]).ends_s(nothing, nothing, nothing) == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -128,17 +128,16 @@ def test_layers_that_only_an_option_recomputes_are_predicted():
     assert not compiled.facts.state_layout().selective, "a compiler chooses what it keeps"
 
 
-def test_unknown_devices_get_no_figures_but_their_memory():
+def test_unknown_devices_get_no_figures_but_their_memory_nor_do_unknown_batches():
     text = str(start(ODD))
     assert "iteration time  not predicted: no data sheet has odd" in text
     assert " of 9.0" in text
     assert "tokens/s" not in text
     assert "busy" not in text
-
-
-def test_unknown_batches_get_no_prediction():
     text = str(start(A100S, sizes=lambda: BatchSizes(samples=None, sequence_length=128)))
     assert "not predicted: the sizes of model or batches aren't known" in text
+    plan = ParallelPlan.even(world_size=2, num_layers=4, num_stages=1)
+    assert "idle            1 of 3 devices" in str(start(A100S, plan))
 
 
 def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_what_it_owns():
@@ -159,9 +158,8 @@ def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_w
     assert roomy.has_room(swapped[0, 1])
     assert not roomy.has_room(swapped[0, 2])
     # What a rank owns stays with it.
-    owning = assign_owners(
-        roomy.specs, PLAN, world_size=3, ownership=Ownership.EVEN, weights=(0, 1, 0)
-    )
+    by_one = replace(PLAN, owner_shares=(0, 1, 0))
+    owning = assign_owners(roomy.specs, by_one, world_size=3, ownership=Ownership.MEMORY)
     assert not replace(roomy, slices=owning).has_room(swapped[0, 1])
     # A stage that takes another layer beside its one has twice the activations.
     low, high = PLAN.pipelines[1].stages
@@ -172,11 +170,6 @@ def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_w
     for share, fits in ((1.8, False), (2.1, True)):
         size = states + share * activations
         assert start(cluster(1.1 * whole, size, 1.1 * whole)).has_room(cut) == fits
-
-
-def test_idle_devices_are_counted():
-    plan = ParallelPlan.even(world_size=2, num_layers=4, num_stages=1)
-    assert "idle            1 of 3 devices" in str(start(A100S, plan))
 
 
 def test_standbys_are_named_and_their_memory_counts():

@@ -24,12 +24,11 @@ from lightning_hetero.assign import (
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 from lightning_hetero.planner.proposing.proposal import Scheme, draw_iteration
+from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from tests.assign.model_memory import ModelMemory, max_len
-from tests.assign.plan_bound import plan_lower_bound_s
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
 LENGTH_SETS = ("web-documents", "python-files")
-BOUND_PRECISION = 5e-3
 MicroBatches = tuple[tuple[int, ...], ...]
 """The micro-batches of one pipeline, each the indices of its samples."""
 Assign = Callable[[NDArray[np.int64], Sequence[PipelineCost]], list[MicroBatches]]
@@ -156,24 +155,16 @@ def pipeline_times_s(
 def most_possible(
     peer_s: float,
     iterations: Sequence[NDArray[np.int64]],
-    ours_s: Sequence[float],
     schemes: dict[Parallelism, Scheme],
     num_devices: dict[str, int],
 ) -> str:
-    """Return the ratio to a peer that no plan can exceed, from the bound over all plans.
+    """Return the ratio to a peer that no plan can exceed, by the work that devices have to do.
 
     Each iteration may have its own plan, of any numbers of pipelines of these schemes, and any
-    assignment; see `tests.assign.plan_bound`.
+    assignment.
     """
     bounds_s = [
-        plan_lower_bound_s(
-            lengths,
-            list(schemes.values()),
-            num_devices,
-            upper_bound_s=seconds,
-            precision=BOUND_PRECISION,
-        )
-        for lengths, seconds in zip(iterations, ours_s, strict=True)
+        work_lower_bound_s(lengths, list(schemes.values()), num_devices) for lengths in iterations
     ]
     return f"no plan can exceed {peer_s / float(np.mean(bounds_s)):.3f}x"
 

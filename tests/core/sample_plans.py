@@ -10,8 +10,8 @@ from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 def random_plan(
     rng: Random,
     *,
-    max_ranks: int = 12,
-    max_layers: int = 6,
+    max_ranks: int = 9,
+    max_layers: int = 5,
     degrees: tuple[int, ...] = (1, 2, 4),
     has_chunks: bool = False,
 ) -> tuple[ParallelPlan, int]:

@@ -1,14 +1,10 @@
-import json
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.actions import (
     Action,
     ActionKind,
-    Assignment,
     schedule_1f1b,
-    schedule_forward,
 )
 
 SHAPES = {"num_stages": st.integers(1, 9), "num_microbatches": st.integers(0, 20)}
@@ -71,21 +67,3 @@ def test_1f1b_takes_as_many_slots_as_the_closed_form_says(num_stages, num_microb
         assert progressed, "the schedule waits for itself"
     expected = 2 * (num_microbatches + num_stages - 1) if num_microbatches else 0
     assert max(clocks) == expected
-
-
-@given(stage_index=st.integers(0, 5), num_microbatches=st.integers(0, 9))
-def test_forward_only_schedules_hold_no_backward(stage_index, num_microbatches):
-    actions = schedule_forward(stage_index=stage_index, num_microbatches=num_microbatches)
-    assert [str(action) for action in actions] == [f"F{m}" for m in range(num_microbatches)]
-    assert {action.stage_index for action in actions} <= {stage_index}
-
-
-@given(kind=st.sampled_from(ActionKind), stage_index=st.integers(0, 9), m=st.integers(0, 10**6))
-def test_an_action_prints_its_kind_and_microbatch(kind, stage_index, m):
-    assert str(Action(kind, stage_index, m)) == f"{kind.value}{m}"
-
-
-def test_an_assignment_survives_json() -> None:
-    found = Assignment(plan_index=1, microbatches=(((0, 2), (1,)), ()), latency_s=2.5)
-    assert Assignment.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert found.num_samples == 3

@@ -1,11 +1,9 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.cluster import Cluster, Link, Node
-from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec, find_device
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.errors import ClusterError
 from tests.core.cluster_files import text_of
 
@@ -117,9 +115,3 @@ def test_a_price_is_known_only_if_every_node_has_one():
     priced, free = Node(device="T4", count=1, price_per_hour=0.5), Node(device="T4", count=1)
     assert Cluster(nodes=(priced, priced)).price_per_hour == 1.0
     assert Cluster(nodes=(priced, free)).price_per_hour is None
-
-
-def test_custom_devices_come_before_known_ones():
-    corrected = replace(MINE, name="T4")
-    assert find_device("T4", (corrected,)) is corrected
-    assert find_device("T4") is KNOWN_DEVICES["T4"]

@@ -4,8 +4,6 @@ import json
 import os
 import time
 
-import pytest
-
 from lightning_hetero.core.event_log import append_event, read_entries
 
 TORN = '{"event": "iterat'
@@ -66,8 +64,3 @@ def test_a_disk_that_is_full_costs_a_line_and_not_the_run(tmp_path, monkeypatch,
     append_event(tmp_path / "log", "ended")
     assert names(tmp_path / "log") == ["ended"]
     assert "No space left" in caplog.text
-
-
-def test_a_missing_log_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        names(tmp_path / "none")

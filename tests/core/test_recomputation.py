@@ -70,37 +70,6 @@ def test_no_budget_is_exceeded_and_no_layer_more_would_fit(data):
             assert peak_activation_bytes(LAYER, num_layers, tokens, more, windows) > budget
 
 
-def test_long_microbatches_recompute_and_short_ones_do_not():
-    """Windows of three; those without the long one have room for everything."""
-    tokens = [500, 400, 4000, 300, 500, 100, 1000, 600]
-    windows = windows_of(0, 3, len(tokens))
-    room = peak_activation_bytes(LAYER, 4, [4000], (2,), windows_of(0, 1, 1))
-    shorts = peak_activation_bytes(LAYER, 4, [500, 400], (0, 0), windows_of(0, 2, 2))
-    found = fewest_recomputed(room + shorts, LAYER, 4, tokens, windows)
-    assert found == (0, 0, 2, 0, 0, 0, 0, 0)
-
-
-@given(
-    num_stages=st.integers(1, 5),
-    num_microbatches=st.integers(1, 12),
-    num_layers=st.integers(1, 6),
-    share=st.floats(0, 1),
-)
-def test_equal_microbatches_recompute_a_fixed_number_or_one_less(
-    num_stages, num_microbatches, num_layers, share
-):
-    tokens = [7] * num_microbatches
-    windows = windows_of(0, num_stages, num_microbatches)
-    fixed = [
-        peak_activation_bytes(LAYER, num_layers, tokens, (n,) * num_microbatches, windows)
-        for n in range(num_layers + 1)
-    ]
-    budget = fixed[-1] + share * (fixed[0] - fixed[-1])
-    found = fewest_recomputed(budget, LAYER, num_layers, tokens, windows)
-    best = next(n for n, peak in enumerate(fixed) if peak <= budget * (1 + 1e-9))
-    assert set(found) <= {best, best - 1}
-
-
 @given(data=st.data())
 def test_what_is_computed_again_is_near_the_least_possible(data):
     """Brute force over all choices: at most one layer of the longest more per window."""

@@ -38,7 +38,6 @@ class Outcome:
     weights: dict[str, np.ndarray]
     longest_microbatch: int
     num_left_in_store: int
-    stalls_s: list[float]
     num_before: list[int]
     """Steps before those that ran under moved plans, and before those that ran under the first."""
 
@@ -51,10 +50,8 @@ class Module(PackedModule):
         self.plans: list[Any] = []
         self.val_losses: list[float] = []
         self.longest = 0
-        self.stalls_s: list[float] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.stalls_s.append(self.trainer.datamodule.planning_stall_s)
         if isinstance(batch, AssignedBatch):
             self.plans.append(batch.plan.to_dict())
             sizes = [item.num_tokens for item in batch.microbatches]
@@ -221,6 +218,5 @@ def fit(
         weights={name: value.numpy() for name, value in module.state_dict().items()},
         longest_microbatch=module.longest,
         num_left_in_store=max(left, default=0),
-        stalls_s=module.stalls_s,
         num_before=[n for c in callbacks if isinstance(c, Moves) for n in c.num_before],
     )

@@ -10,7 +10,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.data import HeteroDataModule, TwoStageBatchSampler
-from lightning_hetero.data.ahead import AheadPlanner
 from lightning_hetero.models import PackedBatch
 from tests.data.rows import Collects, Rows, RowStream, indices, lengths_of
 from tests.processes import ProcessPool
@@ -32,10 +31,18 @@ def data(*, stream: bool = False, **options: Any) -> HeteroDataModule:
     return HeteroDataModule(dataset, **(fields | options))
 
 
+class Estimates(Collects):
+    """Asks for the number of steps before a checkpoint is read, as schedulers do."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 def fit(
     datamodule: HeteroDataModule, checkpoint: Path | None = None, **options: Any
 ) -> list[list[int]]:
-    module = Collects()
+    module = Collects() if checkpoint is None else Estimates()
     trainer = L.Trainer(**quiet(max_epochs=2, devices=1) | options)
     trainer.fit(module, datamodule, ckpt_path=checkpoint, weights_only=False)
     return module.seen
@@ -100,36 +107,6 @@ def test_a_new_run_starts_afresh_limits_end_an_epoch_early_and_overfitting_repea
     assert seen[:2] == seen[2:]
 
 
-class Estimates(Collects):
-    """Asks for the number of steps before a checkpoint is read, as schedulers do."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches
-        return super().configure_optimizers()
-
-
-@streams
-def test_what_is_planned_and_not_trained_is_counted_in_short_and_in_resumed_epochs(
-    tmp_path: Path, *, stream: bool
-) -> None:
-    counts: list[int] = []
-
-    class Counts(Saves):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            super().on_train_batch_end(trainer)
-            counts.append(trainer.datamodule.set_slowdowns([1.0]))  # type: ignore[attr-defined]
-
-    options: dict[str, Any] = {"limit_train_batches": 4, "callbacks": [Counts(tmp_path)]}
-    whole = fit(data(stream=stream, num_ahead=2), **options)
-    assert counts == [2] * len(whole)
-    trainer = L.Trainer(**quiet(max_epochs=2, devices=1) | options)
-    module = Estimates()
-    again = data(stream=stream, num_ahead=2)
-    trainer.fit(module, again, ckpt_path=tmp_path / "3.ckpt", weights_only=False)
-    assert whole[:3] + module.seen == whole
-    assert set(counts) == {2}
-
-
 def test_validation_takes_every_sample_once_in_order_each_time() -> None:
     passes: list[list[int]] = []
     module = Collects()
@@ -158,18 +135,6 @@ def test_batches_are_planned_ahead_and_fetched_ahead_without_counting(num_worker
     resumed.load_state_dict(state)
     assert list(resumed.train_dataloader()) == list(batches)
     datamodule.teardown("fit")
-
-
-def test_loaders_made_anew_ask_for_plans_under_names_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(AheadPlanner, "request", lambda self, key, _: names.append(key))
-    datamodule = data(val_dataset=Rows(LENGTHS))
-    datamodule.setup("fit")
-    for make in (datamodule.train_dataloader, datamodule.val_dataloader) * 2:
-        assert list(make())
-    assert len(set(names)) == len(names) > 30
 
 
 @pytest.mark.parametrize("on_overlong", ["cut", "split"])

@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.exchange.neighbours import SentPiece, deal_pieces, find_neighbours
+from lightning_hetero.exchange.neighbours import deal_pieces, find_neighbours
 from tests.core.sample_plans import random_plan
 
 
@@ -50,7 +50,3 @@ def test_what_one_rank_sends_another_one_receives_in_a_queue_of_its_own(rng):
                     edges[end.received.edge] += 1
         assert sent == received
         assert set(edges.values()) <= {1}
-
-
-def test_groups_of_one_size_send_whole_messages_rank_by_rank():
-    assert deal_pieces((4, 1), (0, 3)) == (SentPiece(4, 0), SentPiece(1, 3))

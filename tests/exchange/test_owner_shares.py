@@ -5,9 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.exchange.owner_shares import OwnedUnit, spread_ownership
-from lightning_hetero.exchange.owners import assign_owners
-from lightning_hetero.exchange.slices import Ownership
-from tests.core.sample_plans import random_plan, small_model
 
 
 @st.composite
@@ -46,25 +43,3 @@ def test_holders_with_room_own_what_they_hold_and_no_more_moves_than_must():
     owned = spread_ownership(units, [10, 10, 0, 20])
     assert owned[0] == pytest.approx({0: 0.5, 1: 0.5})
     assert owned[1] == pytest.approx({3: 20 / 30, 0: 5 / 30, 1: 5 / 30})
-
-
-@given(rng=st.randoms(use_true_random=False), tied=st.booleans())
-def test_slices_by_room_cover_every_parameter_within_a_row_of_the_shares(rng, tied):
-    plan, world_size = random_plan(rng, has_chunks=True)
-    specs = small_model(plan.num_layers, tied=tied)
-    shares = [rng.randint(0, 3) for _ in range(world_size)]
-    shares[rng.randrange(world_size)] += 1
-    slices = assign_owners(
-        specs, plan, world_size=world_size, ownership=Ownership.MEMORY, weights=shares
-    )
-    owned, slack = [0.0] * world_size, 0.0
-    for spec in specs:
-        rows = [(item.start, item.stop) for item in slices[spec.name]]
-        assert [start for start, _ in rows] == [0, *(stop for _, stop in rows[:-1])]
-        assert rows[-1][1] == spec.cut_length
-        slack += spec.row_numel
-        for item in slices[spec.name]:
-            owned[item.owner] += (item.stop - item.start) * spec.row_numel
-    total = sum(spec.numel for spec in specs)
-    for rank, share in enumerate(shares):
-        assert abs(owned[rank] - total * share / sum(shares)) <= slack

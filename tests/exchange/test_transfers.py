@@ -9,11 +9,10 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.holders import holdings_of
 from lightning_hetero.exchange.owners import assign_owners
 from lightning_hetero.exchange.slices import OuterRole, Ownership, ParameterSpec
-from lightning_hetero.exchange.transfers import TransferTable, unit_of
+from lightning_hetero.exchange.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
 from tests.exchange.message_lists import (
     Message,
-    messages_of,
     pulls_of,
     pushes_of,
 )
@@ -84,87 +83,6 @@ def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, ru
             for row in range(item.start, item.stop)
         }
         assert arrived == dict.fromkeys(expected, 1)
-
-
-@given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans())
-def test_all_ranks_agree_on_messages_their_order_and_sizes(rng, tied, rule, push):
-    """Each rank computes its table; equal slices that are other objects change nothing."""
-    plan, world_size = random_plan(rng, has_chunks=True)
-    specs = small_model(plan.num_layers, tied=tied)
-    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    tables = [
-        TransferTable(specs, {name: (*item,) for name, item in slices.items()}, plan)
-        for _ in range(world_size)
-    ]
-    rows = {spec.name: spec.row_numel for spec in specs}
-    seen = [
-        pushes_of(table, rank) if push else pulls_of(table, rank, trainable_only=True)
-        for rank, table in enumerate(tables)
-    ]
-    shared = TransferTable(specs, slices, plan)
-    for a in range(world_size):
-        numels: Counter[tuple[int, int]] = Counter()
-        for message in seen[a]:
-            assert a in (message.source, message.destination)
-            numel = sum((p.stop - p.start) * rows[p.parameter] for p in message.pieces)
-            assert message.numel == numel
-            numels[message.source, message.destination] += numel
-        assert tables[a].traffic(a, push=push) == shared.traffic(a, push=push) == numels
-        if push:
-            assert shared.largest_push(a) == max((m.numel for m in seen[a]), default=0)
-        units = [message.unit for message in seen[a]]
-        assert units == sorted(units, reverse=push)
-        keys = Counter((m.unit, m.source, m.destination) for m in seen[a])
-        assert set(keys.values()) <= {1}, "one message for each unit and peer"
-        for b in range(a):
-            mine, other = (
-                [m for m in messages if {m.source, m.destination} == {a, b}]
-                for messages in (seen[a], seen[b])
-            )
-            assert mine == other
-
-
-def test_the_table_tells_holders_and_sizes():
-    plan = ParallelPlan.even(world_size=2, num_layers=2, num_stages=2)
-    specs = small_model(2, tied=True)
-    slices = assign_owners(specs, plan, world_size=2, ownership=Ownership.EVEN)
-    table = TransferTable(specs, slices, plan)
-    assert [item.global_rank for item in table.holdings("embedding")] == [0, 1]
-    assert table.holding("1.qkv", 0) is None
-    holding = table.holding("1.qkv", 1)
-    assert holding is not None
-    assert holding.intervals == ((0, 24),)
-    received = sum(m.numel for m in pulls_of(table, 1) if m.destination == 1)
-    held = [spec for spec in specs if table.holding(spec.name, 1)]
-    assert received == sum(spec.numel for spec in held)
-    assert [unit_of(spec, 2) for spec in specs] == [-1, *[0] * 5, *[1] * 5, 2]
-
-
-@given(rng=random, tied=st.booleans(), rule=RULES)
-def test_members_of_a_unit_are_who_takes_part_and_shard_groups_share_what_they_own(rng, tied, rule):
-    plan, world_size = random_plan(rng, has_chunks=True)
-    specs = small_model(plan.num_layers, tied=tied)
-    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
-    for unit in TransferTable(specs, slices, plan).units:
-        kind, members = unit.kind, unit.kind.members
-        assert list(members) == [r for r in range(world_size) if messages_of(unit, r, push=False)]
-        shard_groups = kind.shard_groups(push=True)
-        if shard_groups is None:
-            continue
-        assert sorted(rank for item in shard_groups for rank in item.members) == list(members)
-        for shard_group in shard_groups:
-            for spec, (start, stop), pieces in zip(
-                unit.specs, shard_group.held, shard_group.pieces, strict=True
-            ):
-                pushed = {h.global_rank: h.pushes for h in holdings_of(spec, plan)}
-                assert {pushed[rank] for rank in shard_group.members} == {((start, stop),)}
-                owners = {row: i.owner for i in slices[spec.name] for row in range(i.start, i.stop)}
-                found = {
-                    start + row: rank
-                    for rank, piece in zip(shard_group.members, pieces, strict=True)
-                    for row in range(*piece)
-                }
-                assert found == {row: owners[row] for row in range(start, stop)}
 
 
 @pytest.mark.parametrize(("num_stages", "tp_degree"), [(1, 1), (8, 1), (1, 8), (2, 4)])
@@ -244,7 +162,7 @@ def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: in
 
 @pytest.mark.parametrize(
     ("num_pipelines", "num_stages", "num_layers"),
-    [(1, 4, 8), (2, 1, 3), (2, 3, 7), (16, 4, 12), (5, 13, 40), (16, 64, 96), (48, 21, 24)],
+    [(1, 4, 8), (2, 3, 7), (16, 4, 12), (5, 13, 40)],
 )
 def test_messages_and_bytes_equal_the_formula(num_pipelines, num_stages, num_layers):
     """Traffic of a rank with D pipelines, TP 1 and owners among the holders.
@@ -278,18 +196,3 @@ def test_messages_and_bytes_equal_the_formula(num_pipelines, num_stages, num_lay
                 assert len(side) == units * num_peers
                 numel = sum(message.numel for message in side)
                 assert numel * num_pipelines == stage_numel * num_peers
-
-
-@pytest.mark.parametrize("rank", [0, 511, 1023])
-def test_the_formula_holds_for_1024_replicas(rank):
-    plan = ParallelPlan.even(world_size=1024, num_layers=4)
-    specs = [
-        ParameterSpec(name=str(layer), shape=(2048, 5), layer=layer, tp_dim=0) for layer in range(4)
-    ]
-    slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
-    table = TransferTable(specs, slices, plan)
-    for messages in (pulls_of(table, rank), pushes_of(table, rank)):
-        sent = [m for m in messages if m.source == rank != m.destination]
-        received = [m for m in messages if m.destination == rank != m.source]
-        assert len(sent) == len(received) == 4 * 1023
-        assert {message.numel for message in sent + received} == {2 * 5}

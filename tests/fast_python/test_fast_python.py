@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.fast_python import fast_python
-from tests.fast_python.command import needs_real_python
 
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.mark.parametrize(
@@ -42,12 +40,6 @@ def test_a_fork_prints_and_ends_as_an_interpreter_does(code: str, tmp_path: Path
     assert (fast.returncode, fast.stderr) == (real.returncode, real.stderr)
 
 
-def test_a_fork_has_imported_torch_but_nothing_of_the_tests() -> None:
-    code = "import sys; print('torch' in sys.modules, 'tests' in sys.modules)"
-    found = subprocess.run([fast_python(), "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "True False\n"
-
-
 def test_signals_reach_the_fork_and_its_end_is_the_commands() -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); {SLEEPS}"
     with subprocess.Popen([fast_python(), "-c", code], stdout=subprocess.PIPE) as command:
@@ -67,39 +59,8 @@ def test_a_command_that_is_killed_takes_its_fork_along() -> None:
     wait_until_gone(fork)
 
 
-def test_a_process_that_dies_with_its_parent() -> None:
-    code = f"""
-import os, time
-from tests.processes import die_with_parent
-if os.fork():
-    time.sleep(600)
-die_with_parent()
-{SLEEPS}
-"""
-    with subprocess.Popen([fast_python(), "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as command:
-        assert command.stdout is not None
-        child = int(command.stdout.readline())
-        command.kill()
-    wait_until_gone(child)
-
-
 def wait_until_gone(process: int) -> None:
     end_s = time.monotonic() + 60
     while Path(f"/proc/{process}").exists():
         assert time.monotonic() < end_s
         time.sleep(0.01)
-
-
-def test_other_packages_and_options_get_a_real_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert not needs_real_python(["-c", "pass"], ROOT)
-    assert not needs_real_python(["script.py"], ROOT)
-    assert needs_real_python([], ROOT)
-    assert needs_real_python(["-X", "importtime", "-c", "pass"], ROOT)
-    (tmp_path / "lightning_hetero").mkdir()
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    assert needs_real_python(["-c", "pass"], ROOT)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    assert not needs_real_python(["-c", "pass"], ROOT)

@@ -108,12 +108,13 @@ def cases(draw: st.DrawFn, *, model: str = "gpt") -> Case:
         tied=draw(st.booleans()),
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
         batch_size=draw(st.integers(1, 5)),
-        num_rows=draw(st.integers(8, 24)),
+        num_rows=draw(st.integers(4, 14)),
         num_microbatches=draw(st.sampled_from([None, 1, 2, 3])),
         accumulate=draw(st.integers(1, 3)),
         clip_val=draw(st.sampled_from([None, 0.05, 0.4])),
         clip_algorithm=draw(st.sampled_from(["norm", "value"])),
         ownership=draw(st.sampled_from(["auto", "auto", "holders", "even", "parameter", "memory"])),
+        options=(("exchange", draw(st.sampled_from(["messages", "collectives"]))),),
     )
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.core.errors import ConfigurationError
 from tests.capped_memory import CappedMemory, MemoryCounter
 from tests.toy import quiet
 
@@ -45,13 +44,6 @@ def test_storages_count_once_from_their_making_until_they_go() -> None:
         assert counter.live_bytes - before == 2 * 40_000
 
 
-def test_a_sparse_tensor_of_the_process_is_no_obstacle() -> None:
-    kept = torch.eye(4).to_sparse()
-    with MemoryCounter(2**40) as counter:
-        assert (kept + kept).layout == torch.sparse_coo
-        assert counter.live_bytes >= 0
-
-
 def test_the_allocation_over_the_cap_fails() -> None:
     free = CappedMemory((2**40,))
     fit(free)
@@ -59,8 +51,3 @@ def test_the_allocation_over_the_cap_fails() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         fit(CappedMemory((100_000,)))
     assert torch.zeros(100_000).numel() == 100_000, "the cap ends with the run"
-
-
-def test_every_rank_has_its_own_limit() -> None:
-    with pytest.raises(ConfigurationError, match="2 limits but 1 ranks"):
-        fit(CappedMemory((1e9, 1e9)))

@@ -1,9 +1,21 @@
+"""Devices and faults that are played: whom they slow down, and for how long."""
+
 import lightning as L
 import pytest
 
+from examples.slow_parts import InjectFaults, SlowLink, SlowRank
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.testing import EmulatedDevices
 from tests.toy import ToyModule, ToyOptions, loader, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def fit(callback: L.Callback, *others: L.Callback, strategy: str = "hetero") -> L.Trainer:
+    options = quiet(devices=1, strategy=strategy, max_steps=5, callbacks=[callback, *others])
+    trainer = L.Trainer(**options)
+    trainer.fit(ToyModule(ToyOptions()), loader(10, 2))
+    return trainer
 
 
 def test_equal_neighbours_are_a_node_and_speeds_scale_the_peak() -> None:
@@ -14,41 +26,49 @@ def test_equal_neighbours_are_a_node_and_speeds_scale_the_peak() -> None:
     assert peaks[2] == peaks[3]
 
 
-def test_all_emulated_devices_share_one_host() -> None:
-    cluster = EmulatedDevices((2, 4, 2)).cluster()
-    inside = cluster.link_between(0, 0)
-    assert all(cluster.link_between(a, b) == inside for a in range(3) for b in range(3))
-    assert len({cluster.device_of(rank).memory_bytes for rank in range(3)}) == 1
-
-
-@pytest.mark.parametrize("slowdowns", [(), (1, 0.5), (float("nan"),), (-2, 1), 0.5])
-def test_only_slowing_down_is_possible(slowdowns: tuple[float, ...] | float) -> None:
-    with pytest.raises(ConfigurationError, match="1 or more"):
-        EmulatedDevices(slowdowns)
-
-
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def fit(slowdowns: tuple[float, ...] | float, strategy: str) -> None:
-    callbacks = [EmulatedDevices(slowdowns, memory_bytes=2**30)]
-    trainer = L.Trainer(
-        **quiet(devices=1, strategy=strategy, max_steps=1, callbacks=callbacks)  # type: ignore[arg-type]
-    )
-    trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
-    played = trainer.strategy.emulation
+def test_one_number_is_for_this_process_whichever_rank_it_gets() -> None:
+    played = fit(EmulatedDevices(2.0, memory_bytes=2**30)).strategy.emulation
     assert (played.slowdown, played.memory_bytes) == (2.0, 2**30)
 
 
-def test_one_number_is_for_this_process_whichever_rank_it_gets() -> None:
-    fit(2.0, "hetero")
+class Look(L.Callback):
+    """Notes the clock's slowdown in every step."""
+
+    def __init__(self) -> None:
+        self.slowdowns: list[float] = []
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        self.slowdowns.append(trainer.strategy.engine.clock.slowdown)
+
+    def on_train_end(self, trainer, *_) -> None:
+        self.slowdowns.append(trainer.strategy.engine.clock.slowdown)
 
 
-def test_another_strategy_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="SingleDeviceStrategy runs"):
-        fit((1.0,), "auto")
+def test_slowdowns_multiply_while_they_hold_and_end_with_training() -> None:
+    first = SlowRank(start=1, duration=3, global_rank=0, slowdown=2.0)
+    second = SlowRank(start=2, global_rank=0, slowdown=1.5)
+    look = Look()
+    fit(InjectFaults([first, second]), look)
+    assert look.slowdowns == [1.0, 2.0, 3.0, 3.0, 1.5, 1.0]
 
 
-def test_another_number_of_ranks_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="2 slowdowns but 1 ranks"):
-        fit((1.0, 2.0), "hetero")
+@pytest.mark.parametrize(
+    ("make", "strategy", "said"),
+    [
+        (lambda: EmulatedDevices(()), "hetero", "1 or more"),
+        (lambda: EmulatedDevices((float("nan"),)), "hetero", "1 or more"),
+        (lambda: EmulatedDevices(0.5), "hetero", "1 or more"),
+        (lambda: EmulatedDevices((1.0,)), "auto", "SingleDeviceStrategy runs"),
+        (lambda: EmulatedDevices((1.0, 2.0)), "hetero", "2 slowdowns but 1 ranks"),
+        (lambda: SlowRank(start=-1, global_rank=0, slowdown=2.0), "hetero", "start"),
+        (lambda: SlowRank(start=0, global_rank=1, slowdown=2.0), "hetero", "rank 1 but 1 ranks"),
+        (lambda: SlowLink(start=0, ranks=(0, 0), latency_s=1.0), "auto", "can't be delayed"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(make, strategy, said) -> None:
+    def play() -> None:
+        played = make()
+        fit(played if isinstance(played, L.Callback) else InjectFaults([played]), strategy=strategy)
+
+    with pytest.raises(ConfigurationError, match=said):
+        play()

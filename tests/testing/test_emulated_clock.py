@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -48,28 +46,6 @@ def test_other_processes_that_delay_an_action_do_not_slow_it_further(fake: FakeT
     assert [action.compute_s for action in clock.last.actions] == pytest.approx([4.0, 9.0])
 
 
-def test_stretching_before_a_send_is_not_repeated_at_the_end(fake: FakeTime) -> None:
-    clock = make_clock(3.0)
-    with clock.iteration(), clock.action(BACKWARD, 0):
-        fake.compute(1.0)
-        clock.before_send()
-        assert fake.slept_s == [pytest.approx(2.0)]
-        fake.compute(0.5)
-    assert clock.last is not None
-    assert clock.last.compute_s() == pytest.approx(4.5)
-
-
-def test_waits_and_gaps_are_never_stretched(fake: FakeTime) -> None:
-    clock = make_clock(3.0)
-    with clock.iteration():
-        fake.compute(1.0)
-        clock.before_send()
-        with clock.waiting():
-            fake.compute(1.0)
-            clock.before_send()
-    assert fake.slept_s == []
-
-
 def test_delayed_peers_messages_take_longer_by_their_bytes(fake: FakeTime) -> None:
     clock = make_clock()
     clock.delays = {1: LinkDelay(bytes_per_s=10.0, latency_s=0.5)}
@@ -95,18 +71,3 @@ def test_probes_are_stretched_like_actions_and_leave_no_trace(fake: FakeTime) ->
 def test_a_slowdown_below_one_is_refused(slowdown: float) -> None:
     with pytest.raises(ConfigurationError, match="1 or more"):
         make_clock(slowdown)
-
-
-def test_cuda_ranks_cannot_be_slowed_down() -> None:
-    with pytest.raises(ConfigurationError, match="only CPU"):
-        EmulatedClock(torch.device("cuda", 0)).slowdown = 2.0
-
-
-def test_real_sleep_stretches_real_work() -> None:
-    clock = make_clock(5.0)
-    with clock.iteration(), clock.action(FORWARD, 0):
-        start_s = time.thread_time()
-        while time.thread_time() - start_s < 0.01:
-            pass
-    assert clock.last is not None
-    assert clock.last.compute_s() >= 0.05 - 1e-9

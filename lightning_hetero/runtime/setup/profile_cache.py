@@ -126,9 +126,6 @@ def _digest(model: ModelSpec, options: ProfileOptions, device_name: str) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-_MAX_AGE = datetime.timedelta(days=30)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CorrectionFile:
     """The file with the memory correction of one model on one device type."""

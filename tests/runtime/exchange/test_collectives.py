@@ -131,15 +131,12 @@ def test_collectives_give_what_messages_give_bit_for_bit(pool: ProcessPool, name
     assert ("PushedParcels collective" in ways) != is_even
 
 
-def test_a_reduce_scatter_gives_the_same_but_for_rounding(pool: ProcessPool) -> None:
+def test_few_ranks_send_messages_and_a_reduce_scatter_gives_the_same_but_for_rounding(
+    pool: ProcessPool,
+) -> None:
     case = CASES["equal pipelines"]
-    found = pool.run(run_by, case.world_size, case, ("collectives", "reduce-scatter"))
-    assert_near(found, "collectives", "reduce-scatter")
-
-
-def test_few_ranks_send_messages_on_gloo_unless_told_otherwise(pool: ProcessPool) -> None:
-    case = CASES["equal pipelines"]
-    found = pool.run(run_by, case.world_size, case, ("auto",))
+    found = pool.run(run_by, case.world_size, case, ("auto", "reduce-scatter"))
+    assert_near(found, "auto", "reduce-scatter")
     assert all(way.endswith("messages") for way in ways_of(found, "auto"))
 
 

@@ -1,14 +1,7 @@
 """Laws of an engine: determinism, and what a rank holds."""
 
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
-
 import pytest
 
-from lightning_hetero import ParallelPlan
-from lightning_hetero.runtime.iteration import running_plan
-from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, assert_same_bits, pipeline, plan_of, stage, train
 
@@ -25,7 +18,7 @@ ASYMMETRIC = plan_of(
 )
 
 
-@pytest.mark.parametrize("model", ["gpt", "packed", "masking"])
+@pytest.mark.parametrize("model", ["packed", "masking"])
 def test_two_runs_of_a_plan_are_equal_bit_for_bit(pool: ProcessPool, model: str) -> None:
     case = Case(
         plan=THREE_PIPELINES, world_size=4, model=model, tied=True, num_rows=18, clip_val=0.1
@@ -55,7 +48,7 @@ def names_of_stage(outcome: Outcome, first: int, last: int, num_layers: int) -> 
     return names
 
 
-@pytest.mark.parametrize("ownership", ["holders", "even", "parameter", "memory"])
+@pytest.mark.parametrize("ownership", ["holders", "even"])
 def test_a_rank_holds_its_stage_and_its_slices_and_no_more(
     pool: ProcessPool, ownership: str
 ) -> None:
@@ -96,7 +89,7 @@ def test_an_idle_rank_holds_slices_only(pool: ProcessPool) -> None:
     assert idle.parameter_bytes[-1] == sum(idle.own_bytes.values()) > 0
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_microbatches", [2, 6])
 def test_1f1b_holds_the_activations_of_num_stages_minus_stage_index_microbatches(
     pool: ProcessPool, num_microbatches: int
 ) -> None:
@@ -104,19 +97,3 @@ def test_1f1b_holds_the_activations_of_num_stages_minus_stage_index_microbatches
     case = Case(plan=plan, world_size=3, num_microbatches=num_microbatches, batch_size=6)
     for index, outcome in enumerate(pool.run(train, 3, case)):
         assert outcome.peak_in_flight == min(3 - index, num_microbatches)
-
-
-@pytest.mark.parametrize("are_collective", [True, False])
-def test_tables_are_made_for_groups_only_where_a_unit_may_go_by_one(
-    *, are_collective: bool
-) -> None:
-    plan = ParallelPlan.even(world_size=4, num_layers=2, num_stages=2)
-    switch: Any = mock.MagicMock(_specs=[], _comms=SimpleNamespace(world_size=4))
-    switch._are_collective = lambda members: are_collective and len(members) == 4
-    switch._comms.make_exchange_groups = mock.Mock()
-    switch._routes_of.return_value.table.units = []
-    with mock.patch.object(running_plan, "TransferTable"):
-        PlanSwitch.prepare(switch, [plan])
-    assert switch._routes_of.called is are_collective
-    switch._connect.assert_called_once_with(plan)
-    switch._comms.make_exchange_groups.assert_called_once_with([])

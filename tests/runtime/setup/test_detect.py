@@ -16,53 +16,26 @@ from lightning_hetero.runtime.setup.detect import (
 @pytest.mark.parametrize(
     ("name", "gib", "expected"),
     [
-        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB"),
-        ("NVIDIA H200", 139.8, "H200-141GB"),
         ("NVIDIA GeForce RTX 3090", 23.7, "RTX-3090"),
-        ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
-        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB"),
         ("Tesla T4", 14.6, "T4"),
         ("NVIDIA A10G", 22.2, "A10G"),
         ("NVIDIA A10", 22.1, "A10"),
-        ("NVIDIA A100 80GB PCIe", 79.2, "A100-80GB"),
         ("NVIDIA H100 PCIe", 79.2, "H100-PCIe-80GB"),
-        ("NVIDIA H100 NVL", 93.1, "H100-NVL-94GB"),
-        ("NVIDIA GH200 480GB", 94.5, "GH200-96GB"),
         ("AMD Instinct MI300X OAM", 191.7, "MI300X-192GB"),
         ("Tesla V100-SXM2-32GB", 31.7, "V100-32GB"),
-        ("NVIDIA L40S", 44.4, "L40S"),
-        ("NVIDIA GeForce RTX 2080", 7.8, "RTX-2080"),
-        ("NVIDIA GeForce RTX 4090", 23.5, "RTX-4090"),
         ("NVIDIA GeForce RTX 3060", 11.6, "RTX-3060-12GB"),
-        ("NVIDIA GeForce RTX 3080", 9.6, "RTX-3080"),
         ("NVIDIA GeForce RTX 4060 Ti", 15.6, "RTX-4060-Ti-16GB"),
-        ("NVIDIA GeForce RTX 4070", 11.6, "RTX-4070"),
-        ("NVIDIA GeForce RTX 4080", 15.6, "RTX-4080"),
-        ("NVIDIA GeForce RTX 5070 Ti", 15.5, "RTX-5070-Ti"),
-        ("NVIDIA GeForce RTX 5080", 15.5, "RTX-5080"),
         ("AMD Radeon RX 7900 XTX", 24.0, "RX-7900-XTX"),
-        ("Tesla P100-PCIE-16GB", 15.9, "P100-16GB"),
-        ("Tesla P40", 22.4, "P40"),
         ("NVIDIA RTX A6000", 47.5, "RTX-A6000"),
-        ("NVIDIA RTX 6000 Ada Generation", 47.5, "RTX-6000-Ada"),
         # Other cards, or parts of one, than their names begin with.
         ("NVIDIA GeForce RTX 3090 Ti", 23.7, None),
-        ("NVIDIA GeForce RTX 2080 SUPER", 7.8, None),
         ("NVIDIA GeForce RTX 2080 with Max-Q Design", 7.8, None),
         ("NVIDIA GeForce RTX 4090 D", 23.5, None),
-        ("NVIDIA GeForce RTX 5090 D", 31.8, None),
         ("NVIDIA H200 NVL", 140.4, None),
         ("NVIDIA GeForce RTX 3060", 7.6, None),
-        ("NVIDIA GeForce RTX 3060 Ti", 7.6, None),
         ("NVIDIA GeForce RTX 4060 Ti", 7.6, None),
-        ("NVIDIA GeForce RTX 4070 SUPER", 11.6, None),
-        ("NVIDIA GeForce RTX 4070 Ti", 11.6, None),
-        ("NVIDIA GeForce RTX 4080 SUPER", 15.6, None),
-        ("AMD Radeon RX 7900 XT", 20.0, None),
         ("Tesla P100-PCIE-12GB", 11.9, None),
-        ("NVIDIA A100-SXM4-80GB MIG 4g.40gb", 39.2, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, None),
         ("Some New Card", 80.0, None),
@@ -100,13 +73,10 @@ def test_ranks_on_one_cpu_share_its_memory() -> None:
     shared = cluster_of([*one, *one, *one])
     assert shared.device_of(2).memory_bytes == alone.device_of(0).memory_bytes // 3
     assert shared.backend == "gloo"
-
-
-def test_a_device_of_its_own_memory_is_planned_with_that() -> None:
-    comms = Communicators(global_rank=0, world_size=1)
-    one = detect_seats(comms, torch.device("cpu"), memory_bytes=2**20)
-    cluster = cluster_of([*one, *one])
-    assert [cluster.device_of(rank).memory_bytes for rank in range(2)] == [2**20, 2**20]
+    own = detect_seats(
+        Communicators(global_rank=0, world_size=1), torch.device("cpu"), memory_bytes=2**20
+    )
+    assert [cluster_of([*own] * 2).device_of(rank).memory_bytes for rank in range(2)] == [2**20] * 2
 
 
 def test_a_slowdown_scales_what_computes_and_nothing_else() -> None:

@@ -6,9 +6,8 @@ from torch import nn
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import OuterRole
-from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout, find_layers
-from tests.toy import GPT, ToyModule, ToyOptions
+from tests.toy import GPT
 
 FIRST, LAST = frozenset({OuterRole.FIRST}), frozenset({OuterRole.LAST})
 
@@ -22,46 +21,6 @@ class Wrapped(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
-
-
-def test_the_list_of_like_modules_with_most_parameters_is_the_layers() -> None:
-    module = Wrapped(
-        small=nn.ModuleList(linears(9, 2)),
-        large=nn.ModuleList(linears(2, 16)),
-        mixed=nn.ModuleList([nn.Linear(64, 64), nn.LayerNorm(64)]),
-    )
-    name, layers = find_layers(module, None)
-    assert name == "large"
-    assert layers == tuple(module.large)
-
-
-def test_layers_are_found_inside_a_lightning_module() -> None:
-    module = ToyModule(ToyOptions(num_layers=3))
-    layout = ModelLayout.of(module)
-    assert layout.layers_name == "model.blocks"
-    assert layout.num_layers == 3
-
-
-def test_a_sequential_of_like_modules_is_a_layer_list_but_not_one_module_alone() -> None:
-    assert find_layers(Wrapped(body=nn.Sequential(*linears(2))), None)[0] == "body"
-    assert find_layers(Wrapped(body=nn.Sequential(*linears(1))), None) == (None, ())
-    assert find_layers(Wrapped(body=nn.ModuleList(linears(1))), None)[0] == "body"
-
-
-def test_the_module_itself_may_be_the_list() -> None:
-    module = nn.Sequential(*linears(3))
-    layout = ModelLayout.of(module)
-    assert layout.layers_name == ""
-    assert [spec.layer for spec in layout.specs] == [0, 0, 1, 1, 2, 2]
-
-
-def test_lists_without_parameters_or_modules_of_one_kind_are_no_layers() -> None:
-    module = Wrapped(
-        dropouts=nn.ModuleList([nn.Dropout(), nn.Dropout()]),
-        empty=nn.ModuleList(),
-        mixed=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
-    )
-    assert find_layers(module, None) == (None, ())
 
 
 class Attention(nn.Module):
@@ -83,16 +42,39 @@ class Pooling(Attention):
         return self.mix(pixels)
 
 
-def test_blocks_of_several_classes_are_layers_if_they_begin_with_the_same_argument() -> None:
-    hybrid = nn.ModuleList([Attention(8), Recurrence(8), Attention(8)])
-    assert find_layers(Wrapped(body=hybrid, heads=nn.ModuleList(linears(2, 4))), None)[0] == "body"
-    unlike = nn.ModuleList([Attention(8), Pooling(8)])
-    assert find_layers(Wrapped(body=unlike), None) == (None, ())
+LISTS: dict[str, nn.Module] = {
+    "small": nn.ModuleList(linears(9, 2)),
+    "large": nn.ModuleList(linears(2, 16)),
+    "largest": nn.Sequential(*linears(2, 32)),
+    "hybrid": nn.ModuleList([Attention(64), Recurrence(64)]),
+    "one": nn.ModuleList(linears(1)),
+    # No layers: of several kinds, called otherwise, without parameters, tables, or no list.
+    "mixed": nn.ModuleList([nn.Linear(64, 64), nn.LayerNorm(64)]),
+    "unlike": nn.ModuleList([Attention(64), Pooling(64)]),
+    "dropouts": nn.ModuleList([nn.Dropout(), nn.Dropout()]),
+    "tables": nn.ModuleList([nn.Embedding(500, 8), nn.Embedding(500, 8)]),
+    "alone": nn.Sequential(nn.Linear(64, 64)),
+    "empty": nn.ModuleList(),
+}
 
 
-def test_tables_are_no_layers_however_large_they_are() -> None:
-    tables = nn.ModuleList([nn.Embedding(50, 8), nn.Embedding(50, 8)])
-    assert find_layers(Wrapped(tables=tables, body=nn.ModuleList(linears(2, 4))), None)[0] == "body"
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("small", "large", "mixed", "tables"), "large"),
+        (("small", "largest", "large"), "largest"),
+        (("hybrid", "largest"), "hybrid"),
+        (("unlike", "small"), "small"),
+        (("one",), "one"),
+        (("mixed", "unlike", "dropouts", "tables", "alone", "empty"), None),
+    ],
+)
+def test_layers_are_the_list_of_like_modules_with_most_parameters(
+    names: tuple[str, ...], expected: str | None
+) -> None:
+    layers = () if expected is None else tuple(LISTS[expected].children())
+    module = Wrapped(**{name: LISTS[name] for name in names})
+    assert find_layers(module, None) == (expected, layers)
 
 
 def test_a_module_without_layers_is_one_layer() -> None:
@@ -148,37 +130,11 @@ def test_a_tied_parameter_is_one_with_two_slots_and_both_roles() -> None:
     assert all(slot.current is model.wte.weight for slot in layout.slots["wte.weight"])
 
 
-def test_a_slot_puts_a_parameter_where_it_was() -> None:
-    model = GPT(1, 8, tied=True)
-    other = nn.Parameter(torch.zeros(1))
-    for slot in ModelLayout.of(model).slots["wte.weight"]:
-        slot.put(other)
-    assert model.wte.weight is other
-    assert model.head.weight is other
-
-
-def test_every_parameter_is_described_once() -> None:
-    config = LMConfig(vocab_size=11, hidden_size=8, num_layers=3, num_heads=2)
-    model = HeteroLM(config)
-    model.norm.weight.requires_grad_(requires_grad=False)
-    layout = ModelLayout.of(model)
-    expected = {name: tuple(item.shape) for name, item in model.named_parameters()}
-    assert {spec.name: spec.shape for spec in layout.specs} == expected
-    assert [spec.name for spec in layout.specs if not spec.requires_grad] == ["norm.weight"]
-
-
 def test_parameters_shared_between_layers_are_refused() -> None:
     layers = nn.ModuleList(linears(2))
     layers[1].weight = layers[0].weight
     with pytest.raises(ModelError, match=r"0\.weight is shared between layers"):
         ModelLayout.of(layers)
-
-
-def test_parameters_shared_between_a_layer_and_the_head_are_refused() -> None:
-    module = Wrapped(body=nn.ModuleList(linears(2)), head=nn.Linear(4, 4))
-    module.head.weight = module.body[1].weight
-    with pytest.raises(ModelError, match="shared between layers"):
-        ModelLayout.of(module)
 
 
 def test_parameters_without_a_shape_are_refused() -> None:
@@ -188,16 +144,9 @@ def test_parameters_without_a_shape_are_refused() -> None:
         ModelLayout.of(module)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "remedy"),
-    [
-        (torch.complex64, "view_as_complex"),
-        (torch.int64, "as a buffer"),
-        (torch.float64, "module to fp32"),
-    ],
-)
-def test_parameters_that_fp32_cannot_carry_are_refused(dtype: torch.dtype, remedy: str) -> None:
-    module = Wrapped(body=nn.ModuleList(linears(2)))
-    module.scale = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
-    with pytest.raises(ModelError, match=rf"scale is .*{remedy}"):
-        ModelLayout.of(module)
+def test_parameters_that_fp32_cannot_carry_are_refused() -> None:
+    for dtype, remedy in ((torch.complex64, "view_as_complex"), (torch.float64, "module to fp32")):
+        module = Wrapped(body=nn.ModuleList(linears(2)))
+        module.scale = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+        with pytest.raises(ModelError, match=rf"scale is .*{remedy}"):
+            ModelLayout.of(module)

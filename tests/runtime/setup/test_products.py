@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hetero.runtime.setup.products import KeptProducts, bytes_of_products, is_product
+from lightning_hetero.runtime.setup.products import KeptProducts, bytes_of_products
 from tests.capped_memory import MemoryCounter
 
 WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -81,16 +81,6 @@ def test_products_and_attention_are_kept_as_far_as_backward_needs_them() -> None
         assert all(map(torch.equal, found, expected))
         assert found_kept == 4 * (num_kept * 32 + logsumexp) < kept
     assert bytes_of_products(lambda: attending(torch.ones(4, 8))) == 4 * (3 * 32 + logsumexp)
-
-
-def test_attention_is_kept_if_it_draws_no_random_numbers() -> None:
-    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    queries = [WEIGHT] * 3
-    assert is_product(attention, queries, {})
-    assert is_product(attention, [*queries, 0.0, True], {"scale": None})
-    assert not is_product(attention, [*queries, 0.1], {})
-    assert not is_product(attention, queries, {"dropout_p": 0.1})
-    assert not is_product(torch.ops.aten.exp.default, [WEIGHT], {})
 
 
 def test_products_that_are_changed_or_differ_the_second_time_are_refused() -> None:

@@ -3,7 +3,6 @@ import torch
 from torch import nn
 
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from tests.toy import GPT, VOCABULARY
@@ -27,23 +26,6 @@ def test_sizes_are_read_from_shapes(width: int, *, tied: bool) -> None:
     assert found.tied_embeddings is tied
     assert found.num_heads == 2
     assert found.matrix_params_per_layer == matrix_params(module.blocks[0])
-
-
-def test_a_gated_grouped_model_costs_what_its_matrices_do() -> None:
-    config = LMConfig(
-        vocab_size=100,
-        hidden_size=64,
-        num_layers=3,
-        num_heads=8,
-        num_kv_heads=2,
-        intermediate_size=160,
-    )
-    module = HeteroLM(config)
-    found = infer(module)
-    assert found is not None
-    assert (found.hidden_size, found.vocab_size, found.num_heads) == (64, 100, 8)
-    exact = matrix_params(module.layers[0])
-    assert found.matrix_params_per_layer == pytest.approx(exact, rel=0.01)
 
 
 def test_a_hugging_face_config_names_heads_and_gate() -> None:
@@ -74,7 +56,3 @@ def test_of_unlike_layers_the_largest_counts_wherever_it_is() -> None:
         spec = infer_model_spec(module, ModelLayout.of(module))
         assert spec is not None
         assert spec.matrix_params_per_layer == pytest.approx(matrices, rel=0.01)
-
-
-def test_nothing_is_guessed_without_layers() -> None:
-    assert infer(nn.Linear(3, 3)) is None
