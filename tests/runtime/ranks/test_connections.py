@@ -76,6 +76,9 @@ def test_what_is_opened_is_returned_or_raised_and_hung_up(may_end: bool) -> None
             with pytest.raises(ZeroDivisionError):
                 connections.open(lambda: 1 // 0)
             with socket.create_connection(address) as other:
+                end = server.accept()[0]
+                end.settimeout(10.0)
                 connections.hang_up()
-                assert opened.recv(1) == b""
+                assert opened.recv(1) == end.recv(1) == b""
+                end.close()
                 other.send(b"goes on")
