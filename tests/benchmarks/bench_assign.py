@@ -50,8 +50,11 @@ class Case:
         lengths = load_lengths(length_set, CONTEXT)
         self.schemes = schemes_on(num_gpus, speeds)
         schemes = list(self.schemes.values())
-        proposals = propose(lengths, schemes, self.devices, tokens_per_iteration=tokens)
-        self.candidates = [list(proposal.pipelines(schemes)) for proposal in proposals]
+        proposals = propose(lengths, schemes, self.devices, tokens_per_iteration=tokens, most=8)
+        self.candidates = [
+            [scheme.cost for scheme, n in zip(schemes, counts, strict=True) for _ in range(n)]
+            for counts in proposals
+        ]
         self.iterations = draw_iterations(lengths, tokens, count)
         self.chosen = [assign_iteration(item, self.candidates) for item in self.iterations]
         self.plans = [self.candidates[item.plan_index] for item in self.chosen]
