@@ -83,8 +83,7 @@ class FastestPlans:
 
     def least_s(self) -> float:
         """Return the least seconds of fractional pipelines."""
-        self.solved_for = list(self.stages)
-        return self._masters_of(self.solved_for)
+        return self._masters_of(list(self.stages))
 
     def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""
@@ -126,14 +125,11 @@ class FastestPlans:
         if len(self.stages) == 1:
             return list(self.stages)
         alone: dict[int, float] = {}
-        self.solved_for = []
         for size in self.stages:
-            self.solved.clear()
             alone[size] = self._masters_of([size])
             worse = [s for s in alone.values() if s > min(alone.values())]
             if len(worse) > 1 and list(alone.values())[-2:] == worse[-2:]:
                 break
-        self.solved.clear()
         best = min(alone.values())
         return sorted(sorted(alone, key=alone.__getitem__)[:_SIZES_KEPT]) if best else list(alone)
 
@@ -141,44 +137,38 @@ class FastestPlans:
 
     def _masters_of(self, sizes: Sequence[int]) -> float:
         """Solve masters for numbers of pipelines worth trying; return the least T."""
+        self.solved.clear()
+        self.solved_for = list(sizes)
         total = self.any_stages.workload.global_batch_size // min(sizes)
         top = min(total, sum(self.any_stages.devices.values()))
-        orders = (MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER)
-        times: dict[tuple[int, MappingOrder], float] = {}
+        near, far = MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER
+        numbers = self._scan(lambda n: self._solve(Ownership(n), near), _numbers(top))
+        times = {owner.num_pipelines: master.time_s for (owner, _), master in self.solved.items()}
+        best = min(times, key=times.__getitem__)
+        other = self._solve(Ownership(best), far)
+        if not abs(other / times[best] - 1) < _SAME_ORDER:
+            self._descend(lambda n: self._solve(Ownership(n), far), numbers, best)
+        if self.judge.cost.layout.is_owned_by_room:
+            self._follow_room(numbers, best)
+        return min(master.time_s for master in self.solved.values())
 
-        def solve(number: int, order: MappingOrder) -> float:
-            if (number, order) not in times:
-                upper_s = min(times.values(), default=float("inf"))
-                times[number, order] = self._solve(Ownership(number), order, sizes, upper_s)
-            return times[number, order]
+    def _follow_room(self, numbers: Sequence[int], best: int) -> None:
+        """Solve masters with owners by room for the best number, and for more than fit otherwise.
 
-        numbers = _numbers(top)
-        numbers = self._scan(lambda n: solve(n, orders[0]), numbers)
-        near = sorted((n for n, o in times if o is orders[0]), key=lambda n: times[n, orders[0]])
-        best = near[0]
-        other = solve(best, orders[1])
-        if not abs(other / times[best, orders[0]] - 1) < _SAME_ORDER:
-            self._descend(lambda n: solve(n, orders[1]), numbers, best)
-        least_s = min(times.values())
-        if not self.judge.cost.layout.is_owned_by_room:
-            return least_s
-        rooms: dict[int, float] = {}
+        If they gain something there, for the numbers next to it, too.
+        """
 
-        def solve_by_room(number: int) -> float:
-            if number not in rooms:
-                upper_s = min(rooms.values(), default=float("inf"))
-                rooms[number] = self._solve(Ownership(number, True), orders[0], sizes, upper_s)
-            return rooms[number]
+        def solve(number: int) -> float:
+            return self._solve(Ownership(number, by_room=True), MappingOrder.STAGES_TOGETHER)
 
-        # Owners by room may help the best number, or make more pipelines fit.
-        lacking = [n for (n, order), seconds in times.items() if n > best and seconds == np.inf]
-        near = [best, *([min(lacking)] if lacking else [])]
-        if least_s < np.inf and min(map(solve_by_room, near)) > least_s * (1 - _SAME_ORDER):
-            return min(least_s, *rooms.values())
-        self._descend(solve_by_room, sorted({*numbers, *near}), min(near, key=solve_by_room))
-        best = min(rooms, key=rooms.__getitem__)
-        other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])
-        return min(least_s, rooms[best], other)
+        least_s = min(master.time_s for master in self.solved.values())
+        lacking = {o.num_pipelines for (o, _), m in self.solved.items() if m.time_s == np.inf}
+        near = [best, *sorted(number for number in lacking if number > best)[:1]]
+        if least_s < np.inf and min(map(solve, near)) > least_s * (1 - _SAME_ORDER):
+            return
+        self._descend(solve, sorted({*numbers, *near}), min(near, key=solve))
+        rooms = {o: master.time_s for (o, _), master in self.solved.items() if o.by_room}
+        self._solve(min(rooms, key=rooms.__getitem__), MappingOrder.PIPELINES_TOGETHER)
 
     def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
         """Try numbers of pipelines in order, until more are worse, and those around the best."""
@@ -216,15 +206,18 @@ class FastestPlans:
             for number in sorted(new):
                 known[number] = solve(number)
 
-    def _solve(
-        self, ownership: Ownership, order: MappingOrder, sizes: Sequence[int], upper_s: float
-    ) -> float:
-        master = Master([self.judge.times(size, ownership, order) for size in sizes])
-        near = [m for (o, d), m in self.solved.items() if d is order or len(self.solved) < 3]
-        for other in near[-2:]:
-            master.add(other.promising())
-        self.solved[ownership, order] = master
-        return master.solve(upper_s)
+    def _solve(self, ownership: Ownership, order: MappingOrder) -> float:
+        """Return the least T of a master, solved once, with the best columns of those before."""
+        if (ownership, order) not in self.solved:
+            masters = [self.judge.times(size, ownership, order) for size in self.solved_for]
+            master, before = Master(masters), list(self.solved.items())
+            near = [m for (_, other), m in before if other is order or len(before) < 3]
+            for other in near[-2:]:
+                master.add(other.promising())
+            alike = [m.time_s for (o, _), m in before if o.by_room is ownership.by_room]
+            self.solved[ownership, order] = master
+            master.solve(min(alike, default=np.inf))
+        return self.solved[ownership, order].time_s
 
     def _mixes(self) -> list[tuple[Master, Mix]]:
         """Return whole mixes of the masters near the best one of each ownership, fastest first.

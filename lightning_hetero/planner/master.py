@@ -130,10 +130,11 @@ class Master:
         self.time_s = min(alone, upper_s * 4)
         for _ in range(_ROUNDS):
             before_s = self.time_s
-            duals_now = self._newton()
-            if duals_now is None:
+            duals = self._newton()
+            if duals is None:
+                self.time_s = np.inf
                 return np.inf
-            found = self._price(self.time_s, duals_now, least)
+            found = self._price(self.time_s, duals, least)
             added = self.add([column for _, column in found[:_ADDED]])
             if not added and self.time_s > before_s * (1 - _CLOSE):
                 break

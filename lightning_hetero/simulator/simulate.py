@@ -178,8 +178,10 @@ def simulate(
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)
     ]
-    ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-    iteration_s, exchange_s = ends.iteration_s, ends.exposed_s(has_work)
+    iteration_s = max(map(max, stepped))
+    first_s = min(row[0] for row in itertools.compress(pulled, has_work))
+    last_s = max(map(max, itertools.compress(computed, has_work)))
+    exchange_s = iteration_s - last_s + first_s
     busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
     every_work = [works[kind] for kind in kind_of]
     every_busy = tuple([busy[kind] for kind in kind_of])
@@ -195,9 +197,7 @@ def simulate(
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
         bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
-        events=_events([timelines[kind] for kind in kind_of], ends.of(kind_of))
-        if record_events
-        else (),
+        events=_events(kind_of, timelines, pulled, pushed, stepped) if record_events else (),
     )
 
 
@@ -234,32 +234,6 @@ def _summary(microbatches: Sequence[MicroBatchShape]) -> tuple[object, ...]:
     if len(set(microbatches)) == 1:
         return len(microbatches), microbatches[0]
     return tuple(microbatches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ends:
-    """When each phase of an iteration ends, as [pipeline][stage]."""
-
-    pulled: Sequence[Sequence[float]]
-    computed: Sequence[Sequence[float]]
-    pushed: Sequence[Sequence[float]]
-    stepped: Sequence[Sequence[float]]
-
-    def of(self, rows: Sequence[int]) -> "_Ends":
-        """Return the ends of these rows."""
-        every = (self.pulled, self.computed, self.pushed, self.stepped)
-        pulled, computed, pushed, stepped = ([times[row] for row in rows] for times in every)
-        return _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-
-    @property
-    def iteration_s(self) -> float:
-        return max(map(max, self.stepped))
-
-    def exposed_s(self, has_work: Sequence[bool]) -> float:
-        """Return the seconds before the first forward and after the last backward."""
-        first = min(row[0] for row, work in zip(self.pulled, has_work, strict=True) if work)
-        last = max(max(row) for row, work in zip(self.computed, has_work, strict=True) if work)
-        return self.iteration_s - last + first
 
 
 def _check(
@@ -333,16 +307,25 @@ def _bottleneck(
     return f"{where} ({shape.tp_degree} × {shape.device}, busy {share:.0%})"
 
 
-def _events(timelines: Sequence[Timeline], ends: _Ends) -> tuple[Event, ...]:
+def _events(
+    kind_of: Sequence[int],
+    timelines: Sequence[Timeline],
+    pulled_s: Sequence[Sequence[float]],
+    pushed_s: Sequence[Sequence[float]],
+    stepped_s: Sequence[Sequence[float]],
+) -> tuple[Event, ...]:
+    """Return all events; times are those of each kind of pipelines, as [kind][stage]."""
     events = []
-    for p, timeline in enumerate(timelines):
-        pulled, computed, pushed = ends.pulled[p], ends.computed[p], ends.pushed[p]
-        for s in range(len(timeline.end_s)):
-            if pulled[s]:
-                events.append(Event(p, s, "pull", -1, 0.0, pulled[s]))
-        events += [Event(p, s, kind, m, a, b) for kind, s, m, a, b in timeline.events]
-        for s in range(len(timeline.end_s)):
-            if pushed[s] > computed[s]:
-                events.append(Event(p, s, "push", -1, computed[s], pushed[s]))
-            events.append(Event(p, s, "step", -1, pushed[s], ends.stepped[p][s]))
+    for p, kind in enumerate(kind_of):
+        computed = timelines[kind].end_s
+        for s, end_s in enumerate(pulled_s[kind]):
+            if end_s:
+                events.append(Event(p, s, "pull", -1, 0.0, end_s))
+        events += [Event(p, s, what, m, a, b) for what, s, m, a, b in timelines[kind].events]
+        for s, (start_s, pushed, stepped) in enumerate(
+            zip(computed, pushed_s[kind], stepped_s[kind], strict=True)
+        ):
+            if pushed > start_s:
+                events.append(Event(p, s, "push", -1, start_s, pushed))
+            events.append(Event(p, s, "step", -1, pushed, stepped))
     return tuple(events)
