@@ -27,7 +27,7 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import PipelinePlan, StagePlan
 from lightning_hetero.planner.pace import finish_s
-from lightning_hetero.planner.stages import Option
+from lightning_hetero.planner.placement import Option
 
 __all__ = ["Splits", "balance_layers", "split_layers", "without_chunks"]
 

@@ -17,9 +17,9 @@ from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import MappingOrder, PipelineNodes, place
+from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, Simulation
 
@@ -255,7 +255,7 @@ class FastestPlans:
         """Return a mix on nodes; where they can't hold it, with narrower stages."""
         columns = [column for column, number in mix.columns for _ in range(number)]
         kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
-        arrangement = place([column.group for column in columns], kinds, counts, order)
+        arrangement = place([column.options for column in columns], kinds, counts, order)
         for _ in range(_NARROWED):
             if arrangement is not None:
                 break
@@ -263,15 +263,15 @@ class FastestPlans:
             if not narrow:
                 return None
             placed = (
-                (place([c.group for c in row], kinds, counts, order), row) for _, row in narrow
+                (place([c.options for c in row], kinds, counts, order), row) for _, row in narrow
             )
             fitting = ((found, row) for found, row in placed if found is not None)
             arrangement, columns = next(fitting, (None, narrow[0][1]))
         if arrangement is None:
             return None
         columns = [
-            column._replace(inside=pipeline.inside)
-            for column, pipeline in zip(columns, arrangement, strict=True)
+            column._replace(inside=share_nodes(stages))
+            for column, stages in zip(columns, arrangement, strict=True)
         ]
         rates = [master.times[column.size].rate(column) for column in columns]
         known = [rate for rate in rates if rate is not None]
@@ -333,7 +333,7 @@ class FastestPlans:
         if not set(sizes) <= self.stages.keys() or start.num_layers != self.any_stages.num_layers:
             return None
         candidate = Candidate(
-            arrangement=tuple(PipelineNodes.of_stages(row) for row in rows),
+            arrangement=tuple(map(tuple, rows)),
             layers=tuple(tuple(len(s.layers) for s in p.stages) for p in pipelines),
             sizes=tuple(sizes),
             counts=tuple(counts),

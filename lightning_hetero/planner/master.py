@@ -25,8 +25,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.memory import idle_capacity
+from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
-from lightning_hetero.planner.stages import Option
 
 __all__ = ["Master", "Mix"]
 

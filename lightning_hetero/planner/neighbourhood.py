@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.planner.judge import Judge
+from lightning_hetero.planner.placement import PlacedStages, share_nodes
 
 __all__ = ["Neighbourhood", "Pipeline"]
 
 _FEW_STAGES = 12
 """In pipelines of up to so many stages a stage is moved to any place."""
-
-PlacedStages = tuple[tuple[int, int], ...]
-"""(node, TP degree) of every stage of a pipeline."""
 
 _Pattern = tuple[tuple[int, int], ...]
 """(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
@@ -110,9 +108,8 @@ class Neighbourhood:
     def _kind(self, pipeline: Pipeline) -> object:
         """Return what pipelines have in common that differ in their nodes and layers only."""
         kinds = self.judge.any_stages.class_of_node
-        same = [a[0] == b[0] for a, b in itertools.pairwise(pipeline.stages)]
         degrees = [(kinds[node], degree) for node, degree in pipeline.stages]
-        return degrees, same, pipeline.size
+        return degrees, share_nodes(pipeline.stages), pipeline.size
 
     def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
         """Return nodes with free devices, one of each class and number of them."""

@@ -22,8 +22,8 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
-from lightning_hetero.planner.placement import MappingOrder
-from lightning_hetero.planner.stages import Option, Stages
+from lightning_hetero.planner.placement import MappingOrder, Option
+from lightning_hetero.planner.stages import Stages
 
 __all__ = ["Duals", "Pricing", "even_options"]
 

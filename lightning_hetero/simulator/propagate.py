@@ -19,7 +19,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hetero.core.actions import Action, ActionKind
@@ -77,10 +77,6 @@ class EqualTimes:
     """How many they are, 1 or more."""
     weight_s: tuple[float, ...] = ()
     """The part of each stage's backward that a W action takes; not needed without such actions."""
-
-    def repeated(self, num_microbatches: int) -> "EqualTimes":
-        """Return the times of so many such micro-batches."""
-        return replace(self, num_microbatches=num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
