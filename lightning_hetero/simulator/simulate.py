@@ -15,7 +15,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.exchange import exchange_of
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
-from lightning_hetero.simulator.propagate import Orders, Timeline, propagate_all
+from lightning_hetero.simulator.propagate import Orders, Timeline, propagate
 from lightning_hetero.simulator.work import PipelineWork
 
 __all__ = ["Event", "Simulation", "host_bytes", "simulate", "split_batch"]
@@ -162,13 +162,8 @@ def simulate(
     works = [PipelineWork(plan, m[0], cost, microbatches[m[0]], every[m[0]]) for m in kinds]
     exchange = exchange_of(plan, kinds, cost)
     pulled = exchange.pull_start_s([work.first_forward_s for work in works])
-    timelines = propagate_all(
-        [work.times for work in works],
-        pulled,
-        [work.orders for work in works],
-        [work.workers for work in works],
-        blocking=cost.layout.blocking_messages,
-        record=record_events,
+    timelines = _propagate(
+        works, pulled, blocking=cost.layout.blocking_messages, record=record_events
     )
     computed = [timeline.end_s for timeline in timelines]
     has_work = [bool(work.microbatches) for work in works]
@@ -199,6 +194,23 @@ def simulate(
         bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
         events=_events(kind_of, timelines, pulled, pushed, stepped) if record_events else (),
     )
+
+
+def _propagate(
+    works: Sequence[PipelineWork], starts: Sequence[Sequence[float]], **options: bool
+) -> list[Timeline]:
+    """Return the timeline of every pipeline; equal ones are run only once."""
+    known: dict[object, Timeline] = {}
+    timelines = []
+    for work, start in zip(works, starts, strict=True):
+        orders = work.orders and tuple(map(tuple, work.orders))
+        key = tuple(work.times), tuple(start), orders, work.workers
+        if key not in known:
+            known[key] = propagate(
+                work.times, start, orders=work.orders, workers=work.workers, **options
+            )
+        timelines.append(known[key])
+    return timelines
 
 
 def _alike(
