@@ -66,16 +66,13 @@ class Observation:
         """Return the medians of some observations; None without any."""
         if not observations:
             return None
-        peers = {peer for o in observations for peer in o.waits_s}
         return cls(
             step=observations[-1].step,
             forward_s=_median(o.forward_s for o in observations),
             backward_s=_median(o.backward_s for o in observations),
             work=_median(o.work for o in observations),
             num_microbatches=round(_median(o.num_microbatches for o in observations)),
-            waits_s={
-                p: statistics.median(o.waits_s.get(p, 0.0) for o in observations) for p in peers
-            },
+            waits_s=_usual_waits_s(observations),
             hidden_bytes=max(o.hidden_bytes for o in observations),
         )
 
@@ -91,15 +88,8 @@ class RankReport:
     """Its baseline: healthy seconds per unit of work, scaled to the whole model; NaN if unknown."""
     before: Observation | None = None
     """Medians of its baseline."""
-    now: Observation | None = None
-    """Medians since the change."""
-
-    @property
-    def excess_wait_s(self) -> dict[int, float]:
-        """By peer, seconds per iteration that waiting for its messages takes longer than before."""
-        before = self.before.waits_s if self.before else {}
-        waits_s = self.now.waits_s if self.now else {}
-        return {peer: seconds - before.get(peer, 0.0) for peer, seconds in waits_s.items()}
+    excess_wait_s: Mapping[int, float] = field(default_factory=dict)
+    """By peer, seconds per iteration that waiting for its messages takes longer than before."""
 
 
 class RankNote(NamedTuple):
@@ -177,13 +167,20 @@ class RankHistory:
         """Compare the iterations since a step with the baseline."""
         recent = [entry for entry in self._kept if entry[0].step >= since_step]
         pace, now = _median(o.pace for o in self._baseline), _median(value for _, value in recent)
+        before, waits_s = _usual_waits_s(self._baseline), _usual_waits_s([o for o, _ in recent])
         return RankReport(
             global_rank=self._rank,
             slowness=now / pace if pace > 0.0 else math.nan,
             pace=pace,
             before=Observation.usual(self._baseline),
-            now=Observation.usual([observation for observation, _ in recent]),
+            excess_wait_s={peer: s - before.get(peer, 0.0) for peer, s in waits_s.items()},
         )
+
+
+def _usual_waits_s(observations: Sequence[Observation]) -> dict[int, float]:
+    """Return the median seconds of waiting for each peer."""
+    peers = {peer for o in observations for peer in o.waits_s}
+    return {p: statistics.median(o.waits_s.get(p, 0.0) for o in observations) for p in peers}
 
 
 def _median(values: Iterable[float]) -> float:

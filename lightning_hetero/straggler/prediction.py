@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -89,12 +89,12 @@ class RunPrediction:
         """By link, how many times longer a message takes."""
         self._healthy = RunPrediction(run) if findings else self
         found: dict[_Shape, list[FloatArray]] = defaultdict(list)
-        for _, _, stage in run.plan.iter_stages():
-            for rank in stage.ranks:
-                place = run.places[rank]
-                unit = place.work * run.probe_s.get(rank, 1.0)
-                seconds = np.array([place.forward_s, place.backward_s])
-                found[self._shape(stage)].append(seconds / unit)
+        self._stages = _stages_of(run.plan)
+        for rank, stage in self._stages.items():
+            place = run.places[rank]
+            unit = place.work * run.probe_s.get(rank, 1.0)
+            seconds = np.array([place.forward_s, place.backward_s])
+            found[self._shape(stage)].append(seconds / unit)
         self._known_s = {shape: np.median(times, axis=0) for shape, times in found.items()}
         """Seconds per unit of work of each shape of stage, on a device of factor 1."""
         self._ends_s: dict[tuple[object, ...], float] = {}
@@ -102,12 +102,14 @@ class RunPrediction:
     def iteration_s(self, plan: ParallelPlan) -> float:
         """Return the seconds of an iteration of a plan."""
         run = self.run
-        slow = {rank for pair in self.slow_links for rank in pair}
+        slow, before, after = {*chain(*self.slow_links)}, self._stages, _stages_of(plan)
         # What ranks exchange that stay where they are, and have no slow link, doesn't change.
         ranks = [
             rank
-            for rank in {*run.plan.ranks, *plan.ranks}
-            if rank in slow or _seat(plan, rank) != _seat(run.plan, rank)
+            for rank in {*before, *after}
+            if rank in slow
+            or run.plan.place(rank) != plan.place(rank)
+            or before[rank].layers != after[rank].layers
         ]
         later_s = self._pipelines_s(plan) - self._healthy._measured_s
         if ranks:
@@ -180,12 +182,10 @@ class RunPrediction:
 
         Scaled to the whole model, as in a rank's own history.
         """
-        healthy = self._healthy
         return {
-            rank: healthy.factor(rank) * unit_s / plan.share(rank)
-            for _, _, stage in plan.iter_stages()
-            for unit_s in [float(self._unit_s(self._shape(stage)).sum())]
-            for rank in stage.ranks
+            rank: self._healthy.factor(rank) * float(unit_s.sum()) / plan.share(rank)
+            for rank, stage in _stages_of(plan).items()
+            for unit_s in [self._unit_s(self._shape(stage))]
         }
 
     def slowdown(self, rank: int, other: int) -> float:
@@ -197,9 +197,7 @@ class RunPrediction:
         slow, place = self.slow_ranks.get(rank, 1.0), self.run.places.get(rank)
         if place is None:
             return slow * self.run.probe_s.get(rank, 1.0)
-        stage = _stage_of(self.run.plan, rank)
-        assert stage is not None
-        usual_s = place.work * float(self._unit_s(self._shape(stage)).sum())
+        usual_s = place.work * float(self._unit_s(self._shape(self._stages[rank])).sum())
         return slow * (place.forward_s + place.backward_s) / usual_s
 
     def _shape(self, stage: StagePlan) -> _Shape:
@@ -293,15 +291,9 @@ class RunPrediction:
         return max(seconds.values())
 
 
-def _stage_of(plan: ParallelPlan, rank: int) -> StagePlan | None:
-    place = plan.place(rank)
-    return None if place is None else plan.pipelines[place.pipeline_index].stages[place.stage_index]
-
-
-def _seat(plan: ParallelPlan, rank: int) -> tuple[object, ...]:
-    """Return what a rank exchanges for: its place and its layers."""
-    stage = _stage_of(plan, rank)
-    return plan.place(rank), stage and stage.layers
+def _stages_of(plan: ParallelPlan) -> dict[int, StagePlan]:
+    """Return the stage of each rank that computes."""
+    return {rank: stage for _, _, stage in plan.iter_stages() for rank in stage.ranks}
 
 
 def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -26,6 +27,8 @@ class Recording:
                 f"Can't make the folder {folder} for recordings: {error.strerror}."
             ) from error
         self._file: TextIO | None = None
+        self._is_full = False
+        """Whether the disk has no room for more."""
         self._num_bytes = 0
         self._last_s: float | None = None
         self._hook = register_optimizer_step_post_hook(self._note_step)
@@ -43,7 +46,8 @@ class Recording:
         """Unhook from the job; later calls do nothing."""
         self._hook.remove()
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +57,7 @@ class Recording:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         size = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-        if size < self._num_bytes:
+        if size < self._num_bytes or self._is_full:
             return
         now_s = time.perf_counter()
         try:
@@ -62,7 +66,7 @@ class Recording:
             if size == self._num_bytes and self._last_s is not None:
                 self._file.write(f"{now_s - self._last_s:.6f}\n")
         except OSError:
-            self.stop()  # A full disk ends the recording, not the job.
+            self._is_full = True  # That ends the recording, not the job.
         self._num_bytes, self._last_s = size, now_s
 
 

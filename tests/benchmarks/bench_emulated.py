@@ -5,8 +5,7 @@ Forwards and backwards are stretched by sleeping, so two cores play four devices
 `plan="auto"` makes of it, the even split one equal pipeline a rank; both train the same 48 samples
 an iteration. Floor: the slow ranks' even share of 12 samples against 48 / (1 + 1 + 2 + 2) samples a
 unit of speed is a ratio of 1.5, and more where small micro-batches stay in the cache; what
-exchange, Lightning and the slowest of four noisy ranks take comes off. Smaller iterations (6
-samples a rank, three narrower layers) had been tried before: 1.29 to 1.42.
+exchange, Lightning and the slowest of four noisy ranks take comes off.
 """
 
 import os

@@ -25,8 +25,7 @@ Each run changes between the ways from iteration to iteration, so that whatever 
 does meets all alike; ratios are medians over neighbouring iterations. A second run has them in the
 opposite order and must have the same losses, bit for bit. What is to be stretched four times must
 get a quarter of a core whenever it wants it: on a machine that is full of other work all that
-counts is how much is computed in all, and the plan's own way, 16.4 layers against 15, is slower
-(0.93, when it was stretched half as much).
+counts is how much is computed in all.
 """
 
 import os
