@@ -13,7 +13,7 @@ from torch import nn
 from lightning_hetero.runtime.setup.layout import find_layers
 from tests.callbacks.in_place import Node, playing, undisturbed
 from tests.callbacks.test_in_place import trained
-from tests.runtime.huggingface_runs import make_model
+from tests.runtime.huggingface_runs import base_model, make_model
 from tests.runtime.peft_runs import PeftCase, quantize, with_adapters
 from tests.toy import ADAM_EPS, VOCABULARY
 
@@ -50,11 +50,6 @@ class Quantized(L.LightningModule):
     ) -> None:
         super().__init__()
         torch.manual_seed(5)
-        base = make_model(model, vocab_size=VOCABULARY)
-        if folder is None and kind is not None:
-            _, layers = find_layers(base, None)
-            for layer in layers:
-                quantize(layer, kind)
         case = PeftCase(
             model=model,
             plan={} if is_planned else None,
@@ -62,6 +57,11 @@ class Quantized(L.LightningModule):
             while_loading=kind,
             adapters=adapters or {},
         )
+        base = make_model(model, vocab_size=VOCABULARY) if folder is None else base_model(case)
+        if folder is None and kind is not None:
+            _, layers = find_layers(base, None)
+            for layer in layers:
+                quantize(layer, kind)
         self.model = with_adapters(base, case)
         for name, weight in self.model.named_parameters():
             if "lora_B" in name:
@@ -92,24 +92,6 @@ class Unfrozen(Quantized):
     def configure_optimizers(self) -> Any:
         trained = [weight for weight in self.parameters() if weight.requires_grad]
         return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
-
-
-class UnfreezeAfterTwo(L.Callback):
-    """Unfreezes base layers after the second step."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
-            pl_module.backbone.requires_grad_(True)
-
-
-class UnfrozenOnce(Unfrozen):
-    """The same by a callback of one's own; the optimizer has all weights from the start."""
-
-    def configure_callbacks(self) -> Any:
-        return [UnfreezeAfterTwo()]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=2e-3, eps=ADAM_EPS)
 
 
 def check_losses(node: Node, expected: list[float]) -> None:
@@ -156,29 +138,19 @@ def test_survivors_read_the_layers_that_they_lack(
     assert [(item["is_live"], item["lost_steps"]) for item in recovered] == [(True, 0)] * 2
 
 
-def test_what_a_callback_has_unfrozen_trains_on(tmp_path: Path) -> None:
-    """A rank is lost after the epoch began in which the base was unfrozen."""
-    expected = undisturbed(2, 36, make_module=partial(Unfrozen, is_planned=False))
-    assert len({round(loss, 3) for loss in expected[30:]}) > 3
-    options = {"num_steps": 36, "every": 100, "redundancy": 1, "num_stages": 2}
-    options["make_module"] = partial(Unfrozen, is_planned=True)
-    with playing(tmp_path / "run", NUM_RANKS, **options) as node:
-        node.wait_for_all(range(NUM_RANKS), 32)
-        node.strike(0)
-        node.let_go_on_to(36)
-        check_losses(node, expected)
-
-
-def test_what_was_unfrozen_trains_on_with_a_rank_that_joins_later(tmp_path: Path) -> None:
+def test_what_a_callback_has_unfrozen_trains_on_with_a_rank_that_joins_later(
+    tmp_path: Path,
+) -> None:
     """And goes on with it when another rank is lost. The joiner's script begins frozen."""
-    num_steps = 44
-    expected = undisturbed(2, num_steps, make_module=partial(UnfrozenOnce, is_planned=False))
+    num_steps = 56
+    expected = undisturbed(2, num_steps, make_module=partial(Unfrozen, is_planned=False))
+    assert len({round(loss, 3) for loss in expected[30:]}) > 3
     options = {"num_steps": num_steps, "every": 100, "redundancy": 1}
-    options["make_module"] = partial(UnfrozenOnce, is_planned=True)
+    options["make_module"] = partial(Unfrozen, is_planned=True)
     with playing(tmp_path / "run", 2, **options) as node:
-        node.wait_for_all((0,), 4)
+        node.wait_for_all((0,), 32)
         node.join("new")
-        joined = node.go_on_until(lambda: bool(node.records("new")), first=5, last=num_steps - 10)
+        joined = node.go_on_until(lambda: bool(node.records("new")), first=33, last=num_steps - 5)
         node.wait_for_all((0, 1, "new"), joined + 2)
         node.strike(1)
         node.let_go_on_to(num_steps)
