@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -144,7 +145,9 @@ def train_compiled(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
         if how == "torch.compile":
             layers[index] = captured_only(layer)
     with mock.patch.object(torch, "compile", captured_only):
-        return fit(module, case), counters["stats"]["unique_graphs"]
+        outcome = fit(module, case)
+    named = {name.replace("_orig_mod.", ""): item for name, item in outcome.weights.items()}
+    return replace(outcome, weights=named), counters["stats"]["unique_graphs"]
 
 
 # Few ranks, layers and lengths: what takes long is to capture each anew.
