@@ -151,14 +151,6 @@ def keeping_all(case: Case) -> Case:
     return replace(case, plan=plan)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@given(case=st.sampled_from(["gpt", "packed"]).flatmap(lambda model: cases(model=model)))
-@settings(max_examples=8, derandomize=True, **_options)
-def test_many_plans_train_as_a_single_device_does(pool: ProcessPool, case: Case) -> None:
-    check(pool, case)
-
-
 @pytest.mark.parametrize("ownership", ["auto", "even"])
 def test_adapters_of_a_frozen_model_train_alike(pool: ProcessPool, ownership: str) -> None:
     # The first stage of a pipeline has nothing to train.
