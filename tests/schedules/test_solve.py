@@ -142,6 +142,18 @@ def test_no_schedule_is_slower_than_1f1b_in_its_room(seed: int, stages: int, cou
     assert solve(problem).end_s <= end_s(problem, order_1f1b(problem)) * (1 + 1e-9)
 
 
+def test_zero_bubble_h1_is_matched_in_the_memory_of_1f1b() -> None:
+    """Qi et al. 2023: ZB-H1 leaves (stages - 1)(F + I - W) idle, a third of 1F1B's."""
+    problem = ScheduleProblem.equal(
+        forward_s=[1.0] * 4,
+        input_s=[1.0] * 4,
+        weight_s=[1.0] * 4,
+        num_microbatches=12,
+        most_held=[4.0] * 4,  # What 1F1B's first stage holds.
+    )
+    assert solve(problem).end_s <= 12 * 3 + 3 * (1 + 1 - 1) + 1e-9
+
+
 def test_a_stage_without_room_for_a_microbatch_is_refused() -> None:
     with pytest.raises(PlanError, match="Stage 1 has room for 0 bytes"):
         ScheduleProblem.equal(
